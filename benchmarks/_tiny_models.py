@@ -65,6 +65,10 @@ INDEXER = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 4,
 }
+ROTATED = (  # their text by three positions at once
+    *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    "qwen3_omni_moe_thinker",
+)
 ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
 SHARED_ATTENTION = {  # the second layer's is the third's too
     "num_hidden_layers": 3,
@@ -100,12 +104,13 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
+    "mllama": {"text_config.num_hidden_layers": 3, "text_config.cross_attention_layers": [1]},  # text goes past the second
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "phi4_multimodal": {"vision_config.num_hidden_layers": 3},  # none of its towers is as deep as the decoder
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
-    **dict.fromkeys(("glm4v", "qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
+    **dict.fromkeys(ROTATED, {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     **dict.fromkeys(("zamba", "zamba2"), SHARED_ATTENTION),
@@ -115,6 +120,7 @@ BESIDE_OTHERS = (  # language models inside a wrapper that the mapping of causal
     *("aya_vision", "gemma3", "glm4v", "internvl", "idefics3", "llava", "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl"),
     *("qwen3_vl", "qwen3_vl_moe", "smolvlm"),
 )
+_WRAPPED = ("mllama",)  # what its causal language model saves is read by no class of transformers
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4}),
@@ -174,7 +180,8 @@ def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' factory of a configuration: of causal language models, else of those that read images too."""
-    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    causal = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in _WRAPPED
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def parameters_of(config: PreTrainedConfig) -> int:

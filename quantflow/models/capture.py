@@ -216,7 +216,7 @@ class LayerStream:
 
     @contextmanager
     def layer(self, index: int, *, as_stored: bool = False) -> Iterator[nn.Module]:
-        """Yield a decoder layer with its weights in memory; they are released on exit.
+        """Yield a decoder layer with its weights in memory; they are released on exit. One that text goes past has none.
 
         Args:
             index: which one.
@@ -224,6 +224,9 @@ class LayerStream:
                 outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
         """
         module, layer = self._originals[index], self.graph.layers[index]
+        if layer.skipped:
+            yield module
+            return
         place = f"{self.graph.family.layers}.{index}"
         names = {name: self.names.to_source[f"{place}.{name}"] for name in module.state_dict()}
         inside = [layer.relative(name) for name in layer.linears if as_stored]
@@ -270,6 +273,8 @@ class LayerStream:
             hidden: the layer's input, [1, S, H].
             cache: a `KVRecorder` or `KVRounder`, or None for the stream's own.
         """
+        if self.graph.layers[self._index[module]].skipped:
+            return hidden
         call = state.calls[self._index[module]]
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:

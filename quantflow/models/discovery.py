@@ -121,6 +121,7 @@ class Record:
         made_by: value -> the operation that made it.
         weights: linear -> its weight, as a tensor that something but the linear may have read.
         chosen: module of experts -> how many of them a token goes to.
+        ran: modules that were called, linears apart.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -133,6 +134,11 @@ class Record:
     made_by: dict[Moment, Operation] = field(default_factory=dict)
     weights: dict[str, Moment] = field(default_factory=dict)
     chosen: dict[str, int] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
+
+    def skipped(self, layer: str) -> bool:
+        """Return whether nothing of a layer ran."""
+        return not any(f"{name}.".startswith(f"{layer}.") for name in (*self.ran, *self.linears))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +150,7 @@ class TracedLayer:
         groups: every linear that ran, and those of every expert of a mixture, whether a token went there or not.
         routers: linears that decide which experts a token goes to and what they count.
         idle: linears that did not run, such as those that read an encoder, or whose weight something else read.
+        skipped: the layer did not run.
         experts: the module of a mixture's experts, None outside one.
         chosen: how many of them a token goes to.
         attention: the module that writes the cache, None where nothing does.
@@ -155,6 +162,7 @@ class TracedLayer:
     groups: tuple[LinearGroup, ...]
     routers: tuple[str, ...]
     idle: tuple[str, ...]
+    skipped: bool
     experts: str | None
     chosen: int
     attention: str | None
@@ -243,17 +251,18 @@ def _graph_of(told: str) -> Graph:
     model = skeleton(config)
     place = layers_of(model)
     layers = traced(model, place)
+    first = next(layer for layer in layers if not layer.skipped)
     hub = HubNames(model)
     family = Family(
         model_type=config.model_type,
         architecture=type(model).__name__,
         layers=place,
         attention=next((layer.attention for layer in layers if layer.attention is not None), ""),
-        groups=layers[0].groups,
+        groups=first.groups,
         embedding=hub.of_module(_name_of(model, model.get_input_embeddings())),
         head=hub.of_module(_name_of(model, model.get_output_embeddings())),
         discovered=True,
-        tuple_of=layers[0].tuple_of,
+        tuple_of=first.tuple_of,
     )
     found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
     return Graph(family=family, layers=found, split=_split(as_written(config), place, hub), others=_others(model, place, hub))
@@ -333,6 +342,7 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
         groups=tuple(groups),
         routers=tuple(known[f"{place}.{name}"] for name in layer.routers),
         idle=tuple(known[f"{place}.{name}"] for name in layer.idle),
+        skipped=layer.skipped,
         place=None if place == prefix else place,
         renamed={source: name for name, source in sources.items() if source != f"{prefix}.{name.removeprefix(f'{place}.')}"},
         block=None if layer.experts is None else known[f"{place}.{layer.experts}"].rpartition(".")[0],
@@ -391,14 +401,18 @@ def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Reco
 
 
 def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
-    """Refuse layers that cannot be replayed one by one.
+    """Refuse layers that cannot be replayed one by one; those that did not run are passed over.
 
     Raises:
-        UnsupportedError: a layer that did not run, or that reads of earlier layers anything but their output.
+        UnsupportedError: no layer ran, or one that did not return a hidden state, or that reads of earlier layers anything but
+            their output.
     """
     before: Called | None = None
     inside = f"{names[0].rpartition('.')[0]}."
-    for name in names:
+    ran = [name for name in names if not record.skipped(name)]
+    if not ran:
+        raise UnsupportedError(f"{kind}: none of {inside}* ran", _OTHER)
+    for name in ran:
         called = record.called.get(name)
         if called is None or called.output is None:
             raise UnsupportedError(f"{kind}: {name} was not called with one hidden state", _OTHER)
@@ -456,6 +470,7 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
         calling.append(name)
+        record.ran.add(name)
         if isinstance(module, Experts):
             record.chosen[name] = args[1].shape[-1]
         if name in layers:
@@ -537,9 +552,9 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     Raises:
         UnsupportedError: it has more than one attention or mixture.
     """
-    inside = f"{prefix}."
+    inside, skipped = f"{prefix}.", record.skipped(prefix)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
-    pools = {name: module for name, module in modules.items() if isinstance(module, Experts)}
+    pools = {name: module for name, module in modules.items() if isinstance(module, Experts) and not skipped}
     of_experts = tuple(f"{name}." for name in pools)
     if len(pools) > 1:
         raise UnsupportedError(f"{prefix}: {len(pools)} mixtures, {', '.join(pools)}", _OTHER)
@@ -565,13 +580,14 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
         groups=tuple(_renamed(group, lambda name: name.removeprefix(inside)) for group in found),
         routers=tuple(name.removeprefix(inside) for name in routers),
         idle=tuple(name.removeprefix(inside) for name in linears if name not in ran),
+        skipped=skipped,
         experts=next((name.removeprefix(inside) for name in pools), None),
         chosen=next((record.chosen.get(name, 0) for name in pools), 0),
         attention=attentions[0].removeprefix(inside) if attentions else None,
         kv_heads=keys[1],
         key_dim=keys[-1],
         value_dim=values[-1],
-        tuple_of=record.called[prefix].tuple_of,
+        tuple_of=0 if skipped else record.called[prefix].tuple_of,
     )
 
 

@@ -120,6 +120,7 @@ class Layer:
         attention: the module that writes the KV cache; None where nothing does, such as in a state space layer.
         routers: linears of a mixture that are never quantized; empty in a dense layer.
         idle: linears that no token of a causal forward goes through, or whose weight is read past them; never quantized.
+        skipped: text alone goes past the layer, such as one that attends to an image; all its linears are idle.
         place: what the whole model calls it; None where it is `prefix`.
         renamed: a source name in it -> what the whole model calls it, where more than `prefix` differs.
         block: the mixture's module, as the checkpoint calls it; None in a dense layer.
@@ -137,6 +138,7 @@ class Layer:
     groups: tuple[LinearGroup, ...]
     routers: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    skipped: bool = False
     place: str | None = None
     renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
     block: str | None = None

@@ -252,9 +252,16 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
     if plan.head is not None:
         table.append(_head_row(model, plan.head))
         linears.add(f"{plan.head.linear}.weight")
-    rest = [info for name, info in model.infos.items() if name not in linears]
-    for name in ("embeddings, heads", "norms, biases"):
-        chosen = [info for info in rest if (len(info.shape) > 1) == (name == "embeddings, heads")]
+    past = tuple(f"{layer.prefix}." for layer in graph.layers if layer.skipped)
+    rest = [info for name, info in model.infos.items() if name not in linears and not name.startswith(past)]
+    copied = {
+        "layers that text goes past": [info for name, info in model.infos.items() if name.startswith(past)],
+        "embeddings, heads": [info for info in rest if len(info.shape) > 1],
+        "norms, biases": [info for info in rest if len(info.shape) <= 1],
+    }
+    for name, chosen in copied.items():
+        if not chosen and name.startswith("layers"):
+            continue
         size = sum(info.nbytes for info in chosen)
         about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
         table.append({**about, "bytes_before": size, "bytes_after": size})

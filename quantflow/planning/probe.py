@@ -87,7 +87,7 @@ def _probe(
     source = Source(checkpoint=checkpoint, config=load_config(checkpoint))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(text_config(source.config).vocab_size, (min(length, TOKENS * _times(device)),), generator=generator)
-    layer = graph.layers[0]
+    layer = next(layer for layer in graph.layers if layer.groups)
     stored = sum(info.nbytes for name, info in checkpoint.infos.items() if name.startswith(f"{layer.prefix}."))
     reading, running = _layer(source, graph, tokens, device=device, dtype=torch.float32)
     run = running if dtype == torch.float32 else _layer(source, graph, tokens, device=device, dtype=dtype)[1]
@@ -117,12 +117,13 @@ def _probe(
 
 
 def _layer(source: Source, graph: Graph, tokens: Tensor, *, device: Device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the seconds of reading the first layer, and of a sequence through it, whose hidden states come back."""
+    """Return the seconds of reading the first layer that runs, and of a sequence through it, whose hidden states come back."""
     stream = LayerStream(source, graph, dtype=dtype, device=device)
     (state,) = stream.begin([tokens])
     device.wait()
     begin = time.perf_counter()
-    with stream.layer(0) as module:
+    index = next(layer.index for layer in graph.layers if layer.groups)
+    with stream.layer(index) as module:
         device.wait()
         reading = time.perf_counter() - begin
         return reading, _seconds(lambda: device.fetch(stream.run(module, state)), device)

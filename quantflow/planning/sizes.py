@@ -26,7 +26,7 @@ class LayerSize:
     Attributes:
         stored: bytes of its tensors in the checkpoint.
         elements: how many numbers these are.
-        groups: linears that share an input.
+        groups: linears that share an input; none in a layer that text goes past.
         largest: (elements, stored bytes) of its largest tensor.
         folds: of each group, whether what it reads comes from something that factors can be folded into.
         shares: of each group, how much of the tokens goes through it; of an expert, the experts chosen per one there is.
@@ -76,8 +76,8 @@ class ModelSize:
 
     @property
     def layer(self) -> LayerSize:
-        """The largest decoder layer."""
-        return max(self.layers, key=lambda layer: layer.elements)
+        """The largest decoder layer among those that run."""
+        return max((layer for layer in self.layers if layer.groups), key=lambda layer: layer.elements)
 
     @property
     def sparse(self) -> bool:
@@ -97,7 +97,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         InputError: a layer of the configuration, or the part outside of the layers, has no tensor.
     """
     text = text_config(config)
-    first = graph.layers[0]
+    first = next(layer for layer in graph.layers if layer.groups)
     uneven = bool(getattr(text, "is_heterogeneous", False))  # heads of the first layer stand for those of all
     shared = None if uneven else getattr(text, "num_key_value_heads", None)
     heads = int((None if uneven else getattr(text, "num_attention_heads", None)) or first.kv_heads * first.repeats)

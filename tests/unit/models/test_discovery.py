@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import discovery
@@ -298,6 +298,39 @@ def test_linears_that_no_token_goes_through_are_named_and_left_alone():
     assert not {*layer.idle} & {*layer.linears}
 
 
+@pytest.fixture(scope="module")
+def mllama(tmp_path_factory):
+    """Return a random model whose second layer attends to an image, and the folder that it was saved to."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "pad_token_id")
+    text = {key: SIZES[key] for key in keys} | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+    config = CONFIG_MAPPING["mllama"](text_config=text, vision_config=vision)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    folder = tmp_path_factory.mktemp("mllama")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@torch.no_grad()
+def test_a_layer_that_text_goes_past_has_idle_linears_and_changes_nothing(mllama):
+    model, folder = mllama
+    source = open_source(folder)
+    stream = LayerStream(source, graph := graph_for(source.config))
+    assert [layer.skipped for layer in graph.layers] == [False, True, False]
+    assert graph.layers[1].groups == () and graph.layers[1].attention is None
+    idle = [graph.layers[1].inside(name) for name in graph.layers[1].idle]
+    assert idle[:3] == ["cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj"]
+    states = stream.begin([IDS[0]])
+    for index in range(len(graph.layers)):
+        with stream.layer(index) as layer:
+            stream.advance(layer, states)
+    expected = model(input_ids=IDS, use_cache=False).logits
+    assert float((stream.finish(states[0].hidden) - expected).norm() / expected.norm()) < 2e-6
+
+
 def test_a_layer_without_attention_names_none():
     layer = graph_for(config_of("mamba", num_hidden_layers=2)).layers[0]
     assert layer.attention is None
@@ -308,8 +341,8 @@ def test_a_layer_without_attention_names_none():
 def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused():
     """They could not be replayed one by one."""
     first, second, aside = Moment(1), Moment(2), Moment(3)
-    record = Record(outputs={aside: "layers.0.value"})
     names = ["layers.0", "layers.1"]
+    record = Record(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
     record.called["layers.0"] = Called(hidden=first, others=(), output=second)
     record.called["layers.1"] = Called(hidden=second, others=(), output=Moment(4))
     discovery._require_chain(record, names, "odd")
@@ -321,6 +354,12 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
         discovery._require_chain(record, names, "odd")
     del record.called["layers.1"]
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
+        discovery._require_chain(record, names, "odd")
+    record.ran.remove("layers.1")  # a container whose modules are called without it
+    with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
+        discovery._require_chain(record, names, "odd")
+    record.ran.clear()
+    with pytest.raises(UnsupportedError, match=r"odd: none of layers.\* ran"):
         discovery._require_chain(record, names, "odd")
 
 
