@@ -98,6 +98,7 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), {"indexer_types": ["full", "shared"], "index_topk": 8}),
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -114,7 +115,7 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     **dict.fromkeys(("zamba", "zamba2"), SHARED_ATTENTION),
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts": 2, "num_experts_per_tok": 1},
 }
 BESIDE_OTHERS = (  # language models inside a wrapper that the mapping of causal ones does not have
     *("aya_vision", "gemma3", "glm4v", "internvl", "idefics3", "llava", "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl"),

@@ -211,7 +211,8 @@ class LayerStream:
         seen: dict[int, Tensor] = {}
         calls = [Call(args=pool.share(part.args, seen), kwargs=pool.share(part.kwargs, seen)) for part in recorders]
         if not store.restored:
-            store.put(index, recorders[0].hidden)
+            carried, hidden = self.graph.family.carried, recorders[0].hidden
+            store.put(index, hidden if carried is None else carried.joined(hidden, None))
         return State(calls=tuple(calls), store=store, index=index)
 
     @contextmanager
@@ -267,6 +268,8 @@ class LayerStream:
     def forward(self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Return what a decoder layer makes of a hidden state, [1, S, H]; gradients flow where they are enabled.
 
+        Of a family whose layers hand on more, both tensors have that in further columns (`quantflow.models.carried`).
+
         Args:
             module: as `layer` yields it.
             state: the sequence that the layer is called for; its own hidden state is not read.
@@ -275,14 +278,17 @@ class LayerStream:
         """
         if self.graph.layers[self._index[module]].skipped:
             return hidden
-        call = state.calls[self._index[module]]
+        call, carried = state.calls[self._index[module]], self.graph.family.carried
+        if carried is not None:
+            hidden, value = carried.parted(hidden, numbers=self.dtype)
+            call = call.given(carried.argument, value)
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
         with widened(self.dtype):
             output: Any = module(hidden, *call.args, **kwargs)
         made: Tensor = output[0] if self.graph.family.tuple_of else output
-        return made
+        return made if carried is None else carried.joined(made, output[carried.output])
 
     def advance(
         self,
@@ -349,9 +355,15 @@ class LayerStream:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the same as `finish`; gradients flow where they are enabled."""
+        hidden = self.alone(hidden)
         with self.head(), giving(self._mine, hidden), widened(self.dtype):
             logits: Tensor = self.model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
         return logits
+
+    def alone(self, hidden: Tensor) -> Tensor:
+        """Return a hidden state as the layer returned it, without what is carried beside it."""
+        carried = self.graph.family.carried
+        return hidden if carried is None else carried.parted(hidden, numbers=self.dtype)[0]
 
     def parts(self, tokens: int) -> list[slice]:
         """Return a sequence's tokens in parts, each with few enough logits for several threads to have some at once."""

@@ -16,7 +16,7 @@ Parameters are a single number, stretched to their shape. All operations in betw
     where keys and values enter the cache         the module that called the cache's update
 
 Layers are replayed one by one later, with what each was called with. So a model is refused whose layers read anything of
-earlier layers but the hidden state.
+earlier layers but the hidden state and one tensor more that the layer before returns (`quantflow.models.carried`).
 """
 
 import copy
@@ -38,6 +38,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantflow.artifact.safetensors_header import SplitTensor, TensorPart
 from quantflow.errors import UnsupportedError, first_line
+from quantflow.models.carried import Carried
 from quantflow.models.experts import Experts, is_stacked, names_in_files
 from quantflow.models.experts import split as split_experts
 from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
@@ -95,15 +96,19 @@ class Called:
 
     Attributes:
         hidden: the value that it received first.
-        others: the other values that it was called with.
+        others: the other values that it was called with, each with the name of its argument, or its place behind the first.
+        features: the axes of the hidden state behind the tokens.
         output: the hidden state that it returned.
         tuple_of: it returned it as the first of a tuple of so many, 0 where alone.
+        beside: the tensors that it returned beside it, by their place in the tuple: value, dtype and shape.
     """
 
     hidden: Moment
-    others: tuple[Moment, ...]
+    others: tuple[tuple[str | int, Moment], ...]
+    features: tuple[int, ...] = ()
     output: Moment | None = None
     tuple_of: int = 0
+    beside: dict[int, tuple[Moment, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -250,7 +255,7 @@ def _graph_of(told: str) -> Graph:
     config: PreTrainedConfig = AutoConfig.for_model(**values)
     model = skeleton(config)
     place = layers_of(model)
-    layers = traced(model, place)
+    layers, carried = traced(model, place)
     first = next(layer for layer in layers if not layer.skipped)
     hub = HubNames(model)
     family = Family(
@@ -263,6 +268,7 @@ def _graph_of(told: str) -> Graph:
         head=hub.of_module(_name_of(model, model.get_output_embeddings())),
         discovered=True,
         tuple_of=first.tuple_of,
+        carried=carried,
     )
     found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
     return Graph(family=family, layers=found, split=_split(as_written(config), place, hub), others=_others(model, place, hub))
@@ -365,8 +371,8 @@ def _common(names: Sequence[str], index: int) -> str:
     return ".".join(shared)
 
 
-def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
-    """Run a model without weights once and return what its decoder layers are made of.
+def traced(model: PreTrainedModel, place: str) -> tuple[tuple[TracedLayer, ...], Carried | None]:
+    """Run a model without weights once; return what its decoder layers are made of, and what one hands to the next.
 
     Args:
         model: of `quantflow.models.load.skeleton`: parameters on meta, buffers real. It is as it was afterwards.
@@ -384,9 +390,9 @@ def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
         except Exception as error:  # whatever a family's forward raises where it is no ordinary decoder
             cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
             raise UnsupportedError(cause, _OTHER) from error
-    _require_chain(record, names, model.config.model_type)
+    carried = _chain(record, names, model.config)
     _require_own_weights(model, names)
-    return tuple(_layer(record, model, name) for name in names)
+    return tuple(_layer(record, model, name) for name in names), carried
 
 
 def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Record:
@@ -400,15 +406,16 @@ def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Reco
     return record
 
 
-def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
-    """Refuse layers that cannot be replayed one by one; those that did not run are passed over.
+def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
+    """Return what every layer hands to the next beside the hidden state; layers that did not run are passed over.
 
     Raises:
-        UnsupportedError: no layer ran, or one that did not return a hidden state, or that reads of earlier layers anything but
-            their output.
+        UnsupportedError: the layers cannot be replayed one by one: none ran, or one did not return a hidden state, or reads of
+            earlier layers more than the one before returned.
     """
     before: Called | None = None
-    inside = f"{names[0].rpartition('.')[0]}."
+    carried: Carried | None = None
+    kind, inside = config.model_type, f"{names[0].rpartition('.')[0]}."
     ran = [name for name in names if not record.skipped(name)]
     if not ran:
         raise UnsupportedError(f"{kind}: none of {inside}* ran", _OTHER)
@@ -418,9 +425,25 @@ def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
             raise UnsupportedError(f"{kind}: {name} was not called with one hidden state", _OTHER)
         if before is not None and called.hidden is not before.output:
             raise UnsupportedError(f"{kind}: {name} does not read what the layer before it returned", _OTHER)
-        if read := sorted(linear for linear in _depends(record, called.others) if linear.startswith(inside)):
+        handed = None if before is None else _handed(before, called, text_config(config))
+        carried = carried or handed  # that of the first two layers is every layer's
+        known = carried is not None and handed == carried
+        others = [value for key, value in called.others if not (known and carried is not None and key == carried.argument)]
+        if read := sorted(linear for linear in _depends(record, others) if linear.startswith(inside)):
             raise UnsupportedError(f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER)
         before = called
+    return carried
+
+
+def _handed(before: Called, called: Called, config: Any) -> Carried | None:
+    """Return what a layer was called with that the one before returned beside the hidden state; None for nothing."""
+    for argument, value in called.others:
+        for output, (returned, dtype, shape) in before.beside.items():
+            if value is returned and len(shape) == 3:
+                name = None if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+                width = shape[-1] if name is None else max(shape[-1], getattr(config, "index_topk", 0))
+                return Carried(argument=argument, output=output, dtype=name, width=width, hidden=before.features)
+    return None
 
 
 def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
@@ -474,11 +497,12 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
         if isinstance(module, Experts):
             record.chosen[name] = args[1].shape[-1]
         if name in layers:
-            given = [item for item in (*args, *kwargs.values()) if item is not None]
-            tensors = [item for one in given for item in (one if isinstance(one, tuple | list) else (one,))]
-            hidden, *others = [recorder.value_of(item) for item in tensors if isinstance(item, Tensor)]
+            given: list[tuple[str | int, Any]] = [*enumerate(args, -1), *kwargs.items()]
+            tensors = [(key, item) for key, one in given for item in (one if isinstance(one, tuple | list) else (one,))]
+            values = [(key, recorder.value_of(item)) for key, item in tensors if isinstance(item, Tensor)]
             if args and isinstance(args[0], Tensor) and name not in record.called:
-                record.called[name] = Called(hidden=hidden, others=tuple(others))
+                (_, hidden), *others = values
+                record.called[name] = Called(hidden=hidden, others=tuple(others), features=tuple(args[0].shape[2:]))
 
     def leave(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
         calling.pop()
@@ -489,6 +513,11 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
             first = output[0] if tuple_of else output
             if isinstance(first, Tensor):
                 called.output, called.tuple_of = recorder.value_of(first), tuple_of
+            called.beside = {
+                place: (recorder.value_of(item), item.dtype, tuple(item.shape))
+                for place, item in enumerate(output if tuple_of else ())
+                if place and isinstance(item, Tensor)
+            }
 
     with ExitStack() as stack:
         for module in model.modules():

@@ -12,10 +12,13 @@ import of transformers' model code.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from quantflow.models.carried import Carried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class Family:
             the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
         discovered: it is in no table: `quantflow.models.discovery` found it.
         tuple_of: a layer returns the hidden state as the first of a tuple of so many; 0 where it returns it alone.
+        carried: what a layer hands to the next beside the hidden state; None where nothing is.
     """
 
     model_type: str
@@ -109,6 +113,7 @@ class Family:
     residual: Residual | None = None
     discovered: bool = False
     tuple_of: int = 0
+    carried: "Carried | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)

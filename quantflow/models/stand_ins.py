@@ -30,6 +30,12 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def given(self, argument: str | int, value: Any) -> "Call":
+        """Return the call with another value of an argument: its name, or its place."""
+        if isinstance(argument, str):
+            return Call(args=self.args, kwargs=self.kwargs | {argument: value})
+        return Call(args=(*self.args[:argument], value, *self.args[argument + 1 :]), kwargs=self.kwargs)
+
 
 def _of(layer: nn.Module, name: str, error: AttributeError) -> Any:
     """Return what a layer that is stood for says of itself: some models ask a layer of which kind it is."""

@@ -67,7 +67,7 @@ def running(
     """
 
     def run(number: int) -> Tensor:
-        return stream.forward(module, states[number], states[number].hidden)
+        return stream.alone(stream.forward(module, states[number], states[number].hidden))
 
     with replaced(module, layer, weights):
         yield run

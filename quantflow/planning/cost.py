@@ -326,8 +326,8 @@ def parts_bytes(model: ModelSize, tokens: int) -> int:
 
 
 def hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
-    """The float32 hidden states of sequences of these lengths."""
-    return FLOAT * model.hidden * sum(lengths)
+    """The float32 hidden states of sequences of these lengths, with what is carried beside them."""
+    return FLOAT * model.between * sum(lengths)
 
 
 def embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:

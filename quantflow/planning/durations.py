@@ -68,7 +68,7 @@ class Speed:
         if GradientObserver.NAME in stats:
             widths = [width for layer in model.layers for _, outputs, _ in layer.groups for width in outputs]
             running += tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
-        hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
+        hidden = 2 * self.written * FLOAT * model.between * tokens * len(model.layers)
         return hashing + self._while_read(model, running / self.units) + hidden
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:

@@ -53,6 +53,7 @@ class ModelSize:
 
     Attributes:
         hidden, vocabulary: features of the hidden state, rows of the head.
+        between: features of what a layer hands to the next, the hidden state and what is carried beside it.
         heads, kv_heads, head_dim: of the attention.
         outside: bytes of the tensors outside the decoder layers, as stored.
         head: (elements, stored bytes) of the head's weight, the embedding's where they are tied.
@@ -60,6 +61,7 @@ class ModelSize:
     """
 
     hidden: int
+    between: int
     vocabulary: int
     heads: int
     kv_heads: int
@@ -127,8 +129,10 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     if not outside:
         raise InputError("the checkpoint has no tensor outside of its layers", "download the model again")
     head = max(outside, key=elements_of)
+    carried = graph.family.carried
     return ModelSize(
         hidden=hidden,
+        between=hidden if carried is None else carried.features + carried.width,
         vocabulary=int(getattr(text, "vocab_size", None) or 1),
         heads=heads,
         kv_heads=int(shared or (first.kv_heads if uneven else heads)),

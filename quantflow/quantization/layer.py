@@ -124,7 +124,7 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     smoothed = smooth_(opened, _joined(measured.statistics, traffic.statistics), hessians=hessians, execution=execution)
     del traffic  # the rows, which searches have read
     inputs, outputs, canary = canary_traffic(opened.stream, opened.module, opened.layer, text.canary)
-    _refuse_changed(opened.layer, original, canary)
+    _refuse_changed(opened, original, canary)
     treatment, experts = _treat_experts(opened, smoothed.statistics, routed=routed, fed=measured.fed)
     own = _quantize_groups(
         opened,
@@ -200,12 +200,13 @@ def _joined(first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mappi
     return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
 
 
-def _refuse_changed(layer: Layer, original: Tensor | None, smoothed: Tensor) -> None:
+def _refuse_changed(opened: OpenLayer, original: Tensor | None, smoothed: Tensor) -> None:
     """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
-    change = 0.0 if original is None else relative_error(original, smoothed, name=layer.prefix)
+    prefix, alone = opened.layer.prefix, opened.stream.alone
+    change = 0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
-            f"{layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
+            f"{prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
             "this family's norms and linears do not fit together as its graph says; leave transforms out",
         )
 

@@ -43,7 +43,7 @@ def learn(
     block = TrainedBlock(
         samples=len(text.again),
         running=partial(running, opened.stream, opened.module, opened.layer, text.again),
-        target=lambda number: text.states[number].hidden,
+        target=lambda number: opened.stream.alone(text.states[number].hidden),
     )
     results = BLOCK_ALGORITHMS[LEARNING].refine(
         block,

@@ -195,7 +195,7 @@ def model_with(heads, kv_heads, rows, columns):
         name: checkpoint_module.TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * shape[0] * shape[1])
         for name, shape in shapes.items()
     }
-    sizes = {"hidden": 64, "vocabulary": 1, "head_dim": 1, "layers": (), "outside": 0, "head": (0, 0)}
+    sizes = {"hidden": 64, "between": 64, "vocabulary": 1, "head_dim": 1, "layers": (), "outside": 0, "head": (0, 0)}
     return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(family=FAMILIES["llama"], layers=(layer,))
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import discovery
 from quantflow.models.capture import LayerStream
+from quantflow.models.carried import Carried
 from quantflow.models.discovery import Called, Moment, Record, graph_of, layers_of, traced
 from quantflow.models.graph import FAMILIES, graph_for
 from quantflow.models.load import load_model, open_source, skeleton
@@ -68,7 +70,7 @@ def test_a_family_of_the_table_comes_out_as_the_table_has_it(kind):
     config = config_of(kind)
     graph, model = graph_for(config), skeleton(config)
     assert layers_of(model) == graph.family.layers
-    for found, expected in zip(traced(model, graph.family.layers), graph.layers, strict=True):
+    for found, expected in zip(traced(model, graph.family.layers)[0], graph.layers, strict=True):
         assert found.groups == tuple(relative(expected, group) for group in expected.groups)
         assert (found.attention, found.routers) == (expected.inside(expected.attention), ())
         assert (found.kv_heads, found.value_dim) == (expected.kv_heads, expected.head_dim)
@@ -97,7 +99,7 @@ def test_the_whole_graph_of_a_family_is_the_tables_in_the_checkpoints_names(kind
 def test_a_range_that_values_are_cut_to_lets_no_factor_through():
     config = config_of("olmoe", clip_qkv=2.0)
     model = skeleton(config)
-    (output,) = [group for group in traced(model, "model.layers")[0].groups if group.linears == ("self_attn.o_proj",)]
+    (output,) = [group for group in traced(model, "model.layers")[0][0].groups if group.linears == ("self_attn.o_proj",)]
     assert output.feeder is None
 
 
@@ -208,12 +210,17 @@ def saved(tmp_path_factory):
 
 
 LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+SPARSE_ATTENTION = {"indexer_types": ["full", "shared"], "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
 STORED = {  # what one obstacle each needs
     "gpt2": {},  # transposed
     "gpt_oss": {"head_dim": 16, "layer_types": None},  # experts in one tensor, transposed, interleaved, with biases
     "granitemoe": {},  # experts in one tensor of another name
     "deepseek_v3": {**LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
     | {"first_k_dense_replace": 1, "n_shared_experts": 1},  # latent attention, shared experts, buffers
+    "glm_moe_dsa": {**LATENT, **SPARSE_ATTENTION, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1}
+    | {"topk_group": 1, "n_shared_experts": 1},  # the second layer attends to the tokens that the first one chose
+    "hy_v4": {**SPARSE_ATTENTION, **LATENT, "n_routed_experts": 4},  # the same, of several streams of hidden states
+    "zaya": {"num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},  # routers read what the router before computed
     "gemma2": {},  # an embedding that multiplies
     "bart": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "encoder_layers": 1},  # idle linears
     "mamba": {"num_hidden_layers": 2},  # no attention
@@ -343,24 +350,31 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
     first, second, aside = Moment(1), Moment(2), Moment(3)
     names = ["layers.0", "layers.1"]
     record = Record(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
-    record.called["layers.0"] = Called(hidden=first, others=(), output=second)
+    odd = SimpleNamespace(model_type="odd")
+    record.called["layers.0"] = Called(hidden=first, others=(), output=second, features=(8,))
     record.called["layers.1"] = Called(hidden=second, others=(), output=Moment(4))
-    discovery._require_chain(record, names, "odd")
-    record.called["layers.1"] = Called(hidden=second, others=(aside,), output=Moment(4))
+    assert discovery._chain(record, names, odd) is None
+    record.called["layers.1"] = Called(hidden=second, others=(("more", aside),), output=Moment(4))
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"):
-        discovery._require_chain(record, names, "odd")
+        discovery._chain(record, names, odd)
+    record.called["layers.0"].beside[1] = (aside, torch.float32, (1, 12, 3))
+    carried = Carried(argument="more", output=1, dtype=None, width=3, hidden=(8,))
+    assert discovery._chain(record, names, odd) == carried
+    record.called["layers.0"].beside[1] = (aside, torch.float32, (1, 4, 12, 3))  # of another form
+    with pytest.raises(UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"):
+        discovery._chain(record, names, odd)
     record.called["layers.1"] = Called(hidden=first, others=(), output=Moment(4))
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 does not read what the layer before it returned"):
-        discovery._require_chain(record, names, "odd")
+        discovery._chain(record, names, odd)
     del record.called["layers.1"]
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
-        discovery._require_chain(record, names, "odd")
+        discovery._chain(record, names, odd)
     record.ran.remove("layers.1")  # a container whose modules are called without it
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
-        discovery._require_chain(record, names, "odd")
+        discovery._chain(record, names, odd)
     record.ran.clear()
     with pytest.raises(UnsupportedError, match=r"odd: none of layers.\* ran"):
-        discovery._require_chain(record, names, "odd")
+        discovery._chain(record, names, odd)
 
 
 def test_layers_that_share_a_weight_are_refused_with_both_names():
