@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hooks, "proof_records")
 
 
+WRAPPED = ("mllama",)  # language models beside what reads images
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -93,6 +94,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 GPT = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "bos_token_id": 0, "eos_token_id": 1}
 FALCON = {key: value for key, value in SHAPE.items() if key != "intermediate_size"} | {"ffn_hidden_size": 128}
 GEMMA = {**GROUPED, "head_dim": 16, "pad_token_id": 1}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+SPARSE_ATTENTION = {"indexer_types": ["full", "shared"], "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+OF_DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+READS_IMAGES = {**GROUPED, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 1}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
 DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quantflow
     "bloom": lambda: CONFIG_MAPPING["bloom"](
         vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
@@ -105,9 +112,11 @@ DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quan
     "gemma": lambda: CONFIG_MAPPING["gemma"](**GEMMA),
     "gemma2": lambda: CONFIG_MAPPING["gemma2"](**GEMMA, sliding_window=16),
     "gemma3": lambda: CONFIG_MAPPING["gemma3_text"](**GEMMA, sliding_window=16),
+    "glm_moe_dsa": lambda: CONFIG_MAPPING["glm_moe_dsa"](**{**SHAPE, **SPARSE_ATTENTION, **LATENT, **OF_DEEPSEEK}),
     "gpt_bigcode": lambda: CONFIG_MAPPING["gpt_bigcode"](**GPT, n_positions=128),
     "gptj": lambda: CONFIG_MAPPING["gptj"](**GPT, rotary_dim=8),
     "granite": lambda: CONFIG_MAPPING["granite"](**GROUPED, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "mllama": lambda: CONFIG_MAPPING["mllama"](text_config=READS_IMAGES, vision_config=VISION),
     "mpt": lambda: CONFIG_MAPPING["mpt"](
         vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, bos_token_id=0, eos_token_id=1
     ),
@@ -150,7 +159,8 @@ def write_model(folder: Path, family: str = "llama", *, seed: int = 0, dtype: to
     torch.manual_seed(seed)
     config = {**FAMILIES, **DISCOVERED}[family]()
     config.initializer_range = 0.1
-    model = AutoModelForCausalLM.from_config(config)
+    kind = AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM
+    model = kind.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -290,7 +290,7 @@ def _quantize_groups(
                 waiting |= rounded
             del rounded  # before the next linears are rounded
         del hessian, steps
-    if learned is not None:
+    if learned is not None and waiting:
         waiting = learn(opened, text, rounded=waiting, learned=learned, execution=execution)
         encoded = _encode(opened, waiting, workers=execution.workers)
     return encoded

@@ -176,7 +176,7 @@ def _gradients(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Seque
     def one(number: int) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             loss = (run(number) - block.target(number)).square().sum()
-            return torch.autograd.grad(loss, leaves)
+            return torch.autograd.grad(loss, leaves, materialize_grads=True)  # zeros of what only chooses, such as an indexer
 
     total: list[Tensor] = []
     with block.running(values) as run:

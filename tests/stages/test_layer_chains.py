@@ -1,0 +1,95 @@
+"""Layers that are no plain chain of hidden states, through the stages: some hand more to the next, text goes past some."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from quantflow import api
+from quantflow.models.graph import graph_for
+from quantflow.models.load import open_source
+from quantflow.planning.recipe import Calibration, Export, Quantize, Recipe, SignRound, Validate
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Silent
+from quantflow.runtime.load import load
+
+KINDS = {"glm_moe_dsa": AutoModelForCausalLM, "mllama": AutoModelForImageTextToText}
+ENTRIES = {
+    "gptq": Quantize(name="small", scheme="W4A16", algorithm="gptq", group_size=32),
+    "smoothquant": Quantize(name="small", scheme="W8A8", transforms=({"smoothquant": {"alpha": 0.5}},)),
+    "signround": Quantize(
+        name="small", scheme="W4A16", algorithm="signround", group_size=32, signround=SignRound(iterations=8)
+    ),
+}
+DIFFERENCE = {"gptq": 1e-5, "smoothquant": 0.3, "signround": 1e-5}  # of the logits; inputs of W8A8 are rounded here alone
+
+
+class Stopped(Exception):
+    """What ends a run."""
+
+
+class StopsInTheSecondLayer(Silent):
+    def steps(self, items, *, stage, **told):
+        for number, item in enumerate(items):
+            if stage.startswith("quantize") and number == 1:
+                raise Stopped
+            yield item
+
+
+@pytest.fixture(scope="module")
+def measured(family_model, text_files, tmp_path_factory):
+    """Return the measurement of a family, taken once."""
+    taken = {}
+
+    def take(family):
+        if family not in taken:
+            calibration = Calibration(source=str(text_files["calibration"]), samples=8, sequence_length=64)
+            folder, artifacts = tmp_path_factory.mktemp("measured") / family, tuple(ENTRIES.values())
+            taken[family] = api.measure(family_model(family), folder, calibration=calibration, artifacts=artifacts).folder
+        return taken[family]
+
+    return take
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("family", KINDS)
+@torch.no_grad()
+def test_the_artifact_is_what_stock_transformers_runs(family, entry, family_model, measured, text_files, tmp_path):
+    model = family_model(family)
+    quantized = api.quantize(model, tmp_path / "q", artifact=ENTRIES[entry], measurement=measured(family))
+    artifact = api.export(quantized.folder, tmp_path / "a").folder  # with its proof
+    api.export(artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32"))
+    ids = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
+    stock = KINDS[family].from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(input_ids=ids).logits
+    ours = load(artifact, decoder="transformers", backend="reference", dtype=torch.float32, exact=True).decoder
+    ours.begin(rows=1, capacity=24)
+    found = ours.forward(ids, last_only=False)
+    assert float((found - stock).norm() / stock.norm()) < DIFFERENCE[entry]
+    if entry == "gptq":
+        judged = Validate(text=str(text_files["heldout"]), tokens=256, sequence_length=64)
+        found = api.validate(artifact, model, report=tmp_path / "report", options=judged)
+        assert found.outcome in ("pass", "fail", "inconclusive")
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, measured, tmp_path):
+    model, entry = family_model(family), ENTRIES["signround"]
+    whole = api.quantize(model, tmp_path / "whole", artifact=entry, measurement=measured(family)).folder
+    with pytest.raises(Stopped):
+        api.quantize(model, tmp_path / "parts", artifact=entry, measurement=measured(family), progress=StopsInTheSecondLayer())
+    parts = api.quantize(model, tmp_path / "parts", artifact=entry, measurement=measured(family)).folder
+    names = sorted(path.name for path in (whole / "layers").iterdir())
+    assert len(names) >= 4
+    for name in names:
+        assert (whole / "layers" / name).read_bytes() == (parts / "layers" / name).read_bytes(), name
+
+
+def test_plan_names_layers_that_text_goes_past(family_model):
+    (artifact,) = api.plan(Recipe(model=str(family_model("mllama")), quantize=(ENTRIES["gptq"],)))["artifacts"]
+    (past,) = [row for row in artifact["schemes"] if row["tensors"] == "layers that text goes past"]
+    assert past["scheme"] == "copied" and past["count"] > 9
+
+
+def test_what_is_carried_counts_beside_the_hidden_state(family_model):
+    source = open_source(family_model("glm_moe_dsa"))
+    size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
+    assert (size.hidden, size.between) == (64, 64 + 8)
