@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hooks, "proof_records")
 
 
-WRAPPED = ("mllama",)  # language models beside what reads images
+WRAPPED = ("kimi_k25", "mllama")  # language models beside what reads images
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -116,6 +116,10 @@ DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quan
     "gpt_bigcode": lambda: CONFIG_MAPPING["gpt_bigcode"](**GPT, n_positions=128),
     "gptj": lambda: CONFIG_MAPPING["gptj"](**GPT, rotary_dim=8),
     "granite": lambda: CONFIG_MAPPING["granite"](**GROUPED, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "kimi_k25": lambda: CONFIG_MAPPING["kimi_k25"](
+        text_config={**SHAPE, **LATENT, **OF_DEEPSEEK, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},
+        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+    ),
     "mllama": lambda: CONFIG_MAPPING["mllama"](text_config=READS_IMAGES, vision_config=VISION),
     "mpt": lambda: CONFIG_MAPPING["mpt"](
         vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, bos_token_id=0, eos_token_id=1

@@ -120,7 +120,8 @@ class LayerStream:
         self._mine = threading.local()
         self._given = [Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals]
         inside = f"{graph.family.layers}."
-        self._outer = tuple(name for name in self.model.state_dict() if not name.startswith(inside))
+        known = self.names.to_source
+        self._outer = tuple(name for name in self.model.state_dict() if not name.startswith(inside) and name in known)
         self._embeds: Any = self.model.get_input_embeddings()
         self._embedding = self._name_of(self._embeds)
         self._head = self._name_of(self.model.get_output_embeddings())

@@ -38,8 +38,10 @@ class Binding:
 
     Attributes:
         to_module: source name -> module name, one to one.
-        to_source: module name -> source name; a tied parameter that the checkpoint lacks has its twin's.
-        ignored: source names that the family's own loader ignores, such as masks that are computed today.
+        to_source: module name -> source name; a tied parameter that the checkpoint lacks has its twin's. Parameters beside the
+            language model are missing where transformers makes them of other tensors.
+        ignored: source names that the family's own loader ignores, such as masks that are computed today, and those that it
+            merges or splits for what reads images or sound; no text needs them.
     """
 
     to_module: dict[str, str]
@@ -125,23 +127,50 @@ class NameMap:
         Raises:
             UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
         """
-        name: str
-        if source in self._parameters:
-            return source
-        renamings, converters = self._table
-        name, _ = rename_source_key(source, renamings, [], self._prefix, self._parameters)
-        if name in self._parameters:
-            return name
-        name, converter = rename_source_key(source, renamings, converters, self._prefix, self._parameters)
+        name, converter = self._found(source)
         if converter is not None:
-            orders = [item.source_patterns.index(converter) for item in converters if converter in item.source_patterns]
-            if (part := part_of(name, orders[0])) in self._parameters:
-                return part
             raise UnsupportedError(
-                f"{source}: merged or split on load (pattern {converter!r}), only one-to-one names are supported",
+                f"{source}: merged or split on load (pattern {converter[0]!r}), only one-to-one names are supported",
                 "use a checkpoint whose tensors are single parameters of the model",
             )
         return name
+
+    def beside(self, source: str) -> bool:
+        """Return whether a tensor is merged or split for what reads images or sound."""
+        return self._changed_beside(source) is not None
+
+    def _changed_beside(self, source: str) -> set[str] | None:
+        """Return the parameters that transformers makes of a tensor beside the language model; None where it is one of them."""
+        module, changed = self._found(source)
+        if changed is None or module.startswith(self._of_text):
+            return None
+        first, *others = changed[1].target_patterns
+        return {module, *(module.replace(first, other, 1) for other in others)}
+
+    def _found(self, source: str) -> tuple[str, tuple[str, WeightConverter] | None]:
+        """Return the module name of a source name, the first where it is split into several, and with which pattern by what."""
+        name: str
+        if source in self._parameters:
+            return source, None
+        renamings, converters = self._table
+        name, _ = rename_source_key(source, renamings, [], self._prefix, self._parameters)
+        if name in self._parameters:
+            return name, None
+        name, pattern = rename_source_key(source, renamings, converters, self._prefix, self._parameters)
+        if pattern is None:
+            return name, None
+        converter = next(item for item in converters if pattern in item.source_patterns)
+        if (part := part_of(name, converter.source_patterns.index(pattern))) in self._parameters:
+            return part, None
+        return name, (pattern, converter)
+
+    @cached_property
+    def _of_text(self) -> tuple[str, ...]:
+        """What the names of parameters that a text needs begin with; one that is empty where there is nothing else."""
+        base, decoder, head = self._model.base_model, self._model.get_decoder(), self._model.get_output_embeddings()
+        if decoder is base or decoder is self._model:
+            return ("",)
+        return tuple(f"{name}." for name, module in self._model.named_modules() if module is decoder or module is head)
 
     @cached_property
     def _table(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -158,12 +187,18 @@ class NameMap:
 
         Raises:
             InputError: a tensor that belongs nowhere, two tensors for one parameter, or a parameter without a tensor.
-            UnsupportedError: a tensor that is merged or split on load.
+            UnsupportedError: a tensor of the language model that is merged or split on load.
         """
         to_module: dict[str, str] = {}
         to_source: dict[str, str] = {}
         ignored: list[str] = []
+        unread: set[str] = set()
         for source in names:
+            made = self._changed_beside(source)
+            if made is not None:
+                unread |= made
+                ignored.append(source)
+                continue
             module = self.module_name(source)
             if module not in self._parameters:
                 if self._ignored.search(module) is None:
@@ -179,7 +214,7 @@ class NameMap:
         for name, twin in self._twins.items():
             if name not in to_source and twin in to_module.values():
                 to_source[name] = to_source[twin]
-        missing = sorted(set(self._parameters) - set(to_source))
+        missing = sorted(set(self._parameters) - set(to_source) - unread)
         if missing:
             raise InputError(
                 f"{missing[0]}: needed by the model, not in the checkpoint ({len(missing)} missing)",

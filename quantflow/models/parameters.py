@@ -62,6 +62,14 @@ def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
             setattr(owner, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
 
+def drop_unread_(model: nn.Module) -> None:
+    """Give parameters that are still on meta no elements: no text reads them, and a model with them goes to no device."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            owner, leaf = _owner(model, name)
+            setattr(owner, leaf, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
+
+
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     prefix, _, leaf = name.rpartition(".")
     try:

@@ -28,7 +28,7 @@ class ModuleLayout:
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Return the linears among these names; see `Layout`."""
         known = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
-        modules = {name: known.get(self._module(name)) for name in names}
+        modules = {name: known.get(self._module(name)) for name in names if not self._names.beside(f"{name}.weight")}
         return {name: (module.out_features, module.in_features) for name, module in modules.items() if module is not None}
 
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:

@@ -11,6 +11,7 @@ from quantflow.errors import UnsupportedError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.parameters import drop_unread_
 from quantflow.runtime import graphs
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import Decoder
@@ -67,6 +68,7 @@ def filled(artifact: Artifact) -> PreTrainedModel:
         raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
     model = skeleton(artifact.config, dtype=artifact.dtype)
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
+    drop_unread_(model)
     model.to(artifact.device)
     if artifact.device.type == hpu.NAME:
         hpu.wrap_in_graph(model)

@@ -1,7 +1,10 @@
 """Layers that are no plain chain of hidden states, through the stages: some hand more to the next, text goes past some."""
 
+from functools import partial
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantflow import api
@@ -11,6 +14,7 @@ from quantflow.planning.recipe import Calibration, Export, Quantize, Recipe, Sig
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Silent
 from quantflow.runtime.load import load
+from quantflow.runtime.offload import load_offloaded
 
 KINDS = {"glm_moe_dsa": AutoModelForCausalLM, "mllama": AutoModelForImageTextToText}
 ENTRIES = {
@@ -68,6 +72,27 @@ def test_the_artifact_is_what_stock_transformers_runs(family, entry, family_mode
         judged = Validate(text=str(text_files["heldout"]), tokens=256, sequence_length=64)
         found = api.validate(artifact, model, report=tmp_path / "report", options=judged)
         assert found.outcome in ("pass", "fail", "inconclusive")
+
+
+@torch.no_grad()
+def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, tmp_path):
+    """Transformers splits queries, keys and values of the tower while it loads them; text needs none of them."""
+    entry = Quantize(name="small", scheme="W8A16", algorithm="rtn")
+    quantized = api.quantize(source := family_model("kimi_k25"), tmp_path / "q", artifact=entry)
+    artifact = api.export(quantized.folder, tmp_path / "a").folder
+    plain = api.export(artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32")).folder
+    expected, found = (load_file(folder / "model.safetensors") for folder in (source, plain))
+    assert expected.keys() == found.keys()
+    tower = [name for name in expected if name.startswith("vision_tower")]
+    assert any(name.endswith("wqkv.weight") for name in tower)
+    assert all(torch.equal(found[name], expected[name]) for name in tower)
+    ids = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
+    stock = AutoModelForImageTextToText.from_pretrained(plain, dtype=torch.float32).eval()(input_ids=ids).logits
+    for open_ in (partial(load, decoder="transformers"), load_offloaded):
+        loaded = open_(artifact, dtype=torch.float32, exact=True)
+        loaded.decoder.begin(rows=1, capacity=24)
+        logits = loaded.decoder.forward(ids, last_only=False)
+        assert float((logits - stock).norm() / stock.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("family", KINDS)

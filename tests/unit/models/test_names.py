@@ -1,7 +1,9 @@
 """Checkpoint names against module names."""
 
+import re
+
 import pytest
-from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig, MixtralConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GPTNeoXConfig, LlamaConfig, MixtralConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -9,7 +11,7 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import names
 from quantflow.models.graph import FAMILIES
 from quantflow.models.load import skeleton
-from quantflow.models.names import NameMap
+from quantflow.models.names import HubNames, NameMap
 from quantflow.models.parameters import twins
 
 SHAPE = {
@@ -122,3 +124,40 @@ def test_weights_that_are_merged_on_load_are_refused_by_name():
     config = MixtralConfig(**SHAPE, num_local_experts=2, num_key_value_heads=2)
     with pytest.raises(UnsupportedError, match=r"experts\.2\.w1\.weight: merged or split on load"):
         NameMap(skeleton(config)).bind(["model.layers.0.block_sparse_moe.experts.2.w1.weight"])
+
+
+@pytest.fixture(scope="module")
+def kimi():
+    """A model beside a tower that reads images, whose queries, keys and values a checkpoint has in one tensor."""
+    text = {
+        **SHAPE,
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return skeleton(CONFIG_MAPPING["kimi_k25"](text_config=text, vision_config=vision))
+
+
+def stored(model):
+    """Return the names of a checkpoint."""
+    names = [HubNames(model).of(name) for name in model.state_dict()]
+    names = [re.sub(r"attn\.q_proj(?=\.(weight|bias)$)", "wqkv", name) if "blocks" in name else name for name in names]
+    return [name for name in names if not re.search(r"blocks.*\.attn\.[kv]_proj", name)]
+
+
+def test_what_is_split_for_images_is_left_out(kimi):
+    found = NameMap(kimi).bind(names := stored(kimi))
+    block = "vision_tower.encoder.blocks.0"
+    assert found.ignored == (f"{block}.wqkv.weight", f"{block}.wqkv.bias")
+    left = {*kimi.state_dict()} - {*found.to_source}
+    assert left == {f"model.vision_tower.layers.0.attn.{one}_proj.{leaf}" for one in "qkv" for leaf in ("weight", "bias")}
+    assert {*names} == {*found.to_module, *found.ignored}
+
+
+def test_a_tensor_that_is_split_for_images_is_missed(kimi):
+    names = [name for name in stored(kimi) if not name.endswith("wqkv.bias")]
+    with pytest.raises(InputError, match=r"vision_tower\.layers\.0\.attn\.k_proj\.bias: needed .*\(3 missing\)"):
+        NameMap(kimi).bind(names)
