@@ -326,7 +326,16 @@ def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:
 
 
 def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:
-    """Return a layer of the graph, whose names are full and those of a checkpoint."""
+    """Return a layer of the graph, whose names are full and those of a checkpoint.
+
+    Raises:
+        UnsupportedError: a checkpoint holds a linear in several tensors.
+    """
+    alone = [f"{layer.prefix}.{name}" for group in layer.groups if group.expert is None for name in group.linears]
+    if joined := next((name for name in alone if hub.joined_from(f"{name}.weight") > 1), None):
+        raise UnsupportedError(
+            f"{model.config.model_type}: {joined}: a checkpoint holds this linear in several tensors", _BY_NAME
+        )
     place, groups, repeats = layer.prefix, list[LinearGroup](), 1
     inside = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_modules() if name]
     tensors = [f"{place}.{name}" for name in model.get_submodule(place).state_dict()]

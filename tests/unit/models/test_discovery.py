@@ -392,7 +392,19 @@ def test_experts_that_a_checkpoint_holds_in_another_form_are_refused_with_their_
         graph_of(config_of("inkling2_text", head_dim=16))
 
 
+def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_refused_with_its_name():
+    text = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    text |= {"dense_intermediate_size": 64, "shared_intermediate_size": 64, "mlp_layer_types": ["dense"]}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(
+        UnsupportedError, match=r"layers\.0\.mlp\.gate_up_proj: a checkpoint holds this linear in several tensors"
+    ):
+        graph_of(CONFIG_MAPPING["minimax_m3_vl"](text_config=text, vision_config=vision))
+
+
 @pytest.mark.parametrize("which", ["model", "released"])
+@torch.no_grad()
 def test_experts_are_read_whichever_way_round_a_checkpoint_has_their_axes(qwen3_vl_mixture, which):
     model, folders = qwen3_vl_mixture
     experts, own = "model.language_model.layers.1.mlp.experts", model.model.language_model.layers[1].mlp.experts
