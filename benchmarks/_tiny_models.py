@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from _synthetic import TOKENIZER_FILES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 VOCABULARY = 4096  # of the example's tokenizer
@@ -66,7 +70,7 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }
 ROTATED = (  # their text by three positions at once
-    *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    *("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
     "qwen3_omni_moe_thinker",
 )
 ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
@@ -112,21 +116,23 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
     **dict.fromkeys(ROTATED, {"text_config.rope_parameters": ROTATED_IN_THREE}),
+    "glm4v_moe": {
+        "text_config.rope_parameters": {**ROTATED_IN_THREE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    },
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     **dict.fromkeys(("zamba", "zamba2"), SHARED_ATTENTION),
     "zaya": {"num_experts": 2, "num_experts_per_tok": 1},
 }
-BESIDE_OTHERS = (  # language models inside a wrapper that the mapping of causal ones does not have
-    *("aya_vision", "gemma3", "glm4v", "internvl", "idefics3", "llava", "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl"),
-    *("qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+READS_IMAGES = tuple(
+    kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 )
 _WRAPPED = ("mllama",)  # what its causal language model saves is read by no class of transformers
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4}),
-    **{kind: (kind, {}) for kind in BESIDE_OTHERS},
 }
+KINDS = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *READS_IMAGES, *VARIANTS}))
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:

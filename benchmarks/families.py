@@ -1,11 +1,12 @@
-"""Every causal language model of transformers as a tiny random model: all stages, and what runs the artifact.
+"""Every language model of transformers as a tiny random model: all stages, and what runs the artifact.
 
     python benchmarks/families.py                                        all types, some seconds each; resumed
     python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
     python benchmarks/families.py --table                                run nothing, print the table
     python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
 
-For each model type of transformers' mapping that a small configuration can be made of: a random model with a tokenizer is
+For each model type of transformers' causal language models, and of those that read images too, that a small configuration can
+be made of: a random model with a tokenizer is
 measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from; W4A16 is
 validated too. Then the artifact is exported dequantized, stock transformers loads that, and its logits are compared with our
 runtime's. Inputs of stock linears are rounded as the artifact says. FP8's static scales are one per expert, which
@@ -33,9 +34,8 @@ from typing import Any
 
 import torch
 from _forks import ForkError, first_line, in_fork
-from _tiny_models import VARIANTS, VOCABULARY, auto_class, tiny_config, write_model
+from _tiny_models import KINDS, READS_IMAGES, VOCABULARY, auto_class, tiny_config, write_model
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 import quantflow
@@ -89,7 +89,7 @@ def _run_all(rows: dict[str, Stages], given: argparse.Namespace) -> None:
     """Run what is missing in `rows`, and keep it in the file after each type."""
     logging.set_verbosity_error()
     torch.set_num_threads(1)  # threads do not come along into a fork
-    for kind in given.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}):
+    for kind in given.only or KINDS:
         known = rows.get(kind, {})
         if given.again and any(known.values()):
             known = {stage: None for stage, reason in known.items() if reason is None}
@@ -129,13 +129,22 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
         cells = [_cell(row.get(MEASURE) or row.get(scheme, ""), notes, kind) for scheme in schemes]
         cells += [_cell(peer.get(kind, ""), notes, f"llm-compressor, {kind}")] if peer else []
         lines.append(f"| {kind} | {' | '.join(cells)} |")
-    shares = [_share(scheme, [row.get(MEASURE) or row.get(scheme, "") for row in made.values()]) for scheme in schemes]
-    shares += [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in made])] if peer else []
+    groups = {
+        "Causal language models": [kind for kind in made if kind not in READS_IMAGES],
+        "Models that read images too": [kind for kind in made if kind in READS_IMAGES],
+    }
+    shares = []
+    for group, kinds in groups.items():
+        lines_of = [
+            _share(scheme, [made[kind].get(MEASURE) or made[kind].get(scheme, "") for kind in kinds]) for scheme in schemes
+        ]
+        lines_of += [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in kinds])] if peer else []
+        shares += [f"{group}:\n", *lines_of, ""] if kinds else []
     named = [kind for kind, row in made.items() if BY_NAME in row]
     rounded = [kind for kind in named if made[kind][BY_NAME] is None]
     both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
     unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
-    parts = ["\n".join(shares), both, "\n".join(lines), "\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1))]
+    parts = ["\n".join(shares).strip(), both, "\n".join(lines), "\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1))]
     parts += [f"No tiny model of {len(unmade)} types:", "\n".join(unmade)]
     return "\n\n".join(parts)
 

@@ -572,8 +572,10 @@ def test_a_type_passes_when_no_stage_has_a_reason_and_types_that_cannot_be_made_
         "b": {"measure": None, "W4A16": None, "W8A8": "other logits"},
         "c": {"measure": "refused: no", "by name": None},
         "d": {"model": "no size"},
+        "llava": {"measure": None, "W4A16": None, "W8A8": None},
     }
     told = families.table(rows, {"a": None, "b": "no linears"})
+    assert "Models that read images too:\n\n- W4A16: 1 of 1 types pass, 100.0%" in told
     assert "- W4A16: 2 of 3 types pass, 66.7%" in told and "- W8A8: 1 of 3 types pass, 33.3%" in told
     assert "| c | no (3) | no (3) |" in told and "3. c: refused: no" in told and "- d: no size" in told
     assert "(W4A16, GPTQ): 1 of 2 types pass, 50.0%" in told

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers as a tiny random model through llm-compressor's GPTQ: in its environment.
+"""Every language model of transformers as a tiny random model through llm-compressor's GPTQ: in its environment.
 
     python benchmarks/peers/families_llmcompressor.py [--only TYPE ...] [--results FILE] [--again]
 
@@ -24,14 +24,13 @@ sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
 from _forks import ForkError, in_fork  # noqa: E402
-from _tiny_models import VARIANTS, VOCABULARY, auto_class, tiny_config, write_model  # noqa: E402
+from _tiny_models import KINDS, VOCABULARY, auto_class, tiny_config, write_model  # noqa: E402
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from llmcompressor import oneshot  # noqa: E402
 from llmcompressor.modifiers.gptq import GPTQModifier  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoTokenizer  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 SAMPLES, LENGTH, GROUP = 8, 28, 32
 IGNORED = ["lm_head", "embed_out", "re:.*[.](gate|router|shared_expert_gate)$"]  # routers as in its examples
@@ -48,7 +47,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # threads do not come along into a fork
     rows = json.loads(given.results.read_text()) if given.results.is_file() else {}
-    for kind in given.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}):
+    for kind in given.only or KINDS:
         if kind in rows and not (given.again and rows[kind]):
             continue
         began = time.monotonic()

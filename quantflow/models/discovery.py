@@ -475,7 +475,7 @@ def layers_of(model: PreTrainedModel) -> str:
         UnsupportedError: there is none.
     """
     found: dict[str, tuple[bool, bool, int, int]] = {}
-    count = text_config(model.config).num_hidden_layers
+    count = getattr(text_config(model.config), "num_hidden_layers", None)
     decoder = model.get_decoder()
     within = next((name for name, module in model.named_modules() if module is decoder), "")
     for name, module in model.named_modules():
