@@ -148,3 +148,10 @@ def test_the_recipe_of_the_page_has_every_key_and_its_defaults():
     named, examples = Quantize(name="int4", scheme="W4A16"), {"ignore", "overrides"}
     for key in data["quantize"][1].keys() - examples:
         assert getattr(recipe.quantize[1], key) == getattr(named, key), key
+
+
+def test_the_readme_counts_families_as_their_table_does():
+    table, readme = ((ROOT / name).read_text() for name in ("docs/families.md", "README.md"))
+    found = re.search(r"- W4A16: (\d+) of (\d+) types pass", table)
+    assert found is not None
+    assert f"Of {found[2]} types of causal LMs" in readme and f"[{found[1]} pass](docs/families.md)" in readme

@@ -250,18 +250,22 @@ def test_a_checkpoint_is_read_as_transformers_reads_it(kind, saved):
     assert float((found - expected).norm() / expected.norm()) < 2e-6
 
 
+def compare_layer_by_layer(stream, model):
+    states = stream.begin([IDS[0]])
+    for index in range(len(stream.graph.layers)):
+        with stream.layer(index) as layer:
+            stream.advance(layer, states)
+    expected = model(input_ids=IDS, use_cache=False).logits
+    assert float((stream.finish(states[0].hidden) - expected).norm() / expected.norm()) < 2e-6
+
+
 @pytest.mark.parametrize("kind", STORED)
 @torch.no_grad()
 def test_layer_by_layer_it_is_the_model(kind, saved):
     model, folder = saved(kind)
     source = open_source(folder)
-    stream = LayerStream(source, graph := graph_for(source.config))
-    states = stream.begin([IDS[0]])
-    for index in range(len(graph.layers)):
-        with stream.layer(index) as layer:
-            stream.advance(layer, states)
-    expected = model(input_ids=IDS, use_cache=False).logits
-    assert float((stream.finish(states[0].hidden) - expected).norm() / expected.norm()) < 2e-6
+    stream = LayerStream(source, graph_for(source.config))
+    compare_layer_by_layer(stream, model)
 
 
 def test_a_weight_that_is_stored_transposed_is_read_as_rows_of_outputs(saved):
@@ -330,12 +334,7 @@ def test_a_layer_that_text_goes_past_has_idle_linears_and_changes_nothing(mllama
     assert graph.layers[1].groups == () and graph.layers[1].attention is None
     idle = [graph.layers[1].inside(name) for name in graph.layers[1].idle]
     assert idle[:3] == ["cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj"]
-    states = stream.begin([IDS[0]])
-    for index in range(len(graph.layers)):
-        with stream.layer(index) as layer:
-            stream.advance(layer, states)
-    expected = model(input_ids=IDS, use_cache=False).logits
-    assert float((stream.finish(states[0].hidden) - expected).norm() / expected.norm()) < 2e-6
+    compare_layer_by_layer(stream, model)
 
 
 def test_a_layer_without_attention_names_none():
