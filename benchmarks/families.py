@@ -140,7 +140,7 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
         ]
         lines_of += [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in kinds])] if peer else []
         shares += [f"{group}:\n", *lines_of, ""] if kinds else []
-    named = [kind for kind, row in made.items() if BY_NAME in row]
+    named = [kind for kind, row in made.items() if BY_NAME in row and row.get(MEASURE)]
     rounded = [kind for kind in named if made[kind][BY_NAME] is None]
     both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
     unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
