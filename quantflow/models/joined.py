@@ -5,6 +5,11 @@ torch's own parametrization in its place every tensor of the checkpoint is a par
 
     linear_attn.q_conv1d.weight, .k_conv1d.weight, .v_conv1d.weight     in the checkpoint
     linear_attn.conv1d.parametrizations.weight.original0, 1, 2          in memory
+
+A linear that is joined (MiniMax M3's) is several linears, which are quantized as those that the checkpoint has:
+
+    mlp.gate_proj.weight, mlp.up_proj.weight                            in the checkpoint
+    mlp.gate_up_proj.parts.0.weight, .1.weight                          in memory
 """
 
 from collections.abc import Sequence
@@ -34,11 +39,34 @@ class JoinedParts(nn.Module):
         return whole.chunk(self._count)
 
 
+class JoinedLinear(nn.Module):
+    """A linear as the linears of a checkpoint, whose outputs lie one after the other."""
+
+    def __init__(self, linear: nn.Linear, count: int) -> None:
+        """Make as many linears, of one size, on meta."""
+        super().__init__()
+        shape, bias = (linear.in_features, linear.out_features // count), linear.bias is not None
+        self.parts = nn.ModuleList(nn.Linear(*shape, bias=bias, device="meta") for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs [..., O] of [..., I]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+_NAMED_JOINED = "gate_up_proj"  # what transformers calls the linears that it joins
+
+
 def joined_(model: PreTrainedModel) -> None:
-    """Put the parts in the place of every convolution's weight that a checkpoint holds in several tensors."""
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv1d)]
+    """Put the parts in the place of every convolution's weight and every linear that a checkpoint holds in several tensors."""
+    found: list[tuple[str, nn.Module]] = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv1d) or (isinstance(module, nn.Linear) and name.endswith(f".{_NAMED_JOINED}"))
+    ]
     hub = HubNames(model) if found else None  # its table takes a second
     for name, module in found:
         count = 1 if hub is None else hub.joined_from(f"{name}.weight")
-        if count > 1:
+        if count > 1 and isinstance(module, nn.Linear):
+            model.set_submodule(name, JoinedLinear(module, count))
+        elif count > 1:
             parametrize.register_parametrization(module, "weight", JoinedParts(count))

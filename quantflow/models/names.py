@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.parameters import twins
 
+_PART = re.compile(r"(?P<owner>.+)\.parts\.(?P<number>\d+)\.(?P<leaf>\w+)")  # of a joined linear
 # Buffers that old checkpoints carry and that transformers computes itself since then.
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
 
@@ -61,6 +62,13 @@ class HubNames:
 
     def of(self, name: str) -> str:
         """Return the source name of a parameter."""
+        if part := _PART.fullmatch(name):
+            whole, number = f"{part['owner']}.{part['leaf']}", int(part["number"])
+            converter = self._converter(whole)
+            assert converter is not None  # it is in parts
+            first, *others = converter.target_patterns
+            name = apply_converters(whole, self._converters)[0]
+            name = name if number == 0 else name.replace(first, others[number - 1], 1)
         renamed: str = apply_renamings(name, self._renamings)
         return renamed
 
@@ -102,10 +110,15 @@ class HubNames:
         return next((item for item in self._converters if pattern in item.source_patterns), None)
 
 
-def part_of(name: str, index: int) -> str:
-    """Return what the model in memory calls a part of a joined parameter (`quantflow.models.joined`), the tensors in order."""
+def parts_of(name: str, index: int) -> tuple[str, str]:
+    """Return what the model in memory may call a part of a joined parameter: a convolution's, a linear's (`models/joined.py`).
+
+    Args:
+        name: of the whole.
+        index: the tensors count in the order of the table.
+    """
     owner, _, leaf = name.rpartition(".")
-    return f"{owner}.parametrizations.{leaf}.original{index}"
+    return f"{owner}.parametrizations.{leaf}.original{index}", f"{owner}.parts.{index}.{leaf}"
 
 
 class NameMap:
@@ -160,8 +173,9 @@ class NameMap:
         if pattern is None:
             return name, None
         converter = next(item for item in converters if pattern in item.source_patterns)
-        if (part := part_of(name, converter.source_patterns.index(pattern))) in self._parameters:
-            return part, None
+        for part in parts_of(name, converter.source_patterns.index(pattern)):
+            if part in self._parameters:
+                return part, None
         return name, (pattern, converter)
 
     @cached_property

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models import discovery
+from quantflow.models import discovery, joined
 from quantflow.models.capture import LayerStream
 from quantflow.models.carried import Carried
 from quantflow.models.discovery import Called, Moment, Record, graph_of, layers_of, traced
@@ -309,25 +309,33 @@ def test_linears_that_no_token_goes_through_are_named_and_left_alone():
     assert not {*layer.idle} & {*layer.linears}
 
 
+TEXT = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+CROSS = {**TEXT, "pad_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
+TILES = {"num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+JOINED = {**TEXT, "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+JOINED |= {"dense_intermediate_size": 128, "shared_intermediate_size": 96, "mlp_layer_types": ["dense", "sparse"]}
+SEES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+
+
 @pytest.fixture(scope="module")
-def mllama(tmp_path_factory):
-    """Return a random model whose second layer attends to an image, and the folder that it was saved to."""
-    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "pad_token_id")
-    text = {key: SIZES[key] for key in keys} | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
-    config = CONFIG_MAPPING["mllama"](text_config=text, vision_config=vision)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    folder = tmp_path_factory.mktemp("mllama")
-    model.save_pretrained(folder)
-    return model, folder
+def reads_images(tmp_path_factory):
+    """Return a random model that reads images too, and the folder that it was saved to."""
+
+    def make(kind, text, vision):
+        config = CONFIG_MAPPING[kind](text_config=text, vision_config=SEES | {"image_size": 28} | vision)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
 
 
 @torch.no_grad()
-def test_a_layer_that_text_goes_past_has_idle_linears_and_changes_nothing(mllama):
-    model, folder = mllama
+def test_a_layer_that_text_goes_past_has_idle_linears_and_changes_nothing(reads_images):
+    model, folder = reads_images("mllama", CROSS, TILES)
     source = open_source(folder)
     stream = LayerStream(source, graph := graph_for(source.config))
     assert [layer.skipped for layer in graph.layers] == [False, True, False]
@@ -391,15 +399,24 @@ def test_experts_that_a_checkpoint_holds_in_another_form_are_refused_with_their_
         graph_of(config_of("inkling2_text", head_dim=16))
 
 
-def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_refused_with_its_name():
-    text = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-    text |= {"dense_intermediate_size": 64, "shared_intermediate_size": 64, "mlp_layer_types": ["dense"]}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+@torch.no_grad()
+def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_several_linears(reads_images, monkeypatch):
+    model, folder = reads_images("minimax_m3_vl", JOINED, {})
+    source = open_source(folder)
+    stream = LayerStream(source, graph := graph_for(source.config))
+    names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert [name for name in graph.layers[0].linears if ".mlp." in name] == [
+        f"{graph.layers[0].prefix}.{name}" for name in names
+    ]
+    assert graph.layers[0].relative(f"{graph.layers[0].prefix}.mlp.up_proj") == "mlp.gate_up_proj.parts.1"
+    compare_layer_by_layer(stream, model)
+    monkeypatch.setattr(joined, "_NAMED_JOINED", "another")
+    discovery._graph_of.cache_clear()
     with pytest.raises(
         UnsupportedError, match=r"layers\.0\.mlp\.gate_up_proj: a checkpoint holds this linear in several tensors"
     ):
-        graph_of(CONFIG_MAPPING["minimax_m3_vl"](text_config=text, vision_config=vision))
+        graph_of(source.config)
+    discovery._graph_of.cache_clear()
 
 
 @pytest.mark.parametrize("which", ["model", "released"])
