@@ -287,7 +287,9 @@ def _round_inputs_(model: Any, loaded: Any) -> None:
     modules = dict(model.named_modules())
     names = NameMap(skeleton(loaded.artifact.config)).bind(loaded.artifact.names)
     for parameter, source in names.to_source.items():
-        name, owner = source.removesuffix(".weight"), parameter.removesuffix(".weight")
+        name, (owner, _, part) = source.removesuffix(".weight"), parameter.removesuffix(".weight").partition(".parts.")
+        if part not in ("", "0"):  # of a joined linear, which reads one input
+            continue
         if name not in loaded.artifact.linears or name == source or loaded.artifact.linears[name].scheme.input is None:
             continue
         linear = loaded.artifact.decode(name)
