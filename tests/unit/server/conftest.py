@@ -1,6 +1,7 @@
 """A server of the example model in 8 bits, in a thread of the test process, and what asks it."""
 
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -75,6 +76,16 @@ class Asking:
         found = Answered(status=response.status, headers=response.headers, body=response.read())
         connection.close()
         return found
+
+    def take_nothing(self, path, body):
+        """Return a connection that has asked for something and takes none of the answer."""
+        data = json.dumps(body).encode()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", self.port))
+        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+        client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        return client
 
     def post(self, path, body, **headers):
         return self.ask("POST", path, body, headers)

@@ -4,9 +4,7 @@ import asyncio
 import gc
 import json
 import random
-import socket
 import threading
-import time
 from contextlib import suppress
 
 import pytest
@@ -81,34 +79,11 @@ def test_a_thousand_clients_that_go_away_leave_nothing_and_no_memory(serve):
         assert server.generate(PROMPT, max_new_tokens=20).json() == expected
 
 
-def reading_nothing(server, path, body):
-    """Return a client that asks for something and takes none of it."""
-    data = json.dumps(body).encode()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.connect(("127.0.0.1", server.port))
-    client.sendall(head(path, len(data)) + data)
-    return client
-
-
-def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(serve):
-    with serve(client_timeout=0.5) as server, reading_nothing(server, "/tokenize", {"inputs": " x" * 100_000}):
-        wait_until(lambda: server.connections)
-        wait_until(lambda: not server.connections)  # though the client keeps it
-
-
-def wait_until(found):
-    end = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_a_hundred_slow_readers_stop_nobody(serve):
     with serve(client_timeout=3.0) as server:
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 150, "top_n_tokens": 5}}
-        clients = [reading_nothing(server, "/generate_stream", body) for _ in range(100)]
+        clients = [server.take_nothing("/generate_stream", body) for _ in range(100)]
         for _ in range(20):
             assert server.get("/health").status == 200
         assert server.generate(PROMPT, max_new_tokens=5).status == 200

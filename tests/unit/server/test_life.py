@@ -127,6 +127,12 @@ def test_slow_clients_are_given_up(serve):
         assert server.get("/health").status == 200
 
 
+def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(serve):
+    with serve(client_timeout=0.5) as server, server.take_nothing("/tokenize", {"inputs": " x" * 100_000}) as client:
+        assert client.recv(1, socket.MSG_PEEK)  # the answer has begun, and stays where it is
+        wait_for(lambda: not server.connections)  # though the client keeps its end
+
+
 def test_headers_have_a_limit(serve):
     with serve(header_limit=8192) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000)

@@ -182,6 +182,6 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client, server):
 
 
 def test_the_best_of_several_completions_is_returned(client, server):
-    whole = {str(end): -100 for end in server.models.first.loaded.eos_token_ids}  # neither of the two ends early
-    answer = client.completions.create(model="tgi", prompt="def", max_tokens=5, best_of=2, temperature=1.0, logit_bias=whole)
+    no_end = {str(end): -100 for end in server.models.first.loaded.eos_token_ids}  # neither of the two ends early
+    answer = client.completions.create(model="tgi", prompt="def", max_tokens=5, best_of=2, temperature=1.0, logit_bias=no_end)
     assert len(answer.choices) == 1 and answer.usage.completion_tokens == 10
