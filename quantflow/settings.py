@@ -7,6 +7,7 @@ flag the option of the verbs it names. The command line makes its options by `se
 """
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -124,13 +125,15 @@ def setting(
 
 
 def check_numbers(record: Any) -> None:
-    """Refuse whole numbers outside of what their settings allow; a record's `__post_init__` calls it.
+    """Refuse whole numbers outside of what their settings allow, and NaN; a record's `__post_init__` calls it.
 
     Raises:
         UsageError: naming the field and its value.
     """
     for item in dataclasses.fields(record):
         declared, value = item.metadata.get(KEY), getattr(record, item.name)
+        if declared is not None and isinstance(value, float) and math.isnan(value):
+            raise UsageError(f"{item.name}={value}", "give a number")
         if declared is None or type(value) is not int or declared.least <= value <= declared.most:
             continue
         bound = f"{declared.least} or more" if value < declared.least else f"{declared.most} or less"

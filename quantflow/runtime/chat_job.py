@@ -14,7 +14,7 @@ from quantflow.runtime.generate_job import (
     REVISION_HELP,
     Sampling,
 )
-from quantflow.settings import setting
+from quantflow.settings import check_numbers, setting
 
 CHAT = ("chat",)
 
@@ -66,14 +66,13 @@ class ChatJob:
         Raises:
             UsageError: naming it.
         """
+        check_numbers(self)
         if (self.artifact is None) == (self.url is None):
             raise UsageError(f"chat: artifact {self.artifact}, url {self.url}", "give one of them")
         if self.url is not None and self.signature:
             raise UsageError("chat: a signature of a model on a server", "give the artifact, or leave the signature out")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise UsageError(f"url={self.url}", "write http://HOST:PORT")
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens={self.max_new_tokens}", "use 1 or more")
         if self.temperature != 0:
             self.sampling(0)
 

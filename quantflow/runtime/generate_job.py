@@ -97,6 +97,7 @@ class Sampling:
         require(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p}", "use 0 <= min_p <= 1")
         typical = self.typical_p is None or 0 < self.typical_p < 1
         require(typical, f"typical_p={self.typical_p}", "use 0 < typical_p < 1")
+        require(-(2**63) <= self.seed < 2**64, f"seed={self.seed}", "use a number of 64 bits")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def application(site: Site) -> ASGIApp:
     )
     routes = (*routes, described)
     patience = Patience(body_bytes=job.payload_limit, seconds=job.client_timeout)
-    free = {endpoint.path for endpoint in routes if endpoint.free and not (endpoint.health and job.protect_health)}
+    free = {(one.method, one.path) for one in routes if one.free and not (one.health and job.protect_health)}
     middleware = [Middleware(_Gate, key=key, free=free, hosts=allowed_hosts(job, key), openai=_openai_paths(routes))]
     if job.cors_allow_origin:
         origins = list(job.cors_allow_origin)
@@ -61,7 +61,7 @@ def read_key(job: ServeJob) -> bytes | None:
         InputError: its file cannot be read, or its first line is empty.
     """
     if job.api_key_file is None:
-        return None if job.api_key is None else job.api_key.encode()
+        return None if job.api_key is None else job.api_key.strip().encode()
     try:
         lines = job.api_key_file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -86,8 +86,15 @@ class _Gate:
     """Refuses requests without the key, and those that come under another name."""
 
     def __init__(
-        self, app: ASGIApp, *, key: bytes | None, free: set[str], hosts: frozenset[str] | None, openai: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        key: bytes | None,
+        free: set[tuple[str, str]],
+        hosts: frozenset[str] | None,
+        openai: frozenset[str],
     ) -> None:
+        """Take the key and what is answered without it: methods with paths, since a path may be a page and a question."""
         self._app, self._key, self._free, self._hosts, self._openai = app, key, free, hosts, openai
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,10 +114,11 @@ class _Gate:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._hosts is not None and name.lower() not in self._hosts:
             return Refused("forbidden_host", f"Host {name[:100]!r} is not served; allow it with --allowed-host")
-        if self._key is None or request.url.path in self._free or request.method == "OPTIONS":
+        method = "GET" if request.method == "HEAD" else request.method
+        if self._key is None or (method, request.url.path) in self._free or method == "OPTIONS":
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self._key)
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)  # the bytes that came: starlette reads them so
         return None if right and scheme.lower() == "bearer" else Refused("unauthorized", "Unauthorized")
 
 

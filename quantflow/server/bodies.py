@@ -8,14 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
-I64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+U32 = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
+I32 = Annotated[int, Field(strict=True, ge=-(2**31), le=2**31 - 1)]
+U64 = Annotated[int, Field(strict=True, ge=0, le=2**64 - 1)]
+I64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class Body(BaseModel):
-    """A JSON object; numbers are finite and no text is a number."""
+    """A JSON object; numbers are finite, no text is a number, and no number or text is true or false."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="ignore")
 
@@ -31,20 +33,20 @@ class Parameters(Body):
     """TGI's parameters of a continuation."""
 
     best_of: U32 | None = None
-    temperature: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Number | None = None
+    repetition_penalty: Number | None = None
+    frequency_penalty: Number | None = None
     top_k: I32 | None = None
-    top_p: float | None = None
-    typical_p: float | None = None
-    do_sample: bool = False
+    top_p: Number | None = None
+    typical_p: Number | None = None
+    do_sample: Flag = False
     max_new_tokens: U32 | None = 100
-    return_full_text: bool | None = None
+    return_full_text: Flag | None = None
     stop: list[str] = Field(default_factory=list)
     truncate: U64 | None = None
-    watermark: bool = False
-    details: bool = False
-    decoder_input_details: bool = False
+    watermark: Flag = False
+    details: Flag = False
+    decoder_input_details: Flag = False
     seed: U64 | None = None
     top_n_tokens: U32 | None = None
     grammar: Grammar | None = None
@@ -64,7 +66,7 @@ class GenerateBody(Body):
 class CompatBody(GenerateBody):
     """The same, for `/` and `/invocations`, where the body says whether it is streamed."""
 
-    stream: bool = False
+    stream: Flag = False
 
 
 class VertexInstance(Body):
@@ -146,7 +148,7 @@ class JsonSchema(Body):
 
     name: str = "answer"
     json_schema: Any = Field(default=None, alias="schema")
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ResponseFormat(Body):
@@ -160,7 +162,7 @@ class ResponseFormat(Body):
 class StreamOptions(Body):
     """What a stream holds beside the text."""
 
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class OpenAIBody(Body):
@@ -168,19 +170,19 @@ class OpenAIBody(Body):
 
     model: str | None = None
     max_tokens: U32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: I32 | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    min_p: Number | None = None
+    typical_p: Number | None = None
+    repetition_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
     n: U32 | None = None
     seed: I64 | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = False
+    stream: Flag | None = False
     stream_options: StreamOptions | None = None
     truncate: U64 | None = None
     user: str | None = None
@@ -191,13 +193,13 @@ class ChatBody(OpenAIBody):
 
     messages: list[Message]
     max_completion_tokens: U32 | None = None
-    logprobs: bool | None = False
+    logprobs: Flag | None = False
     top_logprobs: U32 | None = None
     response_format: ResponseFormat | None = None
     guideline: str | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: str | ToolChoice | None = None  # auto, none, required, or a function
+    parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -206,7 +208,7 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | list[str] | list[I64] | list[list[I64]]
     best_of: U32 | None = None
-    echo: bool | None = False
+    echo: Flag | None = False
     logprobs: U32 | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from quantflow.errors import EngineError, OverloadedError, QuantflowError
-from quantflow.runtime.batching import BatchRequest, FinishReason, Stream, TokenLogprob
+from quantflow.runtime.batching import BatchRequest, FinishReason, PromptToken, Stream, TokenLogprob
 from quantflow.server.errors import Refused, failed, invalid, overloaded
 from quantflow.server.grammar import NOT_SUPPORTED
 from quantflow.server.models import ServedModel
@@ -65,8 +65,8 @@ class Continuation:
 
     @property
     def finish(self) -> FinishReason:
-        """Why it ended."""
-        return self.pieces[-1].finish or FinishReason.LENGTH
+        """Why it ended; a prompt that is only echoed ends by its length."""
+        return (self.pieces[-1].finish if self.pieces else None) or FinishReason.LENGTH
 
     @property
     def mean_logprob(self) -> float:
@@ -154,7 +154,7 @@ class Answer:
         self._count = 0
 
     @property
-    def prefill(self) -> tuple[TokenLogprob, ...]:
+    def prefill(self) -> tuple[PromptToken, ...]:
         """The prompt's tokens with their log-probabilities, where they were asked for."""
         return self.rows[0].stream.prompt
 
@@ -172,6 +172,7 @@ class Answer:
             if event.finish is FinishReason.CANCELLED:
                 raise Refused("incomplete_generation", "Incomplete generation")
             if event.id is None:
+                self._time()
                 continue
             text, shown = one.text.put(event.id)
             if event.finish is not None:

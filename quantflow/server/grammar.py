@@ -154,18 +154,22 @@ def _schema(value: Any) -> dict[str, Any]:
             raise invalid(f"grammar is not valid: {_short(error)}") from error
     if not isinstance(value, dict):
         raise invalid("grammar is not valid: a JSON schema is an object")
-    if _too_deep(value):
-        raise invalid(f"grammar is not valid: deeper than {DEEPEST}")
+    require_shallow(value)
     return value
 
 
-def _too_deep(value: Any) -> bool:
-    """Return whether objects and lists stand deeper inside each other than may be."""
+def require_shallow(value: Any) -> None:
+    """Refuse objects and lists that stand deeper inside each other than may be.
+
+    Raises:
+        Refused: of kind validation.
+    """
     level = [value]
     for _ in range(DEEPEST):
         inner = [list(item.values()) if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [part for parts in inner for part in parts]
-    return any(isinstance(item, dict | list) for item in level)
+    if any(isinstance(item, dict | list) for item in level):
+        raise invalid(f"grammar is not valid: deeper than {DEEPEST}")
 
 
 def _require_size(text: str) -> None:

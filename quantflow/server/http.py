@@ -153,7 +153,7 @@ class Serving:
         data = await self._bytes(request)
         if self.endpoint.body is None:
             return None
-        media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
             raise Refused("unsupported_media_type", "Expected request with `Content-Type: application/json`")
         return typed(self.endpoint.body, parse(data))

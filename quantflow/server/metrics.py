@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quantflow.runtime.batching import EngineCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = tuple(0.0001 * 1.5**power for power in range(40))  # TGI's buckets: 0.1 ms to 12 min
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # TGI's buckets of a batch
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -94,12 +95,23 @@ class Metrics:
         models = self._counters()
         yield _gauge("tgi_queue_size", "Requests that wait.", sum(counters.waiting for _, counters in models))
         yield _gauge("tgi_batch_current_size", "Requests that run.", sum(counters.running for _, counters in models))
-        yield _gauge("tgi_batch_next_size", "Requests of the last step.", sum(c.last_batch_size for _, c in models))
+        yield _batch_sizes(counters for _, counters in models)
         for name in sorted({name for _, counters in models for name, _ in _flat(counters)}):
             family = GaugeMetricFamily(f"quantflow_engine_{name}", "As quantflow.runtime.batching says.", labels=["model"])
             for model, counters in models:
                 family.add_metric([model], dict(_flat(counters))[name])
             yield family
+
+
+def _batch_sizes(models: Iterable[EngineCounters]) -> Metric:
+    """Return how many requests steps had, by all steps since the models were loaded."""
+    steps: Counter[int] = Counter()
+    for counters in models:
+        steps.update(counters.batch_sizes)
+    buckets = [(str(float(most)), float(sum(count for size, count in steps.items() if size <= most))) for most in _ROWS]
+    buckets.append(("+Inf", float(steps.total())))
+    rows = float(sum(size * count for size, count in steps.items()))
+    return HistogramMetricFamily("tgi_batch_next_size", "Requests of a step.", buckets=buckets, sum_value=rows)
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
     """
     total = min(positions or LONGEST, LONGEST) if limits.max_total_tokens is None else limits.max_total_tokens
     longest = max(1, total - 1) if limits.max_input_tokens is None else limits.max_input_tokens
-    chosen = {} if limits.max_batch_size is None else {"max_batch_size": limits.max_batch_size}
     return BatchLimits(
         max_input_tokens=longest,
         max_total_tokens=total,
@@ -56,7 +56,7 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
         max_best_of=limits.max_best_of,
         max_stop_sequences=limits.max_stop_sequences,
         max_client_batch_size=limits.max_client_batch_size,
-        **chosen,
+        max_batch_size=limits.max_batch_size,
     )
 
 
@@ -79,7 +79,7 @@ class ServedModel:
         grammars: compiled for it.
         max_input_tokens, max_total_tokens: of a request.
         used: a count that grows with each use of any model.
-        rows: requests that it answers now.
+        rows: requests that it answers now, and those that prepare to ask it.
         weight_bytes: of its files.
     """
 
@@ -206,7 +206,6 @@ class ModelPlace:
 
     folder: Path
     served: ServedModel | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Models:
@@ -228,6 +227,7 @@ class Models:
             name, _, folder = pair.partition("=")
             self.places[name] = ModelPlace(folder=Path(folder))
         self._uses = 0
+        self._loading = asyncio.Lock()
 
     @property
     def running(self) -> list[ServedModel]:
@@ -243,8 +243,9 @@ class Models:
         """Return the adapter that a request names in the place of a model, None where it names none."""
         return name if name in self.job.adapter_folders else None
 
-    async def get(self, name: str | None) -> ServedModel:
-        """Return the model that a request names, loading it where it is not.
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """Yield the model that a request names, loading it where it is not; it is not dropped in the block.
 
         Args:
             name: None and what clients of a single model say is the first, and so is an adapter's name.
@@ -253,18 +254,14 @@ class Models:
             Refused: there is none of the name, or it cannot be loaded.
         """
         key = self._key(name)
-        place = self.places[key]
-        async with place.lock:
-            if place.served is None:
-                await self._make_room(place)
-                loop = asyncio.get_running_loop()
-                try:
-                    place.served = await loop.run_in_executor(self._loaders, lambda: self._load(key, place.folder))
-                except QuantflowError as error:
-                    raise Refused("generation", f"Request failed during generation: model {key}: {error.cause}") from error
+        model = self.places[key].served or await self._loaded(key)
         self._uses += 1
-        place.served.used = self._uses
-        return place.served
+        model.used = self._uses
+        model.rows += 1
+        try:
+            yield model
+        finally:
+            model.rows -= 1
 
     def close(self) -> None:
         """End all engines."""
@@ -281,6 +278,23 @@ class Models:
             return self.first.name
         there = ", ".join([*self.places, *self.job.adapter_folders])
         raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {there}")
+
+    async def _loaded(self, key: str) -> ServedModel:
+        """Load a model, one at a time, so that what is being loaded is counted as loaded.
+
+        Raises:
+            Refused: there is no room, or it cannot be loaded.
+        """
+        place = self.places[key]
+        async with self._loading:
+            if place.served is None:
+                await self._make_room(place)
+                loop = asyncio.get_running_loop()
+                try:
+                    place.served = await loop.run_in_executor(self._loaders, lambda: self._load(key, place.folder))
+                except QuantflowError as error:
+                    raise Refused("generation", f"Request failed during generation: model {key}: {error.cause}") from error
+            return place.served
 
     def _load(self, name: str, folder: Path) -> ServedModel:
         return ServedModel(name, open_model(folder, self.job), job=self.job, workers=self.workers)

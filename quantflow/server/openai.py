@@ -39,7 +39,6 @@ async def chat(call: HttpCall) -> Response | EventStream:
     """Answer a conversation."""
     site, body = call.site, call.body
     timings = Timings()
-    model = await site.models.get(body.model)
     tools = tooling.offered(body.tools, body.tool_choice)
     grammar = tooling.forced(tools, body.tool_choice)
     wanted = grammar_of(body.response_format)
@@ -47,11 +46,17 @@ async def chat(call: HttpCall) -> Response | EventStream:
         raise invalid("grammar and tools are mutually exclusive")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _asked(body, grammar=grammar or wanted, limit=limit, top=(body.top_logprobs or 0) if body.logprobs else 0)
-    text = await render(model, body, tools)
     adapter = site.models.adapter(body.model)
-    answer = await _begin(site, model, asked, timings, text=text, rendered=True, adapter=adapter)
+    async with site.models.using(body.model) as model:
+        text = await render(model, body, tools)
+        answer = await _begin(site, model, asked, timings, text=text, rendered=True, adapter=adapter)
     writer = ChatWriter(
-        model, name=adapter or model.name, tools=tools, holds_back=grammar is not None, logprobs=bool(body.logprobs)
+        model,
+        name=adapter or model.name,
+        tools=tools,
+        holds_back=grammar is not None,
+        parallel=body.parallel_tool_calls is not False,
+        logprobs=bool(body.logprobs),
     )
     return await _respond(site, [answer], writer, body)
 
@@ -62,26 +67,26 @@ async def completions(call: HttpCall) -> Response | EventStream:
     timings = Timings()
     if body.suffix:
         raise invalid("Suffix is not supported and can be achieved by preprocessing the prompt.")
-    model = await site.models.get(body.model)
     prompts, most = _prompts(body), site.job.limits.max_client_batch_size
     if len(prompts) > most:
         text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
         raise Refused("batch size exceeded", text)
     limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    prefill = bool(body.echo and body.logprobs is not None)
     asked = _asked(
         body,
         grammar=grammar_of(body.response_format),
         limit=limit,
         top=body.logprobs or 0,
-        prefill=prefill,
+        prefill=bool(body.echo) and (body.logprobs is not None or limit == 0),
+        echoes=bool(body.echo),
         best_of=body.best_of,
     )
     answers, adapter = list[Answer](), site.models.adapter(body.model)
     try:
-        for prompt in prompts:
-            words = {"text": prompt} if isinstance(prompt, str) else {"text": None, "tokens": prompt}
-            answers.append(await _begin(site, model, asked, timings, adapter=adapter, **words))
+        async with site.models.using(body.model) as model:
+            for prompt in prompts:
+                words = {"text": prompt} if isinstance(prompt, str) else {"text": None, "tokens": prompt}
+                answers.append(await _begin(site, model, asked, timings, adapter=adapter, **words))
     except BaseException:
         for answer in answers:
             answer.__exit__(None, None, None)
@@ -110,9 +115,9 @@ async def models(call: HttpCall) -> Response:
 async def chat_tokenize(call: HttpCall) -> Response:
     """Return the tokens of a conversation as its template writes it."""
     site, body = call.site, call.body
-    model = await site.models.get(body.model)
-    text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
-    return JSONResponse({"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text})
+    async with site.models.using(body.model) as model:
+        text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
+        return JSONResponse({"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text})
 
 
 async def invocations(call: HttpCall) -> Response | EventStream:
@@ -207,7 +212,14 @@ def _earlier(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(
-    body: OpenAIBody, *, grammar: Grammar | None, limit: int | None, top: int, prefill: bool = False, best_of: int | None = None
+    body: OpenAIBody,
+    *,
+    grammar: Grammar | None,
+    limit: int | None,
+    top: int,
+    prefill: bool = False,
+    echoes: bool = False,
+    best_of: int | None = None,
 ) -> Asked:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Asked(
@@ -233,6 +245,7 @@ def _asked(
         grammar=grammar,
         streams=bool(body.stream),
         prefill=prefill,
+        echoes=echoes,
     )
 
 

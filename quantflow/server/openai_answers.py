@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from quantflow.runtime.batching import FinishReason, TokenLogprob
+from quantflow.runtime.batching import FinishReason, PromptToken, TokenLogprob
 from quantflow.server import tools as tooling
 from quantflow.server.generation import Answer, AnswerPiece, Continuation
 from quantflow.server.models import ServedModel
@@ -57,7 +57,9 @@ class Head:
 class ChatWriter:
     """Choices of a chat. A text that may be a call of a tool is held back until it is known whether it is."""
 
-    def __init__(self, model: ServedModel, *, name: str, tools: Sequence[Any], holds_back: bool, logprobs: bool) -> None:
+    def __init__(
+        self, model: ServedModel, *, name: str, tools: Sequence[Any], holds_back: bool, parallel: bool, logprobs: bool
+    ) -> None:
         """Take what the answer may hold.
 
         Args:
@@ -65,9 +67,11 @@ class ChatWriter:
             name: of the model or of its adapter, as the request has it.
             tools: that it was shown.
             holds_back: the answer is a call for certain.
+            parallel: it may be several; otherwise the first alone is told.
             logprobs: tokens have their log-probabilities.
         """
-        self._model, self._tools, self._holds_back, self._logprobs = model, tools, holds_back and bool(tools), logprobs
+        self._model, self._tools, self._holds_back = model, tools, holds_back
+        self._parallel, self._logprobs = parallel, logprobs
         self._head, self._told = Head(model, name=name, prefix="chatcmpl"), dict[int, int]()
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
@@ -82,12 +86,11 @@ class ChatWriter:
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
         """Return the events of one token."""
         row, events = answer.rows[piece.row], []
-        calls = self._calls(row.text.text) if piece.finish else []
+        text, calls = self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
         told, logprobs = self._told.get(index, 0), None
         if self._logprobs and not _ends(piece):
             logprobs = {"content": [chat_logprob(self._model, piece)]}
-        held = self._holds_back or (self._tools and tooling.may_be_call(row.text.text)) or calls
-        shown = "" if held and not (piece.finish and not calls) else row.text.text[told:]
+        shown = text[told:]
         if shown or (logprobs and not piece.finish):
             self._told[index] = told + len(shown)
             events.append(self.event([_chunk(index, {"content": shown}, logprobs=logprobs)]))
@@ -104,8 +107,8 @@ class ChatWriter:
         return self._head.event("chat.completion.chunk", choices, usage)
 
     def _choice(self, row: Continuation) -> dict[str, Any]:
-        calls = self._calls(row.text.text)
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls else row.text.text}
+        text, calls = self._parted(row.text.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
         if calls:
             message["tool_calls"] = calls
         logprobs = None
@@ -113,8 +116,18 @@ class ChatWriter:
             logprobs = {"content": [chat_logprob(self._model, piece) for piece in row.pieces if not _ends(piece)]}
         return {"message": message, "finish_reason": _reason(row, calls), "logprobs": logprobs}
 
-    def _calls(self, text: str) -> list[dict[str, Any]]:
-        return tooling.calls_in(text, self._tools) if self._tools else []
+    def _parted(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return an answer's text and its calls."""
+        if not self._tools:
+            return text, []
+        text, calls = tooling.parted(text, self._tools)
+        return text, calls if self._parallel else calls[:1]
+
+    def _certain(self, text: str) -> str:
+        """Return the beginning of an answer that is no call for certain."""
+        if not self._tools:
+            return text
+        return "" if self._holds_back else text[: tooling.before_call(text)]
 
 
 class CompletionWriter:
@@ -130,15 +143,15 @@ class CompletionWriter:
             logprobs: tokens have their log-probabilities.
         """
         self._model, self._echo, self._logprobs = model, echo, logprobs
-        self._head = Head(model, name=name, prefix="cmpl")
+        self._head, self._places = Head(model, name=name, prefix="cmpl"), dict[int, int]()
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""
-        choices = []
+        choices: list[dict[str, Any]] = []
         for answer in answers:
             for row in best_rows(answer, count):
                 before = self._prompt(answer)
-                logprobs = self._logprobs_of(answer, row.pieces, whole=True) if self._logprobs else None
+                logprobs = self._logprobs_of(len(choices), answer, row.pieces, whole=True) if self._logprobs else None
                 reason = _REASONS[row.finish]
                 choices.append({"text": before + row.text.text, "logprobs": logprobs, "finish_reason": reason})
         return self._head.whole("text_completion", choices, answers)
@@ -151,7 +164,7 @@ class CompletionWriter:
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
         """Return the event of one token."""
         before = self._prompt(answer) if piece.index == 0 else ""
-        logprobs = self._logprobs_of(answer, [piece], whole=piece.index == 0) if self._logprobs else None
+        logprobs = self._logprobs_of(index, answer, [piece], whole=piece.index == 0) if self._logprobs else None
         choice = {"index": index, "text": before + piece.shown, "logprobs": logprobs}
         return [self.event([{**choice, "finish_reason": _REASONS[piece.finish] if piece.finish else None}])]
 
@@ -162,18 +175,22 @@ class CompletionWriter:
     def _prompt(self, answer: Answer) -> str:
         return str(answer.model.tokenizer.decode(answer.prompt, skip_special_tokens=True)) if self._echo else ""
 
-    def _logprobs_of(self, answer: Answer, pieces: Sequence[AnswerPiece], *, whole: bool) -> dict[str, Any]:
-        """Return the table of tokens, with those of an echoed prompt where `whole` is true."""
-        words = self._model.vocabulary.text
-        prompt = answer.prefill if self._echo and whole else ()
-        tokens = [words(one.id) for one in prompt] + [words(piece.id) for piece in pieces]
-        tops: list[Any] = [None if one.logprob is None else {words(one.id): one.logprob} for one in prompt]
-        tops += [{words(one.id): one.logprob for one in piece.top} for piece in pieces]
-        offsets, place = [], 0
-        for token in tokens:
+    def _logprobs_of(self, index: int, answer: Answer, pieces: Sequence[AnswerPiece], *, whole: bool) -> dict[str, Any]:
+        """Return the table of tokens, with those of an echoed prompt where `whole` is true.
+
+        The likeliest tokens have the chosen one among them or after them. A special token takes no room in the text.
+        """
+        words = self._model.vocabulary
+        told: list[PromptToken | AnswerPiece] = [*(answer.prefill if self._echo and whole else ()), *pieces]
+        tokens = [words.within(one.id) for one in told]
+        tops, offsets, place = list[Any](), list[int](), self._places.get(index, 0)
+        for one, token in zip(told, tokens, strict=True):
+            likeliest = {words.within(top.id): top.logprob for top in one.top}
+            tops.append(None if one.logprob is None else {**likeliest, token: one.logprob})
             offsets.append(place)
-            place += len(token)
-        logprobs = [one.logprob for one in prompt] + [piece.logprob for piece in pieces]
+            place += 0 if one.id in words.special else len(token)
+        self._places[index] = place
+        logprobs = [one.logprob for one in told]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -205,7 +222,7 @@ def chat_logprob(model: ServedModel, piece: AnswerPiece) -> dict[str, Any]:
 
 def _token(model: ServedModel, one: TokenLogprob) -> dict[str, Any]:
     words = model.vocabulary
-    return {"token": words.text(one.id), "logprob": one.logprob, "bytes": words.bytes_of(one.id)}
+    return {"token": words.within(one.id), "logprob": one.logprob, "bytes": words.bytes_of(one.id)}
 
 
 def _chunk(index: int, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:

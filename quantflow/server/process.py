@@ -139,6 +139,7 @@ class PatientProtocol(H11Protocol):
         """Begin to wait for the first request."""
         super().connection_made(transport)
         self._untaken = 0  # bytes that the client had not taken at the last look
+        self._begun = False  # whether a further request had begun to come in then
         self._next_look = self.loop.call_later(self.seconds, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -151,9 +152,14 @@ class PatientProtocol(H11Protocol):
         if before and self._untaken == before:
             self.transport.abort()
             return
-        if self.cycle is None and not self.transport.is_closing():
+        before_it, self._begun = self._begun, self._further()
+        if (self.cycle is None or (before_it and self._begun)) and not self.transport.is_closing():
             self.transport.close()
         self._next_look = self.loop.call_later(self.seconds, self._look)
+
+    def _further(self) -> bool:
+        """Return whether a request after the first has begun to come in; uvicorn waits for the rest of its headers for ever."""
+        return self.cycle is not None and bool(self.cycle.response_complete and self.conn.trailing_data[0])
 
 
 def opening_lines(job: ServeJob, models: Models) -> list[str]:

@@ -78,6 +78,7 @@ class Limits:
         5,
         flag="--max-top-n-tokens",
         variable="MAX_TOP_N_TOKENS",
+        least=0,
         metavar="N",
         verbs=SERVE,
         shown=True,
@@ -157,11 +158,20 @@ class Limits:
         2,
         flag="--validation-workers",
         variable="VALIDATION_WORKERS",
+        least=1,
         metavar="N",
         verbs=SERVE,
         shown=True,
         help="Threads that tokenize.",
     )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are no limits; which of them contradict each other is for `BatchLimits`.
+
+        Raises:
+            UsageError: naming it.
+        """
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,11 +368,13 @@ class ServeJob:
         if self.api_key == "":
             raise UsageError("api_key is empty: it would be a key that everybody has", "give a key, or leave it out")
         for name in ("payload_limit", "header_limit", "client_timeout"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name}={getattr(self, name)}", "use a positive number")
-        if self.kv_memory is not None and self.kv_memory.endswith("%"):
-            _share(self.kv_memory)
-        if self.drain_seconds < 0:
+        if self.model_memory is not None:
+            parse_size(self.model_memory)
+        if self.kv_memory is not None:
+            (_share if self.kv_memory.endswith("%") else parse_size)(self.kv_memory)
+        if not 0 <= self.drain_seconds < math.inf:
             raise UsageError(f"drain_seconds={self.drain_seconds}", "use 0 or more")
         for pair in self.models:
             if not all(pair.partition("=")[::2]):

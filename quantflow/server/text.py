@@ -1,5 +1,6 @@
 """The text of an answer while it grows: whole characters only, and nothing of a stop string that must not be shown."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -27,7 +28,7 @@ class AnswerText:
         """
         self.text = ""
         self._whole = ""  # all that was decoded
-        self._stops, self._keeps_stop = tuple(stops), keeps_stop
+        self._searches, self._keeps_stop = [StopSearch(stop) for stop in stops], keeps_stop
         self._stream = TextStream(tokenizer, prompt, tell=self._take)
 
     def put(self, token: int) -> tuple[str, str]:
@@ -46,10 +47,9 @@ class AnswerText:
         self._stream.end()
         length = len(self._whole)
         if stopped:
-            places = [(self._whole.find(stop), stop) for stop in self._stops]
-            met = min(((place, stop) for place, stop in places if place >= 0), default=None)
-            if met is not None:
-                length = met[0] + len(met[1]) * self._keeps_stop
+            found = [(int(one.found), len(one.stop)) for one in self._searches if one.found < math.inf]
+            place, size = min(found, default=(length, 0))
+            length = place + size * self._keeps_stop
         return self._whole[before:], self._show(length)
 
     def _show(self, length: int) -> str:
@@ -60,17 +60,53 @@ class AnswerText:
 
     def _certain(self) -> int:
         """Return how much of the decoded text no stop string can reach into: those that stand there, and begun ones."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        begin = max(0, len(self.text) - longest)
-        met = [place for stop in self._stops if (place := self._whole.find(stop, begin)) >= 0]
-        if met:
-            return min(met)
-        tail = self._whole[-longest:] if longest else ""
-        held = next((len(tail) - i for i in range(len(tail)) if any(stop.startswith(tail[i:]) for stop in self._stops)), 0)
-        return len(self._whole) - held
+        return int(min((one.begin for one in self._searches), default=len(self._whole)))
 
     def _take(self, piece: str) -> None:
         self._whole += piece
+        for one in self._searches:
+            one.put(piece)
+
+
+class StopSearch:
+    """Looks for a string in a text that grows: Knuth, Morris and Pratt's search, whose time grows as the text does.
+
+    Attributes:
+        stop: the string.
+        found: where it stands first; infinity: nowhere yet.
+    """
+
+    def __init__(self, stop: str) -> None:
+        """Begin before the text."""
+        self.stop, self.found = stop, math.inf
+        self._length = self._same = 0  # characters of the text, and those of the string that stand at its end
+        self._borders = [0]  # of each beginning of the string that was met: the longest that is its end, and not all of it
+
+    @property
+    def begin(self) -> float:
+        """From where on the text may be the string's."""
+        return min(self.found, self._length - self._same)
+
+    def put(self, piece: str) -> None:
+        """Add to the text."""
+        for character in piece:
+            self._length += 1
+            if self.found < math.inf:
+                continue
+            while self._same and self.stop[self._same] != character:
+                self._same = self._borders[self._same - 1]
+            self._same += self.stop[self._same] == character
+            if self._same == len(self.stop):
+                self.found = self._length - self._same
+            elif self._same > len(self._borders):
+                self._borders.append(self._border())
+
+    def _border(self) -> int:
+        """Return the border of the beginning that is one longer than the longest whose border is known."""
+        known, last = self._borders[-1], self.stop[len(self._borders)]
+        while known and self.stop[known] != last:
+            known = self._borders[known - 1]
+        return known + (self.stop[known] == last)
 
 
 class Vocabulary:
@@ -85,14 +121,22 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self.special = frozenset(tokenizer.all_special_ids)
         self.text = lru_cache(maxsize=1 << 16)(self._text)
+        self.within = lru_cache(maxsize=1 << 16)(self._within)
+        letter = tokenizer.convert_tokens_to_ids("a")
+        self._before = [] if letter in (None, tokenizer.unk_token_id) else [letter]
 
     def _text(self, token: int) -> str:
         """Return a token alone as text; half a character is U+FFFD."""
         return str(self._tokenizer.decode([token]))
 
+    def _within(self, token: int) -> str:
+        """Return what a token adds to a text; some tokenizers drop the space that a text begins with."""
+        before = str(self._tokenizer.decode(self._before))
+        return str(self._tokenizer.decode([*self._before, token]))[len(before) :]
+
     def bytes_of(self, token: int) -> list[int]:
-        """Return a token's UTF-8, also where it is half a character."""
-        text = self.text(token)
+        """Return the UTF-8 of `within`, also where it is half a character."""
+        text = self.within(token)
         if _HALF in text:
             piece = str(self._tokenizer.convert_ids_to_tokens(token))
             if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:

@@ -83,12 +83,12 @@ async def vertex(call: HttpCall) -> Response:
 async def tokenize(call: HttpCall) -> Response:
     """Return a prompt's tokens with their places in the text."""
     site, body = call.site, call.body
-    model = await site.models.get(body.parameters.adapter_id)
-    if not getattr(model.tokenizer, "is_fast", False):
-        raise Refused("no fast tokenizer", "No fast tokenizer or tokenizer.json for this model")
-    if not body.inputs:
-        raise invalid("`inputs` cannot be empty")
-    return JSONResponse(await model.offsets(body.inputs))
+    async with site.models.using(body.parameters.adapter_id) as model:
+        if not getattr(model.tokenizer, "is_fast", False):
+            raise Refused("no fast tokenizer", "No fast tokenizer or tokenizer.json for this model")
+        if not body.inputs:
+            raise invalid("`inputs` cannot be empty")
+        return JSONResponse(await model.offsets(body.inputs))
 
 
 async def info(call: HttpCall) -> Response:
@@ -111,9 +111,11 @@ async def metrics(call: HttpCall) -> Response:
 async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Return the JSON of an answer, and TGI's headers."""
     timings, parameters = Timings(), body.parameters
-    model = await site.models.get(parameters.adapter_id)
     words: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
-    async with site.answering(lambda: _begin(site, model, asked_by(parameters), body, **words)) as answer:
+    async with (
+        site.models.using(parameters.adapter_id) as model,
+        site.answering(lambda: _begin(site, model, asked_by(parameters), body, **words)) as answer,
+    ):
         await answer.finish()
     best = answer.best()
     value: dict[str, Any] = {"generated_text": _full(site, body, answer.rows[best])}
@@ -145,8 +147,13 @@ async def _begin(site: Site, model: ServedModel, asked: Asked, body: GenerateBod
 
 async def _streamed(site: Site, body: GenerateBody) -> EventStream:
     """Return TGI's stream; what is wrong with a request is an event, and the status 200, but where there is no room."""
-    site.service.admission.enter(1)  # 429 before anything is sent
-    site.service.admission.leave(1)
+    try:
+        site.service.admission.enter(1)  # 429 before anything is sent
+        site.service.admission.leave(1)
+    except Refused as refused:
+        site.metrics.asked()
+        site.metrics.refused(refused.kind)
+        raise
     headers = {"x-compute-type": DEVICE, "x-compute-characters": str(len(body.inputs))}
     return EventStream(events=_events(site, body), headers=headers)
 
@@ -154,26 +161,33 @@ async def _streamed(site: Site, body: GenerateBody) -> EventStream:
 async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
     parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
     try:
-        model = await site.models.get(parameters.adapter_id)
         adapter = site.models.adapter(parameters.adapter_id)
-        async with site.answering(lambda: _begin(site, model, asked, body, adapter=adapter)) as answer:
+        async with (
+            site.models.using(parameters.adapter_id) as model,
+            site.answering(lambda: _begin(site, model, asked, body, adapter=adapter)) as answer,
+        ):
             async for piece in answer.pieces(0):
-                row = answer.rows[0]
-                event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
-                if asked.top_n_tokens:
-                    event["top_tokens"] = tops_json(model, piece.top)
-                event["generated_text"] = _full(site, body, row) if piece.finish else None
-                event["details"] = None
-                if piece.finish:
-                    event["details"] = {
-                        "finish_reason": str(piece.finish),
-                        "generated_tokens": len(row.pieces),
-                        "input_length": len(answer.prompt),
-                        "seed": row.seed,
-                    }
-                yield json.dumps(event, ensure_ascii=False)
+                yield json.dumps(_event(site, body, answer, piece, tops=bool(asked.top_n_tokens)), ensure_ascii=False)
     except Refused as refused:
         yield json.dumps(refused.body(), ensure_ascii=False)
+
+
+def _event(site: Site, body: GenerateBody, answer: Answer, piece: AnswerPiece, *, tops: bool) -> dict[str, Any]:
+    """Return the event of one token; the last one has the whole text."""
+    row = answer.rows[piece.row]
+    event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
+    if tops:
+        event["top_tokens"] = tops_json(answer.model, piece.top)
+    event |= {"generated_text": None, "details": None}
+    if piece.finish:
+        event["generated_text"] = _full(site, body, row)
+        event["details"] = {
+            "finish_reason": str(piece.finish),
+            "generated_tokens": len(row.pieces),
+            "input_length": len(answer.prompt),
+            "seed": row.seed,
+        }
+    return event
 
 
 def token_json(piece: AnswerPiece) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantflow.server.bodies import Grammar, Tool, ToolChoice
-from quantflow.server.errors import bad_tool, invalid
+from quantflow.server.errors import bad_tool
+from quantflow.server.grammar import require_shallow
 
 OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -26,49 +27,64 @@ def offered(tools: Sequence[Tool] | None, choice: Choice) -> list[Tool]:
     Raises:
         Refused: of kind tool_error; a choice that names none of them.
     """
+    name = _named(choice)
     if not tools or choice == "none":
-        if isinstance(choice, ToolChoice) or choice == "required":
+        if name is not None or choice == "required":
             raise bad_tool("tool_choice without tools")
         return []
-    if isinstance(choice, ToolChoice) and all(tool.function.name != choice.function.name for tool in tools):
-        raise bad_tool(f"Tool with name {choice.function.name[:100]} not found")
+    if name is not None and all(tool.function.name != name for tool in tools):
+        raise bad_tool(f"Tool with name {name[:100]} not found")
     if any(tool.type != "function" for tool in tools):
         raise bad_tool("tools are functions")
     return list(tools)
 
 
 def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
-    """Return the grammar of a call that must be made; None where none must."""
-    if isinstance(choice, ToolChoice):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    """Return the grammar of a call that must be made; None where none must.
+
+    Raises:
+        Refused: of kind validation; a schema is too deep.
+    """
+    if (name := _named(choice)) is not None:
+        tools = [tool for tool in tools if tool.function.name == name]
     elif choice != "required":
         return None
-    calls = [_call_schema(tool) for tool in tools]
-    return Grammar(type="json", value=calls[0] if len(calls) == 1 else {"anyOf": calls})
+    for tool in tools:
+        require_shallow(_schema_of(tool))
+    calls = [_call_schema(tool, f"#/$defs/{number}") for number, tool in enumerate(tools)]
+    schemas = {str(number): _moved(_schema_of(tool), f"#/$defs/{number}") for number, tool in enumerate(tools)}
+    return Grammar(type="json", value={"anyOf": calls, "$defs": schemas})
 
 
-def calls_in(text: str, tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the calls of known tools that a text makes, as OpenAI writes them; empty where it makes none."""
-    pieces = _CALL.findall(text) or [text]
-    found = []
-    for piece in pieces:
+def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
+    """Return what stands outside of the calls that an answer makes, and the calls of known tools, as OpenAI writes them.
+
+    The whole text and none where one of them is no call. Nothing but space around calls is no text.
+    """
+    marked = _CALL.findall(text)
+    outside, found = _CALL.sub("", text) if marked else "", []
+    for piece in marked or [text]:
         try:
             value = json.loads(piece)
         except (ValueError, RecursionError):
-            return []
+            return text, []
         if not isinstance(value, dict) or value.get("name") not in [tool.function.name for tool in tools]:
-            return []
+            return text, []
         arguments = value.get("arguments", value.get("parameters", {}))
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         function = {"name": value["name"], "arguments": written}
         found.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-    return found
+    return outside if outside.strip() else "", found
 
 
-def may_be_call(text: str) -> bool:
-    """Return whether the beginning of an answer may still become a call, so that it is not shown as text yet."""
-    begin = text.lstrip()
-    return begin.startswith("{") or OPENING.startswith(begin[: len(OPENING)])
+def before_call(text: str) -> int:
+    """Return how much of the beginning of an answer stands before all that may be a call, or still become one."""
+    if text.lstrip().startswith("{"):
+        return 0
+    begun = next(length for length in range(len(OPENING) - 1, -1, -1) if text.endswith(OPENING[:length]))
+    place = text.find(OPENING)
+    place = len(text) - begun if place < 0 else place
+    return place if text[:place].strip() else 0
 
 
 def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -80,13 +96,30 @@ def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     return shown
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    properties = {"name": {"const": tool.function.name}, "arguments": _schema_of(tool)}
+def _named(choice: Choice) -> str | None:
+    """Return the function that must be called: OpenAI's object names it, or TGI's bare word."""
+    if isinstance(choice, ToolChoice):
+        return choice.function.name
+    return None if choice in (None, "auto", "none", "required") else choice
+
+
+def _call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
+    """Return the schema of a call; that of its arguments stands elsewhere."""
+    properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": arguments}}
     return {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
-    schema = tool.function.parameters or tool.function.arguments or _ANYTHING
-    if "$ref" in json.dumps(schema):
-        raise invalid(f"grammar is not valid: the parameters of {tool.function.name[:100]} hold a $ref")
-    return schema
+    """Return the schema of a tool's arguments."""
+    return tool.function.parameters or tool.function.arguments or _ANYTHING
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema, or a part of it, that stands at another place of a document: its own references lead there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    own = moved.get("$ref")
+    return moved | {"$ref": place + own[1:]} if isinstance(own, str) and own.startswith("#") else moved

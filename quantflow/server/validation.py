@@ -27,6 +27,7 @@ class Asked:
         stop, seed, truncate, watermark, top_n_tokens, grammar: as TGI has them.
         top_n_limit: of `top_n_tokens`, where the interface has its own.
         streams, prefill: the answer is streamed; it holds the prompt's log-probabilities.
+        echoes: it begins with the prompt, also where it is streamed, and may be nothing else.
     """
 
     best_of: int | None = None
@@ -52,6 +53,7 @@ class Asked:
     grammar: Grammar | None = None
     streams: bool = False
     prefill: bool = False
+    echoes: bool = False
 
     @property
     def samples(self) -> bool:
@@ -118,7 +120,8 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     _require(asked.min_p is None or 0 <= asked.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
     _require(asked.typical_p is None or 0 < asked.typical_p < 1, "`typical_p` must be > 0.0 and < 1.0")
     _require(asked.top_k is None or asked.top_k > 0, "`top_k` must be strictly positive")
-    _require(asked.max_new_tokens != 0, "`max_new_tokens` must be strictly positive")
+    alone = asked.echoes and not asked.streams
+    _require(asked.max_new_tokens != 0 or alone, "`max_new_tokens` must be strictly positive")
     most = limits.max_stop_sequences
     _require(len(asked.stop) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}")
     _require(all(asked.stop), "`stop` must not hold an empty string")
@@ -165,7 +168,7 @@ def _check_best_of(asked: Asked, limits: Limits) -> None:
     best_of = 1 if asked.best_of is None else asked.best_of
     if asked.streams:
         _require(best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
-        _require(not asked.prefill, "`decoder_input_details` == true is not supported when streaming tokens")
+        _require(not asked.prefill or asked.echoes, "`decoder_input_details` == true is not supported when streaming tokens")
     told = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
     _require(0 < best_of <= limits.max_best_of, told)
     _require(best_of == 1 or asked.samples, "you must use sampling when `best_of` is > 1")

@@ -3,6 +3,7 @@
 Nothing of vLLM is imported. Its command is looked for on PATH, and replaces this process, so signals and exit codes are vLLM's.
 """
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -12,8 +13,13 @@ from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import read_manifest
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.server.settings import ServeJob
+from quantflow.settings import KEY as SETTING
 
 COMMAND = "vllm"
+# Settings that vLLM's command line says in its own words, or that are done with before it starts.
+_TOLD = {"revision", "name", "adapters", "chat_template", "host", "port", "api_key", "cors_allow_origin", "engine"}
+_TOLD |= {"tensor_parallel", "device"}
+_TOLD_LIMITS = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
 
 
 def command_of(job: ServeJob) -> list[str]:
@@ -24,16 +30,11 @@ def command_of(job: ServeJob) -> list[str]:
         UsageError: an option that vLLM has no word for.
         UnsupportedError: the artifact holds what vLLM does not read.
     """
-    refused = {
-        "--model": job.models,
-        "--kv-memory": job.kv_memory,
-        "--pack": job.pack,
-        "--api-key-file": job.api_key_file,
-        "--token-ids": job.token_ids,
-    }
-    for flag, value in refused.items():
-        if value:
-            raise UsageError(f"{flag} with --engine vllm", "leave it out: vLLM has no such option")
+    for record, known in ((job, _TOLD), (job.limits, _TOLD_LIMITS)):
+        for field in dataclasses.fields(record):
+            declared = field.metadata.get(SETTING)
+            if declared is not None and field.name not in known and getattr(record, field.name) != field.default:
+                raise UsageError(f"{declared.flag} with --engine vllm", "leave it out: vLLM is not told of it")
     job.signature.check(job.artifact)
     read_manifest(job.artifact)  # an artifact, and no other folder
     config = read_json(job.artifact / "config.json")

@@ -2,7 +2,14 @@
 
 from quantflow.runtime.batching.engine import Engine, EngineCounters
 from quantflow.runtime.batching.limits import BatchLimits
-from quantflow.runtime.batching.request import BatchRequest, FinishReason, TokenEvent, TokenLogprob, TokenMask
+from quantflow.runtime.batching.request import (
+    BatchRequest,
+    FinishReason,
+    PromptToken,
+    TokenEvent,
+    TokenLogprob,
+    TokenMask,
+)
 from quantflow.runtime.batching.stream import RequestTimes, Stream
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "Engine",
     "EngineCounters",
     "FinishReason",
+    "PromptToken",
     "RequestTimes",
     "Stream",
     "TokenEvent",

@@ -13,6 +13,8 @@ whether it shares a prefix, unless `Engine.why_not_invariant` has a reason.
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from quantflow.errors import EngineError, OverloadedError
 from quantflow.runtime.batching.limits import BatchLimits
 from quantflow.runtime.batching.paged import BlockRunner
-from quantflow.runtime.batching.request import BatchRequest, FinishReason, TokenEvent, TokenLogprob
+from quantflow.runtime.batching.request import BatchRequest, FinishReason, PromptToken, TokenEvent
 from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
 from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
 from quantflow.runtime.batching.scheduler import Scheduler
@@ -43,6 +45,7 @@ class EngineCounters:
         submitted, finished, cancelled, failed: requests since the start; each that was submitted ends in one of the others.
         steps, step_seconds, busy_seconds: steps since the start, the last one's seconds, those of all together.
         last_batch_size: rows of the last step.
+        batch_sizes: rows -> steps that had so many.
         prompt_tokens, generated_tokens: computed since the start; a prompt's shared prefix is not computed.
         pool: memory of keys and values.
     """
@@ -59,6 +62,7 @@ class EngineCounters:
     step_seconds: float
     busy_seconds: float
     last_batch_size: int
+    batch_sizes: Mapping[int, int]
     prompt_tokens: int
     generated_tokens: int
     pool: PoolCounters
@@ -110,7 +114,7 @@ class Engine:
         )
         limits = limits.resolved(positions=self._runner.positions, pool_tokens=self._runner.pool_tokens)
         if self._runner.most_rows is not None:
-            limits = replace(limits, max_batch_size=min(limits.max_batch_size, self._runner.most_rows))
+            limits = replace(limits, max_batch_size=min(limits.rows, self._runner.most_rows))
         self.limits = limits
         self.why_not_invariant = self._runner.why_not_invariant
         self.failed: BaseException | None = None
@@ -124,6 +128,7 @@ class Engine:
         self._open: dict[Stream, BatchRow] = {}  # what has not ended
         self._accepting, self._closing = True, False
         self._counts = dict(_NOTHING)
+        self._batch_sizes = Counter[int]()
         self._step_seconds, self._busy_seconds = 0.0, 0.0
         self._runner.rest()  # from here on another thread computes
         self._thread = threading.Thread(target=self._run, name="quantflow-engine", daemon=True)
@@ -157,7 +162,7 @@ class Engine:
             self._changed.notify_all()
         return stream
 
-    def prompt_logprobs(self, input_ids: tuple[int, ...], *, adapter: str | None = None) -> tuple[TokenLogprob, ...]:
+    def prompt_logprobs(self, input_ids: tuple[int, ...], *, adapter: str | None = None) -> tuple[PromptToken, ...]:
         """Return the log-probability of every token of a text, waiting for it; see `Stream.prompt`.
 
         Raises:
@@ -182,6 +187,7 @@ class Engine:
                 step_seconds=self._step_seconds,
                 busy_seconds=self._busy_seconds,
                 pool=pool,
+                batch_sizes=dict(self._batch_sizes),
                 **self._counts,
             )
 
@@ -234,7 +240,7 @@ class Engine:
         require(count <= most, f"stop: {count} strings, {most} may be", "use fewer")
         if self._tokenizer is None:
             require(False, "stop: the engine has no tokenizer", "give it one")
-        return stop_string(self._tokenizer, request.stop)
+        return stop_string(self._tokenizer, request.stop, prompt=request.input_ids)
 
     def _cancel(self, stream: Stream) -> None:
         with self._changed:
@@ -303,6 +309,7 @@ class Engine:
         with self._changed:
             self._counts["steps"] += 1
             self._counts["last_batch_size"] = len(parts)
+            self._batch_sizes[len(parts)] += 1
             self._counts["prompt_tokens"] += sum(part.count for part in parts if part.row.in_prefill)
         for part, scores in zip(parts, found, strict=True):
             self._advance(part, scores)

@@ -6,7 +6,8 @@ from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import require
 
 _POSITIONS = 4096  # of a model that has no bound of its own
-_PREFILL = 4096  # prompt tokens in prefill at once, unless a prompt may be longer
+_ROWS = 64  # that run
+_MORE = 50  # prompt tokens in prefill at once beyond the longest prompt: TGI's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +18,11 @@ class BatchLimits:
         max_input_tokens: of a prompt. None: max_total_tokens - 1, or
             max_batch_prefill_tokens.
         max_total_tokens: of a prompt and what is generated. None: what the model has positions for, and the pool room.
-        max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None: 4096, or max_input_tokens.
+        max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None: max_batch_size x max_input_tokens
+            where a batch size is given, else max_input_tokens + 50; at most the batch's tokens.
         max_batch_total_tokens: prompt + max_new_tokens of all running rows, reserved when a row joins, so that a row that
             runs can always end. None: what the pool has room for.
-        max_batch_size: running rows.
+        max_batch_size: running rows. None: 64.
         max_concurrent_requests: waiting and running ones; one more is refused at once.
         waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the default, joins at once: prompts
             are computed beside decoding here and do not stop it. TGI has 1.2, later 0.3.
@@ -35,7 +37,7 @@ class BatchLimits:
     max_total_tokens: int | None = None
     max_batch_prefill_tokens: int | None = None
     max_batch_total_tokens: int | None = None
-    max_batch_size: int = 64
+    max_batch_size: int | None = None
     max_concurrent_requests: int = 128
     waiting_served_ratio: float = 0.0
     max_waiting_tokens: int = 20
@@ -65,6 +67,11 @@ class BatchLimits:
                 sign = "<" if strict else "<="
                 raise UsageError(f"{small}={shown[small]}, {large}={shown[large]}", f"keep {small} {sign} {large}")
 
+    @property
+    def rows(self) -> int:
+        """Rows that run at once."""
+        return _ROWS if self.max_batch_size is None else self.max_batch_size
+
     def resolved(self, *, positions: int | None, pool_tokens: int) -> "BatchLimits":
         """Return limits without None.
 
@@ -84,10 +91,12 @@ class BatchLimits:
         prefill = self.max_batch_prefill_tokens
         room = max(1, whole - 1) if prefill is None else min(prefill, max(1, whole - 1))
         longest = self.max_input_tokens if self.max_input_tokens is not None else room
+        together = longest + _MORE if self.max_batch_size is None else self.max_batch_size * longest
         return replace(
             self,
+            max_batch_size=self.rows,
             max_input_tokens=longest,
             max_total_tokens=whole,
-            max_batch_prefill_tokens=min(total, max(_PREFILL, longest)) if prefill is None else prefill,
+            max_batch_prefill_tokens=min(total, together) if prefill is None else prefill,
             max_batch_total_tokens=total,
         )

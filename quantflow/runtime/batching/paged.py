@@ -51,7 +51,7 @@ class BlockRunner:
         longest = limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
         nbytes = decoder.begin_blocks(blocks=1, columns=BLOCK_TOKENS, positions=1).nbytes
-        rows = limits.max_batch_size  # each may leave the rest of its last block empty
+        rows = limits.rows  # each may leave the rest of its last block empty
         asked = limits.max_batch_total_tokens
         tokens = rows * longest if asked is None else asked
         blocks = min(-(-tokens // BLOCK_TOKENS) + rows, memory // nbytes)

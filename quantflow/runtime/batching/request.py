@@ -108,6 +108,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptToken(TokenLogprob):
+    """A token of a prompt.
+
+    Attributes:
+        top: the `top_n` likeliest tokens in its place, likeliest first; none in the first place.
+    """
+
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenEvent:
     """One generated token, or the end of a request that a token did not end.
 

@@ -5,14 +5,14 @@ exception is this row's alone.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantflow.errors import UsageError
-from quantflow.runtime.batching.request import FinishReason, TokenEvent, TokenLogprob
+from quantflow.runtime.batching.request import FinishReason, PromptToken, TokenEvent, TokenLogprob
 from quantflow.runtime.batching.stream import Stream
 from quantflow.runtime.decoding.logits import NEVER
 from quantflow.runtime.decoding.request import Request, allowed, choose
@@ -80,8 +80,10 @@ class BatchRow:
         self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
         self.priority, self.submitted = request.priority, stream.times.submitted
         self._vocab_size, self._stop = vocab_size, stop
+        self._biased_ids = torch.tensor(list(request.logit_bias), dtype=torch.int64)
+        self._biases = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
         self._plain = request.sampling is None and request.mask is None and request.rules == Rules()
-        self._prompt: list[TokenLogprob] = []
+        self._prompt: list[PromptToken] = []
         # What quantflow/runtime/decoding computes on; the canvas is the text so far and room for the rest.
         self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
         self._canvas[0, : self.input_tokens] = torch.tensor(request.input_ids)
@@ -125,11 +127,12 @@ class BatchRow:
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
         """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
         if not self._prompt:
-            self._prompt.append(TokenLogprob(id=self.tokens[0], logprob=None))
+            self._prompt.append(PromptToken(id=self.tokens[0], logprob=None))
         for position, score in enumerate(scores, start=first):
             if position + 1 < self.input_tokens:
                 token = self.tokens[position + 1]
-                self._prompt.append(TokenLogprob(id=token, logprob=score.logprob(token)))
+                top = score.top(self.stream.request.top_n)
+                self._prompt.append(PromptToken(id=token, logprob=score.logprob(token), top=top))
         if len(self._prompt) == self.input_tokens:
             self.stream.prompt = tuple(self._prompt)
 
@@ -158,17 +161,30 @@ class BatchRow:
     def _choose(self, scores: Scores) -> int:
         bias = self.stream.request.logit_bias
         if self._plain and scores.best not in bias and math.isfinite(scores.log_total):
-            return _best(scores, bias)
+            return self._best(scores)
         ruled = allowed(self._biased(scores.logits), self._canvas[:, : len(self.tokens)], self._decoding)
         return int(choose(ruled, self._decoding, self._generator))
+
+    def _best(self, scores: Scores) -> int:
+        """Return the token with the highest biased logit, the lowest of several. The bias must not name `scores.best`.
+
+        The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more than all else a row does.
+        """
+        if not len(self._biased_ids):
+            return scores.best
+        biased = scores.logits[0, self._biased_ids] + self._biases
+        highest, own = biased.max(), scores.logits[0, scores.best]
+        if highest < own:
+            return scores.best
+        lowest = int(self._biased_ids[biased == highest].min())
+        return lowest if highest > own else min(lowest, scores.best)
 
     def _biased(self, logits: Tensor) -> Tensor:
         """Return logits with the request's own bias and mask."""
         request = self.stream.request
         if request.logit_bias:
             logits = logits.clone()
-            for token, bias in request.logit_bias.items():
-                logits[0, token] += bias
+            logits[0, self._biased_ids] += self._biases
         bits = None if request.mask is None else request.mask.allowed(self.generated)
         if bits is not None:
             logits = logits.masked_fill(~unpacked(bits, self._vocab_size), NEVER)
@@ -184,18 +200,6 @@ class BatchRow:
         if stop is not None:
             return FinishReason.STOP, stop
         return (FinishReason.LENGTH if len(self.generated) == request.max_new_tokens else None), None
-
-
-def _best(scores: Scores, bias: Mapping[int, float]) -> int:
-    """Return the token with the highest biased logit, the lowest of several. The bias must not name `scores.best`.
-
-    The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more than all else a row does.
-    """
-    if not bias:
-        return scores.best
-    tokens = [scores.best, *bias]
-    biased = scores.logits[0, tokens] + torch.tensor([0.0, *bias.values()])
-    return max(zip(biased.tolist(), tokens, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
 
 
 def unpacked(bits: Tensor, vocab_size: int) -> Tensor:

@@ -123,7 +123,7 @@ class Scheduler(Generic[R]):
         prefill = limits.max_batch_prefill_tokens - self.prefill_tokens
         total = limits.max_batch_total_tokens - self.reserved_tokens
         joined: list[R] = []
-        while self._classes and len(self.running) < limits.max_batch_size:
+        while self._classes and len(self.running) < limits.rows:
             row = self._head(self._next_class())
             prefill, total = prefill - row.input_tokens, total - row.total_tokens
             if prefill < 0 or total < 0:

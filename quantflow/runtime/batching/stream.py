@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from quantflow.runtime.batching.request import BatchRequest, TokenEvent, TokenLogprob
+from quantflow.runtime.batching.request import BatchRequest, PromptToken, TokenEvent
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class Stream:
         """
         self.request = request
         self.times = RequestTimes(submitted=time.monotonic())
-        self.prompt: tuple[TokenLogprob, ...] = ()
+        self.prompt: tuple[PromptToken, ...] = ()
         self.cached_tokens = 0
         self._on_cancel = on_cancel
         self._events: deque[TokenEvent] = deque()

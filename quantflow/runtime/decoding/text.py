@@ -61,7 +61,9 @@ def stop_at(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Calla
     return lambda tokens: which(tokens) is not None
 
 
-def stop_string(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[Sequence[int]], str | None]:
+def stop_string(
+    tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], *, prompt: Sequence[int] = ()
+) -> Callable[[Sequence[int]], str | None]:
     """Return what says which of the strings the text of new tokens has just come to hold, the first of several, or None.
 
     It decodes as many of the last tokens as the longest string has bytes, and a few more.
@@ -69,13 +71,16 @@ def stop_string(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> C
     Args:
         tokenizer: of the tokens.
         strings: not empty.
+        prompt: what stands before the new tokens, where it is known; some tokenizers drop the space that a text begins with.
     """
     special = frozenset(tokenizer.all_special_ids)
     reach = max(len(string.encode()) for string in strings) + _CONTEXT
+    before = [token for token in prompt[-_CONTEXT:] if token not in special]
+    begin = len(tokenizer.decode(before))
 
     def stops(tokens: Sequence[int]) -> str | None:
         recent = [token for token in tokens[-2 * reach :] if token not in special][-reach:]
-        text = tokenizer.decode(recent)
+        text = tokenizer.decode([*before, *recent])[begin:] if len(tokens) < reach else tokenizer.decode(recent)
         return next((string for string in strings if string in text), None)
 
     return stops

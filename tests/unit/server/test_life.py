@@ -13,10 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from quantflow.server.app import endpoints
 from quantflow.server.process import bound, opening_lines
 from quantflow.server.settings import Limits, ServeJob
 
 PROMPT = "class Stack:\n    def"
+HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
 def long_answer(server, count=400):
@@ -85,15 +87,22 @@ def test_a_client_that_goes_away_frees_its_row(serve):
     with serve() as server:
         body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1000}}).encode()
         with socket.create_connection(("127.0.0.1", server.port)) as client:
-            client.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            client.sendall(HEAD % len(body) + body)
             wait_for(lambda: server.models.first.engine.counters().running == 1)
         counters = server.settled()
         assert counters.cancelled == 1 and counters.generated_tokens < 900  # of the 1000 that it asked for
 
 
-def test_a_key_is_asked_of_everything_but_health(serve, tmp_path):
+def test_a_key_is_asked_of_everything_but_health_and_the_page(serve, tmp_path):
     (tmp_path / "key").write_text("secret\nnot the key\n")
+    free = {("GET", path) for path in ("/health", "/ping", "/metrics", "/", "/page/style.css", "/page/app.js")}
     with serve(api_key_file=tmp_path / "key") as server:
+        for route in endpoints():
+            body = None if route.method == "GET" else {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+            refused = server.ask(route.method, route.path, body).status == 401
+            assert refused == ((route.method, route.path) not in free), route.path
+        assert server.post("/", {"inputs": PROMPT, "stream": True}).status == 401
+        assert (server.ask("HEAD", "/health").status, server.ask("HEAD", "/info").status) == (200, 401)
         assert server.generate(PROMPT, max_new_tokens=1).status == 401
         assert server.get("/info").json() == {"error": "Unauthorized", "error_type": "unauthorized"}
         for wrong in ("secret", "Bearer", "Bearer not the key", "Basic secret", "Bearer sécret"):
@@ -101,8 +110,9 @@ def test_a_key_is_asked_of_everything_but_health(serve, tmp_path):
         assert server.get("/info", Authorization="Bearer secret").status == 200
         assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [200, 200, 200]
         assert server.get("/info", Authorization="Bearer secret", Host="any.example").status == 200
-    with serve(api_key="secret", protect_health=True) as server:
+    with serve(api_key="clé\n", protect_health=True) as server:
         assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [401, 401, 401]
+        assert server.get("/health", Authorization="Bearer clé".encode()).status == 200
 
 
 def test_pages_of_other_origins_may_call_when_they_are_listed(serve, server):
@@ -124,6 +134,11 @@ def test_slow_clients_are_given_up(serve):
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"inputs"')
             assert client.recv(1000).startswith(b"HTTP/1.1 408")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+            client.sendall(b"POST /gen")  # and no more of its second request
+            assert client.recv(1000) == b""
         assert server.get("/health").status == 200
 
 
@@ -216,7 +231,7 @@ def test_what_does_not_end_in_time_is_cancelled(artifact):
     body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1000, "repetition_penalty": 1.2}}).encode()
     options = started(artifact, "--drain-seconds", "1")
     with options as (process, port, _), socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(HEAD % len(body) + body)
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         begin = time.monotonic()

@@ -66,6 +66,48 @@ def test_a_model_that_answers_is_not_dropped(serve, artifact, twins):
         assert ask(server, "c").status == 200
 
 
+def test_a_model_that_prepares_an_answer_is_not_dropped(serve, artifact, twins, monkeypatch):
+    two, rendering, go = str(2 * weight_bytes(artifact) + 1), threading.Event(), threading.Event()
+    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+        ask(server, "b")
+        render = models.chat_template.render
+
+        def slowly(*given, **words):
+            rendering.set()
+            go.wait(20)
+            return render(*given, **words)
+
+        monkeypatch.setattr(models.chat_template, "render", slowly)
+        body = {"model": "b", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
+        found = []
+        thread = threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body)))
+        thread.start()
+        assert rendering.wait(20)
+        assert ask(server, "c").status == 429
+        go.set()
+        thread.join()
+        assert found[0].status == 200 and ask(server, "c").status == 200
+
+
+def test_models_that_are_asked_for_together_keep_the_memory_together(serve, artifact, twins):
+    two, names = 2 * weight_bytes(artifact) + 1, ("b", "c", "d")
+    shutil.copytree(artifact, twins / "d")
+    given_models = tuple(f"{name}={twins / name}" for name in names)
+    with serve(models=given_models, model_memory=str(two), name="a", kv_memory="64MiB") as server:
+        most, answers = [], []
+
+        def watched():
+            while len(answers) < len(names):
+                most.append(sum(place.served is not None for place in server.models.places.values()))
+
+        threads = [threading.Thread(target=lambda name=name: answers.append(ask(server, name).status)) for name in names]
+        for thread in (*threads, watcher := threading.Thread(target=watched)):
+            thread.start()
+        for thread in (*threads, watcher):
+            thread.join()
+        assert set(answers) <= {200, 429} and 200 in answers and max(most) == 2
+
+
 def test_a_folder_that_is_no_artifact_is_told_and_takes_no_other_with_it(serve, tmp_path):
     with serve(models=(f"b={tmp_path}",), name="a", kv_memory="64MiB") as server:
         refused = ask(server, "b")

@@ -1,6 +1,7 @@
 """OpenAI's routes, asked by OpenAI's own client."""
 
 import json
+import re
 import warnings
 
 import jsonschema
@@ -185,3 +186,90 @@ def test_the_best_of_several_completions_is_returned(client, server):
     no_end = {str(end): -100 for end in server.models.first.loaded.eos_token_ids}  # neither of the two ends early
     answer = client.completions.create(model="tgi", prompt="def", max_tokens=5, best_of=2, temperature=1.0, logit_bias=no_end)
     assert len(answer.choices) == 1 and answer.usage.completion_tokens == 10
+
+
+def completed(client, **options):
+    return client.completions.create(**{"model": "tgi", "prompt": "def main(", "temperature": 0, "max_tokens": 3} | options)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_echoed_prompt_has_the_likeliest_tokens_of_each_place_and_what_stands_there(client, server, count):
+    whole = completed(client, echo=True, logprobs=count).choices[0]
+    found = whole.logprobs
+    assert whole.text.startswith("def main(") and found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    for token, logprob, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+        assert top[token] == logprob and max(1, count) <= len(top) <= count + 1
+    likeliest = [max(top, key=top.get) == token for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True)]
+    assert count == 0 or (not all(likeliest) and all(likeliest[-3:]))  # the answer is greedy, the prompt is not
+    special = [place for place, token in enumerate(found.tokens) if token == "<s>"]
+    for place, (token, offset) in enumerate(zip(found.tokens, found.text_offset, strict=True)):
+        assert place in special or whole.text[offset : offset + len(token)] == token
+    chunks = [chunk.choices[0] for chunk in completed(client, echo=True, logprobs=count, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for chunk in chunks for one in getattr(chunk.logprobs, name)] == getattr(found, name)
+    alone = completed(client, echo=True, logprobs=count, max_tokens=0).choices[0]
+    assert (alone.text, alone.finish_reason) == ("def main(", "length")
+    assert alone.logprobs.token_logprobs == found.token_logprobs[:-3]
+    assert completed(client, echo=True, max_tokens=0).choices[0].text == "def main("
+
+
+def test_a_prompt_that_is_not_echoed_is_continued(client):
+    with pytest.raises(openai.UnprocessableEntityError, match="strictly positive"):
+        completed(client, max_tokens=0)
+    with pytest.raises(openai.UnprocessableEntityError, match="strictly positive"):
+        completed(client, max_tokens=0, echo=True, stream=True)
+
+
+NESTED = {
+    "type": "function",
+    "function": {
+        "name": "visit",
+        "parameters": {
+            "$defs": {"Place": {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}},
+            "type": "object",
+            "properties": {"to": {"$ref": "#/$defs/Place"}},
+            "required": ["to"],
+            "additionalProperties": False,
+        },
+    },
+}
+NESTED["function"]["parameters"]["$defs"]["Place"]["additionalProperties"] = False
+
+
+@pytest.mark.parametrize("choice", ["required", "visit", {"type": "function", "function": {"name": "visit"}}], ids=str)
+def test_a_schema_of_a_tool_may_refer_to_itself(client, choice):
+    tools = [NESTED] if choice == "required" else [WEATHER, NESTED]
+    (call,) = chat(client, tools=tools, tool_choice=choice, max_tokens=60).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("visit", {"to": {"city": "Rome"}})
+
+
+def test_tools_that_nothing_forces_may_have_any_schema(client):
+    assert chat(client, tools=[NESTED]).choices[0].message.content
+
+
+CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"Sure: {CALL}", "Sure: ", 1),
+        (f"Sure: {CALL} and {CALL}.", "Sure:  and .", 2),
+        (f"{CALL}{CALL}", None, 2),
+        ('<tool_call>{"name": "sun"}</tool_call>', '<tool_call>{"name": "sun"}</tool_call>', 0),
+        ("a < b <tool", "a < b <tool", 0),
+    ],
+)
+def test_what_stands_around_calls_is_the_text_of_streams_and_of_whole_answers(client, text, content, calls):
+    """The model writes what a grammar makes it write."""
+    format = {"response_format": {"type": "regex", "value": re.escape(text)}}
+    options = {"tools": [CLOCK], "extra_body": format, "max_tokens": 120}
+    whole = chat(client, **options).choices[0]
+    assert (whole.message.content, len(whole.message.tool_calls or ())) == (content, calls)
+    chunks = [chunk.choices[0] for chunk in chat(client, **options, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (content or "")
+    assert sum(len(chunk.delta.tool_calls or ()) for chunk in chunks) == calls
+    assert chunks[-1].finish_reason == whole.finish_reason
+    one = chat(client, **options, parallel_tool_calls=False).choices[0].message
+    assert len(one.tool_calls or ()) == min(calls, 1)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quantflow.server.text import AnswerText, Vocabulary
+from quantflow.runtime.decoding.text import stop_string
+from quantflow.server.text import AnswerText, StopSearch, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
@@ -63,3 +65,38 @@ def test_a_token_of_half_a_character_has_its_own_bytes(character):
     tokens = TOKENIZER(character, add_special_tokens=False)["input_ids"]
     assert len(tokens) > 1
     assert [byte for token in tokens for byte in words.bytes_of(token)] == list(character.encode())
+
+
+@settings(max_examples=200)
+@given(st.text(alphabet="ab", min_size=1, max_size=6), st.lists(st.text(alphabet="ab", max_size=4), max_size=8))
+def test_a_string_is_found_where_it_stands_first_and_begins_where_it_may(stop, pieces):
+    search, text = StopSearch(stop), ""
+    for piece in pieces:
+        search.put(piece)
+        text += piece
+        found = text.find(stop)
+        begun = next(place for place in range(len(text) + 1) if stop.startswith(text[place:]))
+        assert search.begin == (found if found >= 0 else begun)
+        assert (search.found == found) == (found >= 0)
+
+
+@pytest.fixture(scope="module")
+def metaspace():
+    """A tokenizer as SentencePiece's: a word begins with its space, which is dropped where the word begins a text."""
+    pieces = ["<unk>", "a", "▁a", "▁END", "END", "▁x"]
+    tokenizer = Tokenizer(models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_token_has_its_space_where_it_stands_in_a_text(metaspace):
+    words, end = Vocabulary(metaspace), metaspace.convert_tokens_to_ids("▁END")
+    assert (words.text(end), words.within(end), bytes(words.bytes_of(end))) == ("END", " END", b" END")
+
+
+def test_a_stop_string_with_a_space_is_found_in_the_first_token(metaspace):
+    end, other = metaspace.convert_tokens_to_ids(["▁END", "▁x"])
+    prompt = metaspace("a")["input_ids"]
+    assert stop_string(metaspace, [" END"], prompt=prompt)([end]) == " END"
+    assert stop_string(metaspace, [" END"], prompt=prompt)([other, end]) == " END"
+    assert stop_string(metaspace, ["END a"], prompt=[end])([other]) is None  # what the prompt says is not the text

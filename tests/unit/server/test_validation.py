@@ -1,12 +1,15 @@
 """What is refused, in TGI's order and with TGI's words; the texts stand in TGI's own source, not in ours."""
 
 import itertools
+import math
 
 import pytest
+from pydantic import ValidationError
 
-from quantflow.server.bodies import Parameters
+from quantflow.errors import UsageError
+from quantflow.server.bodies import CompletionBody, Parameters
 from quantflow.server.errors import STATUS, Refused
-from quantflow.server.settings import Limits
+from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.tgi import asked_by
 from quantflow.server.validation import Asked, check, check_truncate, new_tokens
 
@@ -98,3 +101,41 @@ def test_kinds_have_tgis_statuses():
     expected = {"validation": 422, "generation": 424, "overloaded": 429, "incomplete_generation": 500}
     expected |= {"template_error": 422, "tool_error": 422, "healthcheck": 503, "no fast tokenizer": 404}
     assert {kind: STATUS[kind] for kind in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"max_new_tokens": "20"}, {"temperature": "0.5"}, {"do_sample": "yes"}, {"do_sample": 1}, {"seed": True}, {"top_k": 2.0}],
+    ids=str,
+)
+def test_no_text_is_a_number_and_no_number_true(parameters):
+    with pytest.raises(ValidationError):
+        Parameters.model_validate(parameters)
+
+
+@pytest.mark.parametrize("prompt", [["1", 2], [["1"], [2]], [True, False], [1.0], [1, [2]]], ids=str)
+def test_a_prompt_is_texts_or_tokens(prompt):
+    with pytest.raises(ValidationError):
+        CompletionBody.model_validate({"prompt": prompt})
+
+
+def test_whole_numbers_may_stand_where_others_may():
+    assert Parameters.model_validate({"temperature": 1, "top_p": 0.5}).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("record", "given", "told"),
+    [
+        (Limits, {"validation_workers": 0}, "validation_workers=0"),
+        (Limits, {"max_top_n_tokens": -1}, "max_top_n_tokens=-1"),
+        (ServeJob, {"client_timeout": math.nan}, "client_timeout=nan"),
+        (ServeJob, {"client_timeout": math.inf}, "client_timeout=inf"),
+        (ServeJob, {"drain_seconds": math.nan}, "drain_seconds=nan"),
+        (ServeJob, {"model_memory": "lots"}, "size 'lots'"),
+        (ServeJob, {"kv_memory": "lots"}, "size 'lots'"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none_are_refused_at_the_start(record, given, told, tmp_path):
+    with pytest.raises(UsageError, match=told):
+        record(**given, **({"artifact": tmp_path} if record is ServeJob else {}))

@@ -56,10 +56,30 @@ def test_what_vllm_cannot_do_is_refused(artifact, tmp_path):
         vllm.command_of(changed(artifact, tmp_path / "asymmetric", zero_points))
     with pytest.raises(UsageError, match="8 heads"):
         vllm.command_of(ServeJob(artifact=artifact, engine="vllm", tensor_parallel=3))
-    with pytest.raises(UsageError, match="--kv-memory"):
-        vllm.command_of(ServeJob(artifact=artifact, engine="vllm", kv_memory="1GiB"))
-    with pytest.raises(UsageError, match="--token-ids"):
-        vllm.command_of(ServeJob(artifact=artifact, engine="vllm", token_ids=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_memory": "1GiB"},
+        {"token_ids": True},
+        {"protect_health": True},
+        {"allowed_host": ("example",)},
+        {"disable_grammar_support": True},
+        {"payload_limit": 10},
+        {"backend": "reference"},
+        {"dtype": "bfloat16"},
+        {"limits": Limits(max_concurrent_requests=8)},
+        {"limits": Limits(max_input_tokens=100)},
+    ],
+    ids=str,
+)
+def test_an_option_that_vllm_is_not_told_of_is_refused(artifact, options):
+    limits = options.get("limits")
+    names = [name for name, value in vars(limits).items() if value != vars(Limits())[name]] if limits else list(options)
+    (name,) = names
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} with --engine vllm"):
+        vllm.command_of(ServeJob(artifact=artifact, engine="vllm", **options))
 
 
 def test_without_vllm_it_is_said_in_two_lines(artifact, monkeypatch, capsys):

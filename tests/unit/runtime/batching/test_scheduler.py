@@ -195,7 +195,11 @@ def test_limits_that_contradict_each_other_are_refused(given_, told):
 def test_what_was_not_given_follows_from_the_model_and_its_memory():
     limits = BatchLimits().resolved(positions=2048, pool_tokens=10_000)
     assert (limits.max_total_tokens, limits.max_input_tokens) == (2048, 2047)
-    assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (4096, 10_000)
+    assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (2047 + 50, 10_000)
+    assert limits.max_batch_size == 64
+    assert BatchLimits().resolved(positions=8192, pool_tokens=3000).max_batch_prefill_tokens == 3000
+    several = BatchLimits(max_batch_size=4, max_input_tokens=512).resolved(positions=2048, pool_tokens=10_000)
+    assert (several.max_batch_prefill_tokens, several.max_batch_size) == (4 * 512, 4)
     small = BatchLimits(max_batch_prefill_tokens=100).resolved(positions=2048, pool_tokens=1000)
     assert (small.max_total_tokens, small.max_input_tokens, small.max_batch_total_tokens) == (1000, 100, 1000)
     with pytest.raises(Exception, match="the model has 64 positions"):
