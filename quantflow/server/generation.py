@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from quantflow.errors import EngineError, OverloadedError, QuantflowError
 from quantflow.runtime.batching import BatchRequest, FinishReason, PromptToken, Stream, TokenLogprob
+from quantflow.runtime.generate_job import Lookup
 from quantflow.server.errors import Refused, failed, invalid, overloaded
 from quantflow.server.grammar import NOT_SUPPORTED
 from quantflow.server.models import ServedModel
@@ -226,11 +227,13 @@ class Service:
         limits: of requests.
         admission: counts rows.
         grammars: requests may have one.
+        lookup: how tokens are guessed; None: they are not.
     """
 
     limits: Limits
     admission: Admission
     grammars: bool = True
+    lookup: Lookup | None = None
 
     async def answer(
         self,
@@ -295,6 +298,7 @@ class Service:
                     top_n=asked.top_n_tokens or 0,
                     prompt_logprobs=asked.prefill and row == 0,
                     mask=masks[row],
+                    lookup=self.lookup,
                     adapter=adapter,
                 )
                 grows = AnswerText(model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop)

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quantflow.errors import EngineError, QuantflowError, ResourceError
 from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchRequest
+from quantflow.runtime.generate_job import Lookup
 from quantflow.server.app import application
 from quantflow.server.generation import Admission, Service
 from quantflow.server.metrics import Metrics
@@ -51,7 +52,10 @@ def run(job: ServeJob, progress: Progress) -> None:
 def site_of(job: ServeJob, models: Models) -> Site:
     """Return what the routes share."""
     service = Service(
-        limits=job.limits, admission=Admission(job.limits.max_concurrent_requests), grammars=not job.disable_grammar_support
+        limits=job.limits,
+        admission=Admission(job.limits.max_concurrent_requests),
+        grammars=not job.disable_grammar_support,
+        lookup=Lookup(tokens=job.speculate) if job.speculate else None,
     )
     metrics = Metrics(lambda: [(model.name, model.engine.counters()) for model in models.running])
     return Site(job=job, models=models, service=service, metrics=metrics)

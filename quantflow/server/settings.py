@@ -197,6 +197,8 @@ class ServeJob:
         drain_seconds: SIGTERM lets running requests end for so long.
         disable_grammar_support: refuse requests with a grammar.
         device: where models run; off the CPU transformers' modules do, one request after the other.
+        speculate: tokens that are guessed at a time from what followed the last ones earlier in the text, and computed beside
+            the next; texts are the same. 0: none.
         token_ids: TGI's routes take and give token ids with commas between them, in place of text.
         limits: of requests.
         signature: whom every artifact has to be signed by.
@@ -289,6 +291,15 @@ class ServeJob:
         variable="DISABLE_GRAMMAR_SUPPORT",
         verbs=SERVE,
         help="Refuse requests with a grammar.",
+    )
+    speculate: int = setting(
+        0,
+        flag="--speculate",
+        variable="SPECULATE",
+        metavar="N",
+        verbs=SERVE,
+        least=0,
+        help="Guess N tokens from what stood before in the text; texts are the same (default: 0).",
     )
     token_ids: bool = setting(
         False,

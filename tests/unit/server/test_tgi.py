@@ -269,3 +269,16 @@ def test_a_stream_that_the_client_leaves_frees_its_row(server):
     before = server.models.first.engine.counters().cancelled
     asyncio.run(leave())
     assert server.settled(5).cancelled == before + 1
+
+
+def test_guessed_tokens_change_no_text(serve, server):
+    prompt = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4]\nc = [1, 2,"
+    asked = {"max_new_tokens": 24, "details": True}
+    grammar = {"type": "regex", "value": r"( \d,?)+\]\n"}
+    with serve(speculate=4) as guessing:
+        for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.5}, {"grammar": grammar}):
+            expected = server.generate(prompt, **asked, **more).json()
+            before = guessing.models.first.engine.counters().steps
+            assert guessing.generate(prompt, **asked, **more).json() == expected
+            steps = guessing.models.first.engine.counters().steps - before
+            assert more or steps < expected["details"]["generated_tokens"]
