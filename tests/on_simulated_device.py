@@ -6,6 +6,7 @@ test_device.py runs these tests in a process of their own.
 import json
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,12 @@ from torch.distributed import Backend
 
 from quantflow import api
 from quantflow.calibration import measure, observe
+from quantflow.core import device_scales
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scale_rules import SCALE_METHODS
+from quantflow.core.scheme import preset
 from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.evaluation import layerwise
 from quantflow.exporting.canary import rounder
@@ -194,6 +198,44 @@ def test_cuda_without_cuda_says_what_torch_says() -> None:
     with pytest.raises(UnsupportedError, match=r"--device cuda:1: torch .* finds no device") as refused:
         open_device("cuda:1")
     assert refused.value.exit_code == 6
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", None)])
+def test_a_workspace_of_cublas_without_one_order_of_sums_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A", major=9, minor=0))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    if kept is None:
+        with pytest.raises(UnsupportedError, match=f"CUBLAS_WORKSPACE_CONFIG={given}"):
+            open_device("cuda")
+        return
+    assert open_device("cuda").key()["device"]["workspace"] == kept
+
+
+@pytest.mark.parametrize("name", SCALE_METHODS)
+def test_scales_of_gaudis_rules_are_computed_where_the_weight_is(name: str) -> None:
+    method, target = SCALE_METHODS[name], device_scales.target("gaudi2")
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    expected = device_scales.weight_scale(weight, method.weight, target=target)
+    with SimulatedGpu(*CROSSINGS):
+        scale = device_scales.weight_scale(SIMULATED.put(weight), method.weight, target=target)
+        assert scale.device == GPU
+        assert torch.equal(SIMULATED.fetch(scale), expected)
+
+
+def test_a_linear_whose_weight_is_on_a_device_already_goes_there_whole() -> None:
+    scheme = preset("FP8")
+    codes = torch.ones(8, 32).to(torch.float8_e4m3fn)
+    weight = QTensor(qvalue=codes, scale=torch.ones(1, 1), zero_point=None, scheme=scheme.weights)
+    linear = QuantizedLinear(weight=weight, scheme=scheme, input_scale=torch.ones(1))
+    with SimulatedGpu(*CROSSINGS):
+        there = replace(linear, weight=linear.weight.to(GPU)).to(GPU)
+        assert there.input_scale is not None and there.input_scale.device == GPU
 
 
 def test_gaudi_is_refused_with_a_reason() -> None:

@@ -3,6 +3,7 @@
 import gc
 import statistics
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from _report import gb
@@ -171,7 +172,7 @@ def _beside_cublas(
 def decoder_of(model: nn.Module, device: torch.device) -> Decoder:
     """Return what decodes with a model as `quantflow.load` has it: replayed steps on a GPU, transformers' cache elsewhere."""
     if device.type == cuda.NAME:
-        return GraphDecoder(model, device=device, capture=cuda.capture)
+        return GraphDecoder(model, device=device, capture=partial(cuda.capture, device=device))
     return TransformersDecoder(model, device=device)
 
 
@@ -237,7 +238,7 @@ def _graph(place: Place, found: Found, dtype: torch.dtype) -> None:
         "transformers' own cache": TransformersDecoder(model, device=device),
     }
     if device.type == cuda.NAME:
-        decoders = {"replayed steps": GraphDecoder(model, device=device, capture=cuda.capture), **decoders}
+        decoders = {"replayed steps": decoder_of(model, device), **decoders}
     else:
         found.absent("steps replayed as a CUDA graph", "there is no GPU; the same steps ran one by one")
     prompt = random_prompts(2, 12, vocab_size=loaded.decoder.vocab_size, seed=SEED)

@@ -477,6 +477,7 @@ def peak_on_device(place: Place) -> dict[str, int]:
     entry = Quantize(name="int4", scheme="W4A16", algorithm="gptq")
     calibration = Calibration(samples=amounts.samples, sequence_length=amounts.tokens)
     taken: dict[str, int] = {}
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # what is reset does not do so itself
     torch.cuda.reset_peak_memory_stats(place.device)
     measured = api.measure(
         place.model,

@@ -59,7 +59,7 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):  # torch's own stream for captures is one GPU's for the whole process
             result = step()
 
     def replay() -> Tensor:

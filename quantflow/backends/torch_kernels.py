@@ -14,7 +14,8 @@ of the real weight. Ours is scale * (qvalue - zero_point) with qvalue in -8..7, 
 bfloat16 alone) packs bytes of two columns, the even one in the upper half, in tiles of 8 rows by 16 columns, up to 8 side by
 side.
 
-int8_pack (`aten._weight_int8pack_mm`): int8, inputs as they are. All but int8_mm keep scales in the dtype of the inputs.
+int8_pack (`aten._weight_int8pack_mm`): int8, inputs as they are; a GPU multiplies the codes in the dtype of the inputs. All but
+int8_mm keep scales in that dtype.
 Source: torch 2.13, aten/src/ATen/native/cuda/{Blas.cpp, int4mm.cu, int8mm.cu}, for what the GPU's kernels check and pack.
 """
 
@@ -94,7 +95,10 @@ def _packed_linear(x: Tensor, prepared: Packed, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # [M, I]
     (weight, scale, group_size), aten = prepared, torch.ops.aten
     if group_size is None:
-        result = aten._weight_int8pack_mm(rows, weight, scale)
+        # the kernel of a GPU has a thread for each output, which goes through all inputs
+        result = (
+            functional.linear(rows, weight.to(x.dtype)) * scale if on_gpu(x) else aten._weight_int8pack_mm(rows, weight, scale)
+        )
     else:
         multiply = aten._weight_int4pack_mm if on_gpu(x) else aten._weight_int4pack_mm_for_cpu
         result = multiply(rows, weight, group_size, scale)

@@ -54,7 +54,9 @@ from torch import Tensor, nn
 
 from quantflow.errors import ResourceError, UnsupportedError, first_line
 
-_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with another one the sums of a product may have another order in each run
+# With other workspaces the sums of a product may have another order in each run; the first is what is set where nothing is.
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))
+WORKSPACE_BYTES = 8 * 4096 * 1024  # of the first, which cuBLAS takes at its first product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,9 @@ class Device:
         """Return what the key of a result says of the device; nothing of the CPU, whose instruction set `tools` names."""
         if self.is_host:
             return {}
-        made_for = {"cuda": str(torch.version.cuda)} if self.kind.type == "cuda" else {}
+        made_for = {}
+        if self.kind.type == "cuda":
+            made_for = {"cuda": str(torch.version.cuda), "workspace": os.environ.get(_WORKSPACE[0], "")}
         return {"device": {"kind": self.kind.type, "model": self.model, "capability": self.capability, **made_for}}
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -143,10 +147,13 @@ class Device:
         before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         memory: Any = torch.utils.deterministic
         precision, filled = torch.get_float32_matmul_precision(), memory.fill_uninitialized_memory
+        products = torch.backends.cuda.matmul
+        halved = products.allow_bf16_reduced_precision_reduction
         try:
             torch.use_deterministic_algorithms(True)
             memory.fill_uninitialized_memory = False  # it would write all memory that files are read into
             torch.set_float32_matmul_precision("highest")
+            products.allow_bf16_reduced_precision_reduction = False  # parts of a sum are float32, as the whole is
             yield
         except torch.OutOfMemoryError as error:
             raise ResourceError(
@@ -156,6 +163,8 @@ class Device:
         finally:
             if self.kind.type == "cuda":
                 torch.cuda.empty_cache()
+                torch._C._host_emptyCache()  # pinned memory, of up to twice the largest layer
+            products.allow_bf16_reduced_precision_reduction = halved
             torch.use_deterministic_algorithms(before, warn_only=warns)
             torch.set_float32_matmul_precision(precision)
             memory.fill_uninitialized_memory = filled
@@ -190,10 +199,25 @@ def open_device(name: str) -> Device:
     index, count = kind.index or 0, torch.cuda.device_count()
     if index >= count:
         raise UnsupportedError(f"--device {name}: torch finds {count}, numbered from 0", f"use cuda:0 to cuda:{count - 1}")
-    os.environ.setdefault(*_WORKSPACE)  # read when the first product makes its workspace
+    _settle_workspace(name)
     kind = torch.device("cuda", index)
     found = torch.cuda.get_device_properties(kind)
     return Device(kind=kind, model=found.name, capability=f"{found.major}.{found.minor}")
+
+
+def _settle_workspace(name: str) -> None:
+    """Give cuBLAS workspaces with which the sums of its products have one order; it reads the variable at its first product.
+
+    Raises:
+        UnsupportedError: the variable says something else.
+    """
+    variable, allowed = _WORKSPACE
+    given = os.environ.setdefault(variable, allowed[0])
+    if given not in allowed:
+        raise UnsupportedError(
+            f"--device {name}: {variable}={given}, with which sums have another order in each run",
+            f"unset it, or set it to {' or '.join(allowed)}",
+        )
 
 
 @contextmanager

@@ -187,17 +187,17 @@ def scale_from_errors(errors: Tensor, rule: Rule, *, target: Target) -> Tensor:
         target: the device.
     """
     best = int((errors == errors.min()).nonzero()[-1])
-    return _round(_candidates(rule, target=target)[best].double(), rule.rounding, target=target)
+    return _round(errors.new_full([], _candidates(rule, target=target)[best]), rule.rounding, target=target)
 
 
-def _candidates(rule: Rule, *, target: Target) -> Tensor:
-    """Return what a search tries, in its order, [C] float32: scales of a tensor, or multiples of a channel's."""
+def _candidates(rule: Rule, *, target: Target) -> tuple[float, ...]:
+    """Return what a search tries, in its order: scales of a tensor, or multiples of a channel's."""
     exponents = tuple(reversed(_hw_exponents(target))) if rule.exponents is None else rule.exponents
-    return torch.tensor([2.0**exponent for exponent in exponents])
+    return tuple(2.0**exponent for exponent in exponents)
 
 
-def _squared_errors(weight: Tensor, scale: Tensor, *, target: Target) -> Tensor:
-    """Return the squared error of each row of a weight [O, I] under scales [] or [O, 1], [O] float64."""
+def _squared_errors(weight: Tensor, scale: Tensor | float, *, target: Target) -> Tensor:
+    """Return the squared error of each row of a weight [O, I] under one scale or scales [O, 1], [O] float64."""
     return (float8.widen(float8.cast_(weight / scale, target.flavour)) * scale - weight).double().square().sum(dim=1)
 
 
@@ -213,8 +213,11 @@ def _round(raw: Tensor, rounding: Rounding, *, target: Target) -> Tensor:
         return raw.float()
     exponent = _ceil_log2(raw)
     if rounding == "HW_ALIGNED":
-        known = torch.tensor(_hw_exponents(target), dtype=torch.float64)
-        exponent = known[torch.searchsorted(known, exponent).clamp_max(len(known) - 1)]
+        known = _hw_exponents(target)
+        found = torch.full_like(exponent, known[-1])
+        for larger in reversed(known):
+            found = torch.where(exponent <= larger, larger, found)
+        exponent = found
     return torch.exp2(exponent).float()
 
 

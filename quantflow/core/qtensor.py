@@ -236,7 +236,8 @@ class QuantizedLinear:
 
     def to(self, device: torch.device) -> "QuantizedLinear":
         """Return the linear on a device, itself where it is there already."""
-        if self.weight.qvalue.device == device:
+        parts = (self.weight.qvalue, self.input_scale, self.input_zero_point, self.order)
+        if all(part is None or part.device == device for part in parts):
             return self
 
         def moved(tensor: Tensor | None) -> Tensor | None:

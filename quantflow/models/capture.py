@@ -15,7 +15,7 @@ Longer than 300 lines because recording and replaying share what a layer is call
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
+from quantflow.models.hooks import RepeatedHeads
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_
@@ -286,7 +287,8 @@ class LayerStream:
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
-        with widened(self.dtype):
+        alone = self.device.is_host or self.dtype != torch.float32
+        with widened(self.dtype), nullcontext() if alone else RepeatedHeads():
             output: Any = module(hidden, *call.args, **kwargs)
         made: Tensor = output[0] if self.graph.family.tuple_of else output
         return made if carried is None else carried.joined(made, output[carried.output])

@@ -108,6 +108,26 @@ class QueryRecorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class RepeatedHeads(TorchFunctionMode):
+    """While it is entered, by one thread, attention has as many key and value heads as query heads, which it gives itself.
+
+    torch shares heads on a GPU in its flash kernel, which takes no float32, and in plain mathematics, which makes all scores.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` as it is; scaled dot product attention gets repeated keys and values in the place of shared ones."""
+        given = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention and given.pop("enable_gqa", False):
+            given |= dict(zip(("query", "key", "value"), args, strict=False))
+            times = given["query"].shape[-3] // given["key"].shape[-3]
+            args = args[3:]  # what a mask and its like are by place stays so
+            whole = [given.pop("query"), *(given.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value"))]
+            return func(*whole, *args, **given)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterator[None]:
     """Call `callback(input, output)` whenever a submodule has run, until the block ends.

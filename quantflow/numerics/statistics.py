@@ -179,12 +179,13 @@ def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, obser
     Raises:
         StatisticsError: naming the largest value.
     """
-    for part, held in zip(torch.split(rows, [len(held) for held in squares], dim=1), squares, strict=True):
-        if not torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all():
-            raise StatisticsError(
-                f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",
-                "leave the layer unquantized, or repair the model",
-            )
+    parts = torch.split(rows, [len(held) for held in squares], dim=1)
+    finite = [torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all() for part, held in zip(parts, squares, strict=True)]
+    if not torch.stack(finite).all():  # one answer of a device for all parts
+        raise StatisticsError(
+            f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",
+            "leave the layer unquantized, or repair the model",
+        )
 
 
 def refuse_other_shape(mine: Sequence[int], other: Sequence[int], *, observer: str) -> None:

@@ -49,7 +49,7 @@ class FisherObserver:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
         """
         rows = statistics.finite_rows(x, self._square_sum.numel(), observer=self.NAME)
-        for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE):
+        for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE * groups.at_once(rows.device)):
             self._square_sum = self._square_sum + rows[part].double().square().sum(dim=0)
         self._count = self._count + rows.shape[0]
 

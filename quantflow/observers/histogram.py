@@ -67,7 +67,7 @@ class HistogramObserver:
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         values = rows.flatten()
-        for part in groups.spans(values.numel(), _AT_ONCE):
+        for part in groups.spans(values.numel(), _AT_ONCE * groups.at_once(values.device)):
             bins = values[part].abs().view(torch.int32)
             bins >>= _MANTISSA_BITS_DROPPED
             bins.sub_(_FIRST_CODE - 1).clamp_(0, BINS - 1)

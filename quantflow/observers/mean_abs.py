@@ -47,7 +47,7 @@ class MeanAbsObserver:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
         """
         rows = statistics.finite_rows(x, self._abs_sum.numel(), observer=self.NAME)
-        for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE):
+        for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE * groups.at_once(rows.device)):
             self._abs_sum = self._abs_sum + rows[part].abs().sum(dim=0, dtype=torch.float64)
         self._count = self._count + rows.shape[0]
 

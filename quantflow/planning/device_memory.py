@@ -19,7 +19,7 @@ import torch
 from quantflow import process_memory
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
-from quantflow.core.device import Device
+from quantflow.core.device import WORKSPACE_BYTES, Device
 from quantflow.errors import ResourceError
 from quantflow.models.stand_ins import HEAD_ROWS
 from quantflow.observers import goes_back, of_gradients
@@ -48,8 +48,8 @@ class DeviceNeed:
 
     @property
     def peak(self) -> int:
-        """Bytes at the moment that takes the most."""
-        return max(self.moments.values())
+        """Bytes at the moment that takes the most, with what cuBLAS takes among the tensors from its first product on."""
+        return max(self.moments.values()) + WORKSPACE_BYTES
 
 
 def measure_on_device(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype) -> DeviceNeed:

@@ -133,6 +133,8 @@ class GraphDecoder:
     def _run(self, input_ids: Tensor, **options: Any) -> Any:
         counts = [layer.cumulative_length for layer in self._cache.layers]
         torch._foreach_copy_(counts, [self._at] * len(counts))
-        real, at = self._columns >= self._padding, self._at + self._columns[: input_ids.shape[1]]  # [B, columns], [T]
+        end = self._at + input_ids.shape[1]
+        real = (self._columns >= self._padding) & (self._columns < end)  # [B, columns]; what is behind the end is nobody's yet
+        at = self._at + self._columns[: input_ids.shape[1]]  # [T]
         batch = {"input_ids": input_ids, "attention_mask": real, "position_ids": (at - self._padding).clamp(min=0)}
         return self._model(**batch, past_key_values=self._cache, use_cache=True, **options)

@@ -392,7 +392,7 @@ def test_on_a_gpu_it_agrees_with_the_equation(name, scheme, lead, shape):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch finds none")
 def test_on_a_gpu_a_captured_step_is_repeated_on_the_same_tensors():
     x, y = torch.zeros(4, device=GPU), torch.zeros(4, device=GPU)
-    replay = cuda.capture(lambda: y.copy_(2 * x))
+    replay = cuda.capture(lambda: y.copy_(2 * x), device=GPU)
     for value in (1.0, 3.0):
         x.fill_(value)
         assert replay().tolist() == [2 * value] * 4

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     CodeGenConfig,
@@ -36,7 +38,7 @@ from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
-from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
+from quantflow.models.hooks import KVRecorder, QueryRecorder, RepeatedHeads, watch
 from quantflow.models.load import open_source
 from quantflow.models.parameters import release_
 from quantflow.numerics import product
@@ -279,6 +281,27 @@ def test_recorded_queries_are_what_attention_multiplies_with_the_keys(folder):
         seen = expected[index][:, :, -1]
         assert torch.allclose(last.masked_fill(seen == 0, float("-inf")).softmax(dim=-1), seen, atol=1e-5)
         state.store.put(state.index, hidden)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_attention_with_repeated_heads_is_that_with_shared_ones(by_name):
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    attention, given = functional.scaled_dot_product_attention, {"query": query, "key": key, "value": value}
+    args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
+    seen = []
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is attention:
+                seen.append((args[1].shape[1], (kwargs or {}).get("enable_gqa", False)))
+            return func(*args, **(kwargs or {}))
+
+    shared = attention(*args, **kwargs, is_causal=True, enable_gqa=True)
+    with Watched(), RepeatedHeads():
+        repeated = attention(*args, **kwargs, is_causal=True, enable_gqa=True)
+        alike = attention(query, query, query)
+    assert torch.allclose(repeated, shared, atol=1e-6) and torch.equal(alike, attention(query, query, query))
+    assert seen == [(4, False), (4, False)]
 
 
 def test_recorded_keys_are_rotated(folders):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
@@ -120,6 +121,26 @@ def test_a_step_is_captured_once_and_replayed_with_the_same_logits_as_without_a_
     both(pair, ids(1, 7))
     steps(pair, 1, 6)
     assert (pair[1].captured, pair[1].replayed) == (1, 6)
+
+
+@pytest.mark.parametrize("length", [9, 40])
+def test_a_prompt_is_causal_without_a_mask_where_its_values_may_be_looked_at(pair, monkeypatch, length):
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: False)
+    seen, attention = [], functional.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        seen.append((kwargs.get("attn_mask"), kwargs.get("is_causal"), args[1].shape[-2]))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
+    begin(pair, 1, capacity=60)
+    pair[0].forward(ids(1, length))
+    assert seen and all(found == (None, True, length) for found in seen)
+    pair[2].forward(ids(1, length))
+    both(pair, ids(1, 3, seed=1))  # several tokens behind others
+    steps(pair, 1, 2)
+    begin(pair, 2)
+    both(pair, ids(2, 6), padding=torch.tensor([0, 2]))
 
 
 def test_prompts_of_any_length_and_batches_with_padding_share_the_graph_of_their_bucket(pair):
