@@ -547,29 +547,46 @@ def schemes_from_config(
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError("config.json: quantization_config has no config_groups", "the file is damaged; export again")
-    by_target: dict[str, LinearScheme] = {}
+    schemes: dict[str, LinearScheme] = {}
     for label, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
             raise _unsupported(f"{label} has no weights, or quantizes outputs")
         scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
-        if scheme.layout == "float-quantized":
-            scheme = with_float8(scheme, flavour)
-        by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
-    ignore = set(config.get("ignore") or ())
-    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
-    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
+        schemes[label] = with_float8(scheme, flavour) if scheme.layout == "float-quantized" else scheme
     kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
-    for name in linears:
-        matches = [target for target, means in wide_targets.items() if means(name)]
-        matches += [name] if name in by_target else []
-        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
-        found = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    for name, label in groups_of_linears(config, linears).items():
+        found = None if label is None else schemes[label]
         if name in rotations and found is None:
             raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
         resolved[name] = replace(found, rotation=rotations[name]) if found is not None and name in rotations else found
     return resolved
+
+
+def groups_of_linears(config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, str | None]:
+    """Return which of `config_groups` every linear is of, None for those that are not quantized.
+
+    Args:
+        config: the `quantization_config` of config.json, as `schemes_from_config` takes it.
+        linears: the source names of all linears of the model.
+
+    Raises:
+        InputError: a pattern is not a regular expression.
+    """
+    by_target: dict[str, str] = {}
+    for label, group in config["config_groups"].items():
+        by_target.update(dict.fromkeys(group.get("targets", ()), label))
+    ignore = set(config.get("ignore") or ())
+    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
+    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
+    found: dict[str, str | None] = {}
+    for name in linears:
+        matches = [target for target, means in wide_targets.items() if means(name)]
+        matches += [name] if name in by_target else []
+        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
+        found[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    return found
 
 
 def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:

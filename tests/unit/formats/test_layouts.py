@@ -334,6 +334,41 @@ def test_a_wrong_g_idx_is_refused(change, said):
         LAYOUTS["gptq"].decode("a", tensors, found)
 
 
+def infos_of(*names: str) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(name=name, dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in names}
+
+
+@pytest.mark.parametrize("others", [(), ("b.g_idx",)])
+def test_with_desc_act_a_linear_of_several_groups_has_a_g_idx(others):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+    infos, shapes = infos_of("a.qweight", "b.qweight", *others), {"b": (32, 32), "a": (32, 64)}
+    with pytest.raises(InputError, match=r"^a\.g_idx: missing, config\.json says desc_act true"):
+        layout_of(config, infos).schemes(config, shapes, infos)
+    there = infos | infos_of("a.g_idx")
+    assert set(layout_of(config, there).schemes(config, shapes, there)) == {"a", "b"}
+    config["desc_act"] = False
+    assert set(layout_of(config, infos).schemes(config, shapes, infos)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("word", ["group", "dynamic", True])
+@pytest.mark.parametrize("others", [(), ("b.weight_g_idx",)])
+def test_with_actorder_group_a_linear_of_several_groups_has_a_weight_g_idx(word, others):
+    plain = scheme(4, 32, symmetric=True)
+    config = LAYOUTS["compressed-tensors"].quantization_config(
+        {"a": plain, "c": scheme(8, 32, symmetric=True)}, ignore=[], model_type="llama"
+    )
+    first = config["config_groups"]["group_0"]
+    first["targets"].append("b")
+    first["weights"]["actorder"] = word
+    infos, shapes = infos_of(*others), {"a": (32, 64), "b": (32, 32), "c": (32, 64)}
+    with pytest.raises(InputError, match=rf"^a\.weight_g_idx: missing, config\.json says actorder {word}"):
+        layout_of(config, infos).schemes(config, shapes, infos)
+    there = infos | infos_of("a.weight_g_idx")
+    assert layout_of(config, there).schemes(config, shapes, there)["a"] == plain
+    first["weights"]["actorder"] = "weight"
+    assert layout_of(config, infos).schemes(config, shapes, infos)["a"] == plain
+
+
 def test_zero_points_that_contradict_the_configuration_are_refused():
     tensors, found = damaged("gptq", "a.qzeros", lambda t: t)
     with pytest.raises(InputError, match="a.qzeros: zero point 7 is stored, config.json says sym true, which is 8"):
