@@ -40,6 +40,10 @@ def linear_of(found: LinearScheme, rows: int, columns: int, *, seed: int = 0, ze
     return QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights), scheme=found)
 
 
+def infos_of(*names: str) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(name=name, dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in names}
+
+
 def assert_same_bytes(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert list(left) == list(right)
     for name, tensor in left.items():
@@ -89,6 +93,30 @@ def test_negative_scales_become_positive_beside_zero_points_and_no_value_changes
     assert (tensors["a.scales"] > 0).all()
     found = LAYOUTS["awq"].decode("a", tensors, scheme(4, 8, symmetric=False))
     assert torch.equal(found.dequantize(), weight.qvalue * weight.scale.repeat_interleave(8, 1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "awq", "version": "gemm", "zero_point": False},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+    ],
+)
+def test_symmetric_awq_folders_of_autoround_have_scales_of_either_sign(config):
+    config = {**config, "bits": 4, "group_size": 8, "sym": True, "data_type": "int"}
+    linear = linear_of(scheme(4, 8, symmetric=True), 16, 32)
+    tensors = LAYOUTS["awq"].encode("a", linear, scale_dtype=torch.float16)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    tensors["a.scales"] = (tensors["a.scales"].T * signs.half()).T.contiguous()
+    infos = infos_of(*tensors)
+    layout = layout_of(config, infos)
+    found = layout.decode("a", tensors, layout.schemes(config, {"a": (16, 32)}, infos)["a"])
+    signed = linear.weight.scale * signs
+    assert torch.equal(found.dequantize(), linear.weight.qvalue * signed.repeat_interleave(8, 1))
+    assert torch.equal(found.weight.scale, signed.abs())
+    tensors["a.qzeros"][1, 0] = 0x11111111
+    with pytest.raises(InputError, match=r"^a\.scales: scale -[0-9.]+ beside zero point 1, "):
+        layout.decode("a", tensors, found.scheme)
 
 
 @settings(max_examples=80)
@@ -332,10 +360,6 @@ def test_a_wrong_g_idx_is_refused(change, said):
     tensors, found = damaged("gptq", "a.g_idx", change)
     with pytest.raises(InputError, match=said):
         LAYOUTS["gptq"].decode("a", tensors, found)
-
-
-def infos_of(*names: str) -> dict[str, TensorInfo]:
-    return {name: TensorInfo(name=name, dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in names}
 
 
 @pytest.mark.parametrize("others", [(), ("b.g_idx",)])
