@@ -7,7 +7,8 @@
 | none, inputs static      | these, and NAME.input_scale, one number                                               |
 
 `weight_scale_inv` multiplies, despite its name. Inputs of blocks have a scale per token and g features, other dynamic ones a
-scale per token.
+scale per token. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says so, such a
+folder is refused.
 Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
 """
 
@@ -139,6 +140,9 @@ class FP8Layout:
         if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
             cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
+        if config.get("scale_fmt") not in (None, "float"):
+            cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
+            raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
         if config.get("fmt", "e4m3") != "e4m3":
             raise UnsupportedError(f"config.json: fmt {config['fmt']!r}, e4m3 is known", "use a folder of e4m3 weights")
         size = None

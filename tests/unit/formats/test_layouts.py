@@ -266,6 +266,18 @@ def test_float8_goes_to_the_fp8_layout_and_back(name):
     assert layout_of(config, info).schemes(config, {"a": (40, 32), "lm_head": (8, 32)}, info) == {"a": found}
 
 
+def fp8_schemes(**words) -> dict[str, LinearScheme]:
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], **words}
+    infos = {"a.weight": TensorInfo(name="a.weight", dtype="F8_E4M3", shape=(32, 64), offset=0, nbytes=2048)}
+    return layout_of(config, infos).schemes(config, {"a": (32, 64)}, infos)
+
+
+def test_fp8_folders_whose_inputs_have_scales_of_powers_of_two_are_refused():
+    with pytest.raises(UnsupportedError, match=r"config\.json: scale_fmt 'ue8m0': scales of inputs are rounded up to powers"):
+        fp8_schemes(scale_fmt="ue8m0")
+    assert fp8_schemes(scale_fmt="float") == fp8_schemes(scale_fmt=None) == fp8_schemes()
+
+
 @pytest.mark.parametrize("shape", [(32, 64), (96, 192)])
 def test_inputs_that_do_not_stand_beside_their_group_come_in_their_order(shape):
     rows, columns = shape
