@@ -38,6 +38,7 @@ from quantflow.formats.weight_layout import (
 NAME = "fp8"
 METHOD = "fp8"
 _STORED = "F8_E4M3"  # as safetensors names e4m3fn
+_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # as configurations do; the first is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class FP8Layout:
         size = first.weights.group_size
         return {
             "quant_method": METHOD,
-            "fmt": "e4m3",
+            "fmt": _FMT[0],
             "activation_scheme": "dynamic" if first.input is None or first.input.dynamic else "static",
             "weight_block_size": None if size is None else [size, size],
             "modules_to_not_convert": list(ignore),
@@ -143,8 +144,9 @@ class FP8Layout:
         if config.get("scale_fmt") not in (None, "float"):
             cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
             raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
-        if config.get("fmt", "e4m3") != "e4m3":
-            raise UnsupportedError(f"config.json: fmt {config['fmt']!r}, e4m3 is known", "use a folder of e4m3 weights")
+        if config.get("fmt", _FMT[0]) not in _FMT:
+            cause = f"config.json: fmt {config['fmt']!r}, {', '.join(_FMT)} are known"
+            raise UnsupportedError(cause, "use a folder of e4m3 weights")
         size = None
         if blocks is not None:
             square = isinstance(blocks, list) and len(blocks) == 2 and blocks[0] == blocks[1] and type(blocks[0]) is int

@@ -278,6 +278,13 @@ def test_fp8_folders_whose_inputs_have_scales_of_powers_of_two_are_refused():
     assert fp8_schemes(scale_fmt="float") == fp8_schemes(scale_fmt=None) == fp8_schemes()
 
 
+def test_the_weights_of_an_fp8_folder_are_e4m3fn_by_any_of_its_names():
+    for fmt in ("e4m3", "float8_e4m3fn", "float8_e4m3"):
+        assert fp8_schemes(fmt=fmt) == fp8_schemes()
+    with pytest.raises(UnsupportedError, match="fmt 'float8_e5m2', e4m3, float8_e4m3fn, float8_e4m3 are known"):
+        fp8_schemes(fmt="float8_e5m2")
+
+
 @pytest.mark.parametrize("shape", [(32, 64), (96, 192)])
 def test_inputs_that_do_not_stand_beside_their_group_come_in_their_order(shape):
     rows, columns = shape
