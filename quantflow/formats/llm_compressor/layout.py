@@ -3,7 +3,7 @@
 Beside what `quantflow.formats.compressed_tensors` knows, files by llm-compressor have
 
 - `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the weights have;
-- `quantization_status` frozen, in releases before `compressed`;
+- `quantization_status` frozen, in releases before `compressed`, or none, as vLLM reads them: the tensors say it;
 - `actorder` group, which is also called dynamic and true: NAME.weight_g_idx int32 [I] has the group of each input, whose
   codes stand in the place of the input. `decode` puts groups side by side and returns the order of inputs. A linear of
   several groups without it is refused: release 0.17 reads its groups as those of neighbours, release 0.20 no such folder.
@@ -122,7 +122,7 @@ def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **config,
         "config_groups": groups or found,
-        "quantization_status": "compressed" if status == "frozen" else status,
+        "quantization_status": "compressed" if status in (None, "frozen") else status,
     }
 
 

@@ -412,6 +412,15 @@ def test_with_actorder_group_a_linear_of_several_groups_has_a_weight_g_idx(word,
     assert layout_of(config, infos).schemes(config, shapes, infos)["a"] == plain
 
 
+@pytest.mark.parametrize("status", [None, "frozen", "compressed"])
+def test_compressed_tensors_folders_need_not_say_that_they_are_compressed(status):
+    plain = scheme(4, 32, symmetric=True)
+    config = LAYOUTS["compressed-tensors"].quantization_config({"a": plain}, ignore=[], model_type="llama")
+    del config["quantization_status"]
+    config |= {} if status is None else {"quantization_status": status}
+    assert layout_of(config, {}).schemes(config, {"a": (32, 64)}, {}) == {"a": plain}
+
+
 def test_zero_points_that_contradict_the_configuration_are_refused():
     tensors, found = damaged("gptq", "a.qzeros", lambda t: t)
     with pytest.raises(InputError, match="a.qzeros: zero point 7 is stored, config.json says sym true, which is 8"):
