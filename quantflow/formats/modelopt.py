@@ -9,7 +9,8 @@
 |                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
 | W4A16_NVFP4               | the same without NAME.input_scale                                                              |
 
-All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A folder has one algorithm.
+All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose scale
+is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A folder has one algorithm.
 config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
 Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
 `modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8, microscaling
+from quantflow.core.groups import to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UnsupportedError
@@ -129,6 +131,9 @@ class ModelOptLayout:
         if weights.scale_format == "e4m3":
             second = single_scale(tensors, f"{name}.weight_scale_2", weights)
             local = float8.widen(tensor(tensors, key, (torch.float8_e4m3fn,), groups))
+            zero = local == 0  # [O, G]
+            to_groups(qvalue.view(torch.uint8), columns // groups[1]).masked_fill_(zero[..., None], 0)
+            local = local.masked_fill(zero, 1.0)
             scale, global_scale = local * second, 1 / second.reshape(1)
         elif weights.scale_format == "e8m0":
             scale = microscaling.unpack_e8m0(tensor(tensors, key, (torch.uint8,), groups))

@@ -69,6 +69,22 @@ def test_tensors_hold_the_values_by_its_formulas_and_come_back_with_every_byte(n
         assert torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)), key
 
 
+def test_a_group_whose_scale_is_zero_is_one_of_zeros():
+    linear = made("NVFP4A16")
+    tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float32)
+    codes = tensors["a.weight_scale"].view(torch.uint8)
+    codes[3, 1], codes[7, 0] = 0x00, 0x80  # both signs of zero
+    assert tensors["a.weight"][3, 8:16].any() and tensors["a.weight"][7, :8].any()
+    read = LAYOUT.decode("a", tensors, linear.scheme)
+    expected = linear.weight.dequantize()
+    expected[3, 16:32] = 0
+    expected[7, :16] = 0
+    assert torch.equal(read.dequantize(), expected) and torch.equal(read.dequantize(), torch.from_numpy(values(tensors)))
+    again = LAYOUT.encode("a", read, scale_dtype=torch.float32)
+    assert not again["a.weight"][3, 8:16].any() and float(again["a.weight_scale"][3, 1]) == 1.0
+    assert torch.equal(LAYOUT.decode("a", again, linear.scheme).dequantize(), expected)
+
+
 def test_the_numbers_of_an_nvfp4_linear_are_the_inverses_of_global_scales():
     linear = made("NVFP4")
     tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float32)
