@@ -33,6 +33,7 @@ from quantflow.formats.weight_layout import (
     checked,
     matrix,
     only_scheme,
+    require_same_scales,
     scales,
     single_scale,
     tensor,
@@ -42,6 +43,7 @@ from quantflow.formats.weight_layout import (
 NAME = "modelopt"
 METHOD = "modelopt"
 CONFIG_BESIDE = "hf_quant_config.json"
+_INSTEAD = "quantize the model here: its global scales are powers of two"
 _SCHEMES: Mapping[str, LinearScheme] = {
     "FP8": preset("FP8"),
     "FP8_PER_CHANNEL_PER_TOKEN": preset("FP8_DYNAMIC"),
@@ -100,7 +102,7 @@ class ModelOptLayout:
             assert weight.global_scale is not None  # beside every scale in e4m3
             second = _inverse(f"{name}.weight_scale_2", weight.global_scale)
             local = affine.local_scales(scale, weight.global_scale)
-            _require_same(f"{name}.weight_scale", scale, float8.widen(local) * second)
+            require_same_scales(f"{name}.weight_scale", scale, float8.widen(local) * second, instead=_INSTEAD)
             parts |= {"weight": microscaling.pack_e2m1(codes), "weight_scale": local, "weight_scale_2": second}
         elif scheme.scale_format == "e8m0":
             parts["weight_scale"] = microscaling.pack_e8m0(scale)
@@ -205,23 +207,9 @@ def _inverse(key: str, value: Tensor) -> Tensor:
         UnsupportedError: it has another.
     """
     inverse = 1 / value.reshape(())
-    _require_same(key, value.reshape(()), 1 / inverse)
+    if (back := 1 / inverse) != value.reshape(()):
+        raise UnsupportedError(f"{key}: the scale would change from {value.item()!r} to {back.item()!r}", _INSTEAD)
     return inverse
-
-
-def _require_same(key: str, before: Tensor, after: Tensor) -> None:
-    """Refuse scales that the layout would change.
-
-    Raises:
-        UnsupportedError: with the first of them.
-    """
-    changed = before != after
-    if changed.any():
-        cause = (
-            f"{key}: {int(changed.sum())} of {before.numel()} scales would change, the first from "
-            f"{before[changed][0].item()!r} to {after[changed][0].item()!r}"
-        )
-        raise UnsupportedError(cause, "quantize the model here: its global scales are powers of two")
 
 
 def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow.core import affine, float8
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import Infos, order_of, stored_scales, tensor
+from quantflow.formats.weight_layout import Infos, order_of, require_same_scales, stored_scales, tensor
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -67,6 +68,11 @@ class CompressedTensorsLayout:
         if linear.order is not None:
             cause = f"{name}: its groups are of inputs that do not stand together, which no loader of the layout runs today"
             raise UnsupportedError(cause, "keep it in a layout with g_idx and desc_act")
+        if linear.weight.global_scale is not None:
+            local = affine.local_scales(linear.weight.scale, linear.weight.global_scale)
+            back = float8.widen(local) / linear.weight.global_scale
+            instead = "keep it in the layout that it has, or quantize the model here: its global scales are powers of two"
+            require_same_scales(f"{name}.weight_scale", linear.weight.scale, back, instead=instead)
         if linear.scheme.layout != "pack-quantized":
             return compressed_tensors.encode(name, linear)
         stored_scales(name, linear.weight.scale, scale_dtype)
