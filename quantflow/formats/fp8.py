@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import float8
 from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
@@ -66,7 +65,10 @@ class FP8Layout:
         weights, inputs = scheme.weights, scheme.input
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
-        if weights.kind != "float" or float8.FLAVOURS[weights.float8].dtype != torch.float8_e4m3fn:
+        flavours = {part.float8 for part in (weights, inputs) if part is not None and (part.kind, part.num_bits) == ("float", 8)}
+        if flavours - {"e4m3fn"}:
+            return f"scheme {scheme.name} has float8 of {min(flavours - {'e4m3fn'})}, the layout holds e4m3fn"
+        if weights.kind != "float" or weights.num_bits != 8:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
         known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
         if inputs is None or inputs.kind != "float" or inputs.granularity not in known:

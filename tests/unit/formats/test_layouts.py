@@ -11,7 +11,7 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_float8, with_group_size
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
 from quantflow.formats.gptq.layout import GPTQLayout
@@ -327,6 +327,13 @@ def test_a_scheme_that_a_layout_cannot_hold_has_a_reason(name):
     wrong = preset("W8A8") if name == "fp8" else preset("FP8_DYNAMIC")
     assert "scheme" in str(LAYOUTS[name].why_not(wrong, (128, 128)))
     assert "scheme" in str(LAYOUTS[name].why_not(preset("W8A8"), (128, 128)))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "compressed-tensors"])  # whose manifest says it
+@pytest.mark.parametrize("flavour", ["gaudi2", "e5m2", "e4m3fnuz"])
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_a_flavour_of_float8_that_a_reader_would_not_know_has_a_reason(layout, flavour, name):
+    assert LAYOUTS[layout].why_not(with_float8(preset(name), flavour), (128, 128)) is not None
 
 
 def test_groups_that_do_not_stand_together_are_refused_where_a_layout_has_no_words_for_them():
