@@ -65,9 +65,9 @@ class FP8Layout:
         weights, inputs = scheme.weights, scheme.input
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
-        flavours = {part.float8 for part in (weights, inputs) if part is not None and (part.kind, part.num_bits) == ("float", 8)}
-        if flavours - {"e4m3fn"}:
-            return f"scheme {scheme.name} has float8 of {min(flavours - {'e4m3fn'})}, the layout holds e4m3fn"
+        for part in (weights, inputs):
+            if part is not None and (part.kind, part.num_bits) == ("float", 8) and part.float8 != "e4m3fn":
+                return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
         if weights.kind != "float" or weights.num_bits != 8:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
         known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
