@@ -183,6 +183,15 @@ def test_a_truncated_file_is_refused(foreign, tmp_path, capsys):
     assert run("inspect", folder) == 3 and "model.safetensors" in capsys.readouterr().err
 
 
+def test_inspect_says_which_part_of_a_model_a_gguf_file_is(tmp_path, capsys):
+    fields = {"general.architecture": ("string", "llama"), "split.no": ("u16", 1), "split.count": ("u16", 3)}
+    path = tmp_path / "m-00002-of-00003.gguf"
+    data = torch.zeros(4, 32).numpy().tobytes()
+    gguf.write(path, gguf.layout(fields, {"token_embd.weight": ("F32", (4, 32))}), lambda _: [data])
+    assert told(capsys, "inspect", path, "--json")["part"] == "2 of 3"
+    assert run("inspect", path) == 0 and "part: 2 of 3" in capsys.readouterr().out
+
+
 def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
     line = ("quantize", llama, "-o", tmp_path / "a", "--scheme", "Q4_0", "--algorithm", "rtn", "-q")
     assert run(*line) == 0
