@@ -224,7 +224,7 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ModelPart:
     """Which of a model's files a file is.
 
     Attributes:
@@ -240,7 +240,7 @@ class Part:
         return f"{'one' if self.number is None else self.number} of {self.count}"
 
 
-def part_of(metadata: Metadata, path: Path) -> Part | None:
+def part_of(metadata: Metadata, path: Path) -> ModelPart | None:
     """Return which part of a model that was split a file is; None for a whole model.
 
     Args:
@@ -259,7 +259,7 @@ def part_of(metadata: Metadata, path: Path) -> Part | None:
     count, number = numbers[_SPLIT_COUNT], numbers[_SPLIT_NUMBER]
     if count is None or count < 2:
         return None
-    return Part(number=None if number is None else number + 1, count=count)
+    return ModelPart(number=None if number is None else number + 1, count=count)
 
 
 def _placed(path: Path, entries: list[TensorInfo], *, begin: int, size: int) -> dict[str, TensorInfo]:
