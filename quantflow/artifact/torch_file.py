@@ -1,10 +1,10 @@
 """A file of torch.save as data: which tensors it holds and where each lies, read without torch and without unpickling.
 
 Such a file is a zip whose members are not compressed: `NAME/data.pkl`, a pickled dictionary, and `NAME/data/K`, the bytes of
-storage K. The pickle calls three names, each of which stands for a few lines of this file: `collections.OrderedDict`,
-`torch._utils._rebuild_tensor_v2`, and the class of a storage, which is a dtype. One that asks for anything else is refused
-before anything was called. What is read is a `TensorInfo` of each tensor, so that weights are read as those of a safetensors
-file are.
+storage K. `NAME/byteorder`, where it is there, names their order: little, any other is refused. The pickle calls three names,
+each of which stands for a few lines of this file: `collections.OrderedDict`, `torch._utils._rebuild_tensor_v2`, and the class
+of a storage, which is a dtype. One that asks for anything else is refused before anything was called. What is read is a
+`TensorInfo` of each tensor, so that weights are read as those of a safetensors file are.
 
 What is written is emitted opcode by opcode, and one tensor is in memory at a time. Equal content has equal bytes.
 """
@@ -22,7 +22,7 @@ from quantflow.artifact.folder import reading
 from quantflow.artifact.pickle_steps import scan
 from quantflow.artifact.safetensors_header import DTYPE_BITS, TensorInfo
 from quantflow.artifact.safetensors_writer import Spec
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UnsupportedError
 
 STORAGES = {
     "F64": "DoubleStorage",
@@ -40,6 +40,7 @@ MAX_PICKLE = 64 << 20  # bytes: a tensor takes some 150
 MAX_MEMBERS = 1 << 17
 _DTYPES = {storage: dtype for dtype, storage in STORAGES.items()}
 _MOST = 1 << 48  # elements
+_ORDER_BYTES = 16  # that are read of `byteorder`, which is one word
 _ALIGN = 64  # bytes: torch maps storages where they lie
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
 _LOCAL = struct.Struct("<4s5H3L2H")  # of a member: signature, ..., length of its name, length of what follows that
@@ -149,6 +150,7 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         InputError: the file cannot be read, is no such zip or compressed, its pickle asks for more than tensors, or a tensor
             reaches beyond its storage; the message has the tensor's name.
+        UnsupportedError: its numbers are not little-endian.
     """
     with reading(path) as file:
         try:
@@ -164,8 +166,11 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
                     raise InputError(f"{path}: {packed[0]} is compressed, torch.save compresses nothing", _REMEDY)
                 with archive.open(pickles[0]) as member:
                     data = member.read(members[pickles[0]].file_size)  # without a number all is read, whatever size is given
+                root = pickles[0].removesuffix("data.pkl")
+                if (order := members.get(f"{root}byteorder")) is not None:
+                    with archive.open(order) as member:
+                        _require_little(member.read(_ORDER_BYTES), path=path)
                 table = _loads(data, path=path)
-            root = pickles[0].removesuffix("data.pkl")
             found = {}
             for name, value in table.items():
                 if not isinstance(name, str) or not isinstance(value, _View):
@@ -174,6 +179,12 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
         except _ZIP_ERRORS as error:
             raise InputError(f"{path}: not a whole file of torch.save ({error})", _REMEDY) from error
     return found
+
+
+def _require_little(order: bytes, *, path: Path) -> None:
+    if order != b"little":
+        cause = f"{path}: byteorder is {order.decode(errors='replace')!r}, little-endian files are read"
+        raise UnsupportedError(cause, "save it with torch on a little-endian machine")
 
 
 def _loads(data: bytes, *, path: Path) -> dict[Any, Any]:

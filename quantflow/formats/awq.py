@@ -9,12 +9,14 @@ A linear called NAME of G = I / group_size groups is stored as
 | NAME.scales  | [G, O]               | scale                                         |
 
 Nibble i of a word, lowest first, is output ORDER[i] of the eight. There are 4 bits alone. Symmetric weights are stored with
-zero points of 8; read again they are weights with zero points, of the same values.
-Source: github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`.
+zero points of 8; read again they are weights with zero points, of the same values. AutoRound's symmetric ones may have
+negative scales: beside zero points scales are positive here, codes and zero points of such groups are complemented.
+Source: github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`;
+github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_awq/utils.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,13 +95,10 @@ class AWQLayout:
                 f"{name}: its groups are of inputs that do not stand together, the layout has no g_idx",
                 "keep it in a layout with g_idx and desc_act",
             )
-        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same bits.
-        turned = (weight.scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
-        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
-        qvalue = (split ^ turned[..., None]).reshape(weight.qvalue.shape)  # [O, I]
+        qvalue, zero_point = _beside_positive(weight.qvalue, zero_point, weight.scale)
         return {
             f"{name}.qweight": _pack(qvalue.T),
-            f"{name}.qzeros": _pack((zero_point ^ turned).T),
+            f"{name}.qzeros": _pack(zero_point.T),
             f"{name}.scales": stored_scales(name, weight.scale.abs(), scale_dtype).T.contiguous(),
         }
 
@@ -116,11 +115,15 @@ class AWQLayout:
             groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
         except SchemeError as error:
             raise InputError(error.cause, "check group_size in config.json") from error
-        scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
+        either = replace(weights, symmetric=True)  # whose scales have either sign
+        scale = scales(tensors, f"{name}.scales", (groups, rows), either).T.contiguous()  # [O, G]
         zeros = tensor(tensors, f"{name}.qzeros", words, (groups, rows // _PER_WORD))
-        weight = QTensor(
-            qvalue=_unpack(packed).T.contiguous(), scale=scale, zero_point=_unpack(zeros).T.contiguous(), scheme=weights
-        )
+        zero_point = _unpack(zeros).T.contiguous()
+        if (bad := (scale < 0) & (zero_point != 0)).any():
+            cause = f"{name}.scales: scale {scale[bad][0].item()} beside zero point {int(zero_point[bad][0]) + 8}"
+            raise InputError(f"{cause}, a scale beside another than 8 is positive", "download the folder again")
+        qvalue, zero_point = _beside_positive(_unpack(packed).T.contiguous(), zero_point, scale)
+        weight = QTensor(qvalue=qvalue, scale=scale.abs(), zero_point=zero_point, scheme=weights)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
 
     def quantization_config(
@@ -151,6 +154,21 @@ class AWQLayout:
             if f"{name}.qweight" in infos:
                 found[name] = named(integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized")
         return found
+
+
+def _beside_positive(qvalue: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes and zero points that mean beside |scale| what these mean beside scale, to the bit.
+
+    scale * (q - z) is -scale * (~q - ~z).
+
+    Args:
+        qvalue: int8 [O, I].
+        zero_point: int8 [O, G].
+        scale: [O, G].
+    """
+    turned = (scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
+    split = to_groups(qvalue, qvalue.shape[1] // scale.shape[1])  # [O, G, g]
+    return (split ^ turned[..., None]).reshape(qvalue.shape), zero_point ^ turned
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ A linear called NAME is stored as
 
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
-dtype for pack-quantized, else float32. Where blocks of llama.cpp's can hold the weight it has their scales' dtype, which
-`scale_dtype` of the group says; IQ4_NL, whose shape is Q8_0's, is named by `block_type` in `observer_kwargs`. Scales in
-e4m3 are divided by the global_scale beside them. Those of symmetric integers may be negative (docs/backends.md, "Negative
-scales").
+dtype for pack-quantized, else float32. A single number is read from shape [] too. Where blocks of llama.cpp's can hold the
+weight it has their scales' dtype, which `scale_dtype` of the group says; IQ4_NL, whose shape is Q8_0's, is named by
+`block_type` in `observer_kwargs`. Scales in e4m3 are divided by the global_scale beside them. Those of symmetric integers may
+be negative (docs/backends.md, "Negative scales").
 compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
 Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
@@ -138,7 +138,7 @@ def tensor_specs(
         full name -> (dtype as safetensors names it, shape), in `encode`'s order.
 
     Raises:
-        UnsupportedError: the layout does not hold the scheme.
+        UnsupportedError: the layout does not hold the scheme, or its blocks do not divide I.
         InputError: the group size does not divide I, or a shape that is not (O, I).
     """
     _check_layout(scheme)
@@ -471,7 +471,7 @@ class _Arguments(TypedDict, total=False):
     num_bits: Annotated[int, Between(1, 64)]
     type: str
     symmetric: bool
-    strategy: str
+    strategy: str | None
     group_size: Annotated[int, Between(-1, 2**31)] | None
     dynamic: bool | str
     actorder: str | bool | None
@@ -547,29 +547,46 @@ def schemes_from_config(
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError("config.json: quantization_config has no config_groups", "the file is damaged; export again")
-    by_target: dict[str, LinearScheme] = {}
+    schemes: dict[str, LinearScheme] = {}
     for label, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
             raise _unsupported(f"{label} has no weights, or quantizes outputs")
         scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
-        if scheme.layout == "float-quantized":
-            scheme = with_float8(scheme, flavour)
-        by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
-    ignore = set(config.get("ignore") or ())
-    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
-    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
+        schemes[label] = with_float8(scheme, flavour) if scheme.layout == "float-quantized" else scheme
     kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
-    for name in linears:
-        matches = [target for target, means in wide_targets.items() if means(name)]
-        matches += [name] if name in by_target else []
-        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
-        found = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    for name, label in groups_of_linears(config, linears).items():
+        found = None if label is None else schemes[label]
         if name in rotations and found is None:
             raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
         resolved[name] = replace(found, rotation=rotations[name]) if found is not None and name in rotations else found
     return resolved
+
+
+def groups_of_linears(config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, str | None]:
+    """Return which of `config_groups` every linear is of, None for those that are not quantized.
+
+    Args:
+        config: the `quantization_config` of config.json, as `schemes_from_config` takes it.
+        linears: the source names of all linears of the model.
+
+    Raises:
+        InputError: a pattern is not a regular expression.
+    """
+    by_target: dict[str, str] = {}
+    for label, group in config["config_groups"].items():
+        by_target.update(dict.fromkeys(group.get("targets", ()), label))
+    ignore = set(config.get("ignore") or ())
+    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
+    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
+    found: dict[str, str | None] = {}
+    for name in linears:
+        matches = [target for target, means in wide_targets.items() if means(name)]
+        matches += [name] if name in by_target else []
+        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
+        found[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    return found
 
 
 def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
@@ -626,6 +643,11 @@ def _unsupported(cause: str, instead: str = "use a preset scheme, or a quantflow
 
 def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight") -> tuple[int, ...]:
     """Return the stored shape of the scales of a weight of `shape`."""
+    if len(shape) == 2 and scheme.granularity == "per_block" and shape[1] % scheme.block_rows:
+        raise UnsupportedError(
+            f"{name}.weight: {shape[1]} input features, blocks of {scheme.block_rows} do not divide them",
+            "use blocks that divide the inputs of every linear",
+        )
     if len(shape) != 2 or (scheme.group_size is not None and shape[1] % scheme.group_size):
         raise InputError(
             f"{name}: weight is {list(shape)}, group_size={scheme.group_size}", "the file is damaged; export again"
@@ -653,7 +675,10 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, 
 
 
 def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, weights: TensorScheme | None = None) -> Tensor:
-    """Return scales after looking at their values.  weights: their scheme, if they are of weights."""
+    """Return scales after looking at their values; [] is read as [1].  weights: their scheme, if they are of weights."""
+    single = tensors.get(key) if shape == (1,) else None
+    if single is not None and single.ndim == 0:
+        tensors = {key: single.reshape(1)}
     stored = _tensor(tensors, key, None, shape)
     if stored.dtype not in _SCALES and not (weights is not None and weights.scale_format == "e4m3"):
         raise InputError(f"{key}: is {stored.dtype}, a scale is a float of 16 bits or more", "export the artifact again")
@@ -705,7 +730,7 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
 
 def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
     """Undo `_arguments`; an option that changes numbers and is not known here is refused."""
-    strategy = arguments.get("strategy")
+    strategy = arguments.get("strategy") or _inferred_strategy(arguments)
     num_bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
     scale_format: ScaleFormat = "float"
     if kind == "float" and num_bits == 4 and strategy == _TENSOR_GROUP:
@@ -741,6 +766,14 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
     )
     kind = _block_type(found, arguments)
     return found if kind is None else replace(found, block_type=kind)
+
+
+def _inferred_strategy(arguments: Mapping[str, Any]) -> str | None:
+    """Return the strategy that compressed-tensors takes where none is given; None where it takes none."""
+    size = arguments.get("group_size")
+    if arguments.get("block_structure") is not None or size == 0:
+        return None
+    return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
 def _block_type(scheme: TensorScheme, arguments: Mapping[str, Any]) -> str | None:

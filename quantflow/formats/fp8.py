@@ -7,7 +7,8 @@
 | none, inputs static      | these, and NAME.input_scale, one number                                               |
 
 `weight_scale_inv` multiplies, despite its name. Inputs of blocks have a scale per token and g features, other dynamic ones a
-scale per token.
+scale per token. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says so, such a
+folder is refused.
 Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
 """
 
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import float8
 from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
@@ -37,6 +37,7 @@ from quantflow.formats.weight_layout import (
 NAME = "fp8"
 METHOD = "fp8"
 _STORED = "F8_E4M3"  # as safetensors names e4m3fn
+_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # as configurations do; the first is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,10 @@ class FP8Layout:
         weights, inputs = scheme.weights, scheme.input
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
-        if weights.kind != "float" or float8.FLAVOURS[weights.float8].dtype != torch.float8_e4m3fn:
+        for part in (weights, inputs):
+            if part is not None and (part.kind, part.num_bits) == ("float", 8) and part.float8 != "e4m3fn":
+                return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
+        if weights.kind != "float" or weights.num_bits != 8:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
         known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
         if inputs is None or inputs.kind != "float" or inputs.granularity not in known:
@@ -125,7 +129,7 @@ class FP8Layout:
         size = first.weights.group_size
         return {
             "quant_method": METHOD,
-            "fmt": "e4m3",
+            "fmt": _FMT[0],
             "activation_scheme": "dynamic" if first.input is None or first.input.dynamic else "static",
             "weight_block_size": None if size is None else [size, size],
             "modules_to_not_convert": list(ignore),
@@ -139,8 +143,12 @@ class FP8Layout:
         if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
             cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
-        if config.get("fmt", "e4m3") != "e4m3":
-            raise UnsupportedError(f"config.json: fmt {config['fmt']!r}, e4m3 is known", "use a folder of e4m3 weights")
+        if config.get("scale_fmt") not in (None, "float"):
+            cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
+            raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
+        if config.get("fmt", _FMT[0]) not in _FMT:
+            cause = f"config.json: fmt {config['fmt']!r}, {', '.join(_FMT)} are known"
+            raise UnsupportedError(cause, "use a folder of e4m3 weights")
         size = None
         if blocks is not None:
             square = isinstance(blocks, list) and len(blocks) == 2 and blocks[0] == blocks[1] and type(blocks[0]) is int

@@ -9,7 +9,8 @@
 |                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
 | W4A16_NVFP4               | the same without NAME.input_scale                                                              |
 
-All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A folder has one algorithm.
+All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose scale
+is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A folder has one algorithm.
 config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
 Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
 `modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8, microscaling
+from quantflow.core.groups import to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UnsupportedError
@@ -31,6 +33,7 @@ from quantflow.formats.weight_layout import (
     checked,
     matrix,
     only_scheme,
+    require_same_scales,
     scales,
     single_scale,
     tensor,
@@ -40,6 +43,7 @@ from quantflow.formats.weight_layout import (
 NAME = "modelopt"
 METHOD = "modelopt"
 CONFIG_BESIDE = "hf_quant_config.json"
+_INSTEAD = "quantize the model here: its global scales are powers of two"
 _SCHEMES: Mapping[str, LinearScheme] = {
     "FP8": preset("FP8"),
     "FP8_PER_CHANNEL_PER_TOKEN": preset("FP8_DYNAMIC"),
@@ -98,7 +102,7 @@ class ModelOptLayout:
             assert weight.global_scale is not None  # beside every scale in e4m3
             second = _inverse(f"{name}.weight_scale_2", weight.global_scale)
             local = affine.local_scales(scale, weight.global_scale)
-            _require_same(f"{name}.weight_scale", scale, float8.widen(local) * second)
+            require_same_scales(f"{name}.weight_scale", scale, float8.widen(local) * second, instead=_INSTEAD)
             parts |= {"weight": microscaling.pack_e2m1(codes), "weight_scale": local, "weight_scale_2": second}
         elif scheme.scale_format == "e8m0":
             parts["weight_scale"] = microscaling.pack_e8m0(scale)
@@ -129,6 +133,9 @@ class ModelOptLayout:
         if weights.scale_format == "e4m3":
             second = single_scale(tensors, f"{name}.weight_scale_2", weights)
             local = float8.widen(tensor(tensors, key, (torch.float8_e4m3fn,), groups))
+            zero = local == 0  # [O, G]
+            to_groups(qvalue.view(torch.uint8), columns // groups[1]).masked_fill_(zero[..., None], 0)
+            local = local.masked_fill(zero, 1.0)
             scale, global_scale = local * second, 1 / second.reshape(1)
         elif weights.scale_format == "e8m0":
             scale = microscaling.unpack_e8m0(tensor(tensors, key, (torch.uint8,), groups))
@@ -200,23 +207,9 @@ def _inverse(key: str, value: Tensor) -> Tensor:
         UnsupportedError: it has another.
     """
     inverse = 1 / value.reshape(())
-    _require_same(key, value.reshape(()), 1 / inverse)
+    if (back := 1 / inverse) != value.reshape(()):
+        raise UnsupportedError(f"{key}: the scale would change from {value.item()!r} to {back.item()!r}", _INSTEAD)
     return inverse
-
-
-def _require_same(key: str, before: Tensor, after: Tensor) -> None:
-    """Refuse scales that the layout would change.
-
-    Raises:
-        UnsupportedError: with the first of them.
-    """
-    changed = before != after
-    if changed.any():
-        cause = (
-            f"{key}: {int(changed.sum())} of {before.numel()} scales would change, the first from "
-            f"{before[changed][0].item()!r} to {after[changed][0].item()!r}"
-        )
-        raise UnsupportedError(cause, "quantize the model here: its global scales are powers of two")
 
 
 def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,15 +211,38 @@ def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
         UnsupportedError: naming the first that it does not hold.
     """
     found = scale.to(dtype)
-    changed = found.float() != scale
+    in_dtype = f" in {str(dtype).removeprefix('torch.')}"
+    require_same_scales(
+        name,
+        scale,
+        found.float(),
+        where=in_dtype,
+        instead="export with --dtype bf16 or f32, where the reader takes such scales",
+    )
+    return found
+
+
+def require_same_scales(name: str, before: Tensor, after: Tensor, *, instead: str, where: str = "") -> None:
+    """Refuse scales that a layout would change.
+
+    Args:
+        name: of the linear or the tensor.
+        before: float32 [O, G].
+        after: what a reader would have, likewise.
+        instead: what to do.
+        where: how they would be stored, after the values.
+
+    Raises:
+        UnsupportedError: naming the first that changes, its row and group, and both values.
+    """
+    changed = before != after
     if changed.any():
         row, group = changed.nonzero()[0].tolist()
         cause = (
-            f"{name}: {int(changed.sum())} of {scale.numel()} scales would change, the first (row {row}, group {group}) from "
-            f"{scale[row, group].item()!r} to {found[row, group].item()!r} in {str(dtype).removeprefix('torch.')}"
+            f"{name}: {int(changed.sum())} of {before.numel()} scales would change, the first (row {row}, group {group}) from "
+            f"{before[row, group].item()!r} to {after[row, group].item()!r}{where}"
         )
-        raise UnsupportedError(cause, "export with --dtype bf16 or f32, where the reader takes such scales")
-    return found
+        raise UnsupportedError(cause, instead)
 
 
 def checked(name: str, weight: QTensor) -> QTensor:

@@ -78,12 +78,14 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
 def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     """Return what a GGUF file holds, as plain data: its types, how many tensors and bytes each, and which.
 
+    Of a file that is one of several `part` says which, `1 of 3`; the numbers are those of this file alone.
+
     Raises:
         InputError: the file is damaged or truncated; it names the tensor where one is.
         UnsupportedError: a version or a type that is not read here.
     """
     header = gguf.read_header(path, types=blocks.readable())
-    infos = header.tensors
+    infos, part = header.tensors, gguf.part_of(header.metadata, path)
     if verify:
         for info in progress.steps(list(infos.values()), stage="inspect", unit="tensor", nbytes=lambda info: info.nbytes):
             rows = max(1, _ELEMENTS // max(1, torch.Size(info.shape[1:]).numel()))
@@ -99,6 +101,7 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
     weights = sum(torch.Size(info.shape).numel() for info in matrices)
     return {
         "kind": gguf.NAME,
+        **({} if part is None else {"part": str(part)}),
         **{key.rpartition(".")[2]: header.metadata[key][1] for key in _KEYS if key in header.metadata},
         "types": {name: row | {"names": _patterns(row["names"])} for name, row in types.items()},
         "bits_per_weight": 8 * sum(info.nbytes for info in matrices) / weights if weights else None,

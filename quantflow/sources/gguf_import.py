@@ -26,7 +26,7 @@ from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.llama_cpp.blocks import read_rows, readable
 from quantflow.formats.llama_cpp.configuration import config_from
-from quantflow.formats.llama_cpp.gguf import Header, read_header
+from quantflow.formats.llama_cpp.gguf import Header, part_of, read_header
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once, source_names
 from quantflow.formats.llama_cpp.tokenizer_files import special_ids, write_tokenizer
@@ -37,7 +37,6 @@ VERSION = 1
 SUFFIX = ".gguf"
 BLOCKS = torch.bfloat16  # of what was stored in blocks
 PIECE = 1 << 22  # elements that are dequantized at once
-_SPLIT = "split.count"
 
 
 def import_gguf(path: Path, cache: Path, progress: Progress) -> Path:
@@ -80,8 +79,8 @@ def _is_there(folder: Path, inputs: dict[str, Any], digests: Digests) -> bool:
 
 def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None:
     """Write config.json, the tokenizer's files and the weights."""
-    if header.metadata.get(_SPLIT, ("u16", 0))[1] > 1:
-        cause = f"{path}: one of {header.metadata[_SPLIT][1]} files of a model"
+    if (part := part_of(header.metadata, path)) is not None:
+        cause = f"{path}: {part} files of a model"
         raise UnsupportedError(cause, "merge them first: llama-gguf-split --merge FIRST-FILE MERGED-FILE")
     factors = header.tensors.get(ROPE_FACTORS)
     found = None if factors is None else read_rows(path, factors, 0, factors.shape[0])

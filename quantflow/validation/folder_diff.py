@@ -1,5 +1,6 @@
 """Two folders tensor by tensor, by what the weights are and not by how they are stored, and how far apart what they compute is.
 
+What was measured of inputs, keys and values, their scales and zero points, is compared too: each that differs has a row.
 Both may be artifacts, folders in one of `quantflow.formats.LAYOUTS`, or models. One linear of each is in memory at a time.
 """
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from quantflow import process_memory
 from quantflow.calibration.text import read_documents
 from quantflow.core.determinism import single_threaded
+from quantflow.core.kv import kv_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.evaluation.layerwise import BASELINE, Comparing
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.exporting.canary import rounder
+from quantflow.formats.compressed_tensors import kv_tensor_names
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
 from quantflow.models.token_ids import refuse_beyond
@@ -55,7 +58,8 @@ class TensorDifference:
     Attributes:
         name: its source name.
         verdict: EQUAL; SCALE: the same codes, zero points and groups, with other scales; VALUES; SHAPE; or where it is alone.
-        left, right: how it is stored: a scheme's name, or a dtype; None where it is not there.
+        left, right: how it is stored: a scheme's name, or a dtype; of the scales of a cache what it keeps; None where it is not
+            there.
         largest: of the differences, absolute; None where there is nothing to subtract.
         relative: the norm of the difference over that of the first.
         changed: the share of elements that differ.
@@ -78,7 +82,8 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
     """
     left, right = (open_folder(each, backend="auto" if is_model(each) else "reference") for each in (job.left, job.right))
     names = [*left.names, *(name for name in right.names if name not in set(left.names))]
-    rows = [_compared(left, right, name) for name in progress.steps(names, stage="diff", unit="tensor")]
+    rows = [row for name in progress.steps(names, stage="diff", unit="tensor") for row in _compared(left, right, name)]
+    rows += _compared_caches(left, right)
     found: dict[str, Any] = {"tensors": [asdict(row) for row in rows], "counts": {}}
     for row in rows:
         found["counts"][row.verdict] = found["counts"].get(row.verdict, 0) + 1
@@ -87,19 +92,32 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
     return found
 
 
-def _compared(left: Artifact, right: Artifact, name: str) -> TensorDifference:
-    """Compare one tensor."""
+def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
+    """Compare one tensor, and of a linear what was measured of its input: a row, and one for each of these that differs."""
     found = TensorDifference(name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name))
     if found.left is None or found.right is None:
-        return replace(found, verdict=ONLY_LEFT if found.right is None else ONLY_RIGHT)
+        return [replace(found, verdict=ONLY_LEFT if found.right is None else ONLY_RIGHT)]
     one, other = left.quantized(name), right.quantized(name)
-    first, second = _real(left, one, name), _real(right, other, name)
+    scales_alone = one is not None and other is not None and _same_codes(one, other)
+    row = _subtracted(found, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone)
+    return [row, *_compared_inputs(name.removesuffix(".weight"), found, one, other)]
+
+
+def _subtracted(found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool) -> TensorDifference:
+    """Return a row with its verdict and numbers.
+
+    Args:
+        found: the row without them.
+        first: its values in the first folder, any shape.
+        second: in the second.
+        scales_alone: whether it is a scale if they differ.
+    """
     if first.shape != second.shape:
         return replace(found, verdict=SHAPE)
+    first, second = first.float(), second.float()
     if torch.equal(first, second):
         return replace(found, largest=0.0, relative=0.0, changed=0.0)
     difference, norm = second - first, float(first.norm())
-    scales_alone = one is not None and other is not None and _same_codes(one, other)
     return replace(
         found,
         verdict=SCALE if scales_alone else VALUES,
@@ -107,6 +125,55 @@ def _compared(left: Artifact, right: Artifact, name: str) -> TensorDifference:
         relative=float(difference.norm()) / norm if norm else None,
         changed=float((difference != 0).float().mean()),
     )
+
+
+def _compared_inputs(
+    linear: str, weight: TensorDifference, one: QuantizedLinear | None, other: QuantizedLinear | None
+) -> list[TensorDifference]:
+    """Return a row for each number of a linear's input that differs.  weight: the row of its weight."""
+    rows = []
+    for part, kind in (("input_scale", SCALE), ("input_zero_point", VALUES)):
+        pair = [None if side is None else getattr(side, part) for side in (one, other)]
+        sides = (weight.left if pair[0] is not None else None, weight.right if pair[1] is not None else None)
+        rows += _differing(f"{linear}.{part}", sides, pair, kind=kind)
+    return rows
+
+
+def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
+    """Return a row for each scale of keys and values that differs, or that is of another kind of cache."""
+    sides = [dict(zip(side.caches, side.kv_scales(), strict=False)) for side in (left, right)]  # none where none are kept
+    rows = []
+    for attention in dict.fromkeys((*sides[0], *sides[1])):
+        caches = [side.get(attention) for side in sides]
+        words = [None if cache is None else kv_words(cache.scheme) for cache in caches]
+        for name, part in zip(kv_tensor_names(attention), ("keys", "values"), strict=True):
+            pair = [None if cache is None else getattr(cache, part) for cache in caches]
+            if None not in words and words[0] != words[1]:
+                rows.append(TensorDifference(name=name, verdict=VALUES, left=words[0], right=words[1]))
+            else:
+                rows += _differing(name, (words[0], words[1]), pair, kind=SCALE)
+    return rows
+
+
+def _differing(
+    name: str, sides: tuple[str | None, str | None], pair: Sequence[Tensor | None], *, kind: str
+) -> list[TensorDifference]:
+    """Return the row of a tensor that differs or is there once; none of one that is equal or nowhere.
+
+    Args:
+        name: of the tensor.
+        sides: how each folder keeps it.
+        pair: its values.
+        kind: the verdict on different values.
+    """
+    first, second = pair
+    row = TensorDifference(name=name, verdict=EQUAL, left=sides[0], right=sides[1])
+    if first is None and second is None:
+        return []
+    if first is None or second is None:
+        return [replace(row, verdict=ONLY_LEFT if second is None else ONLY_RIGHT)]
+    found = _subtracted(row, first, second, scales_alone=kind == SCALE)
+    return [] if found.verdict == EQUAL else [found]
 
 
 def _stored(side: Artifact, name: str) -> str | None:

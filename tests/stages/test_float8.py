@@ -124,6 +124,17 @@ def test_what_no_file_could_hold_is_refused_before_anything_is_written(llama, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("layout", ["fp8", "modelopt"])
+def test_layouts_of_other_programs_have_no_words_for_a_flavour(llama, measured, tmp_path, capsys, layout):
+    quantized = made(llama, tmp_path / "q", measured, scheme="FP8", float8="gaudi2")
+    artifact = export.run(export.ExportJob(quantized=quantized, output=tmp_path / "artifact"), QUIET)
+    line = ("export", artifact, "-o", tmp_path / "out", "--format", layout, "-q")
+    assert exit_code(cli, [str(word) for word in line]) == 6
+    said = capsys.readouterr().err
+    assert f"model.layers.0.mlp.down_proj: {layout}: scheme FP8 " in said and "check the disk" not in said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("flavour", "instead"), [("e5m2", "a mantissa bit more"), ("e4m3fnuz", "vLLM doubles the scales")])
 def test_run_and_plan_refuse_such_a_flavour_before_they_measure(llama, text_files, tmp_path, capsys, flavour, instead):
     recipe, folder = tmp_path / "r.yaml", tmp_path / "out"

@@ -183,6 +183,15 @@ def test_a_truncated_file_is_refused(foreign, tmp_path, capsys):
     assert run("inspect", folder) == 3 and "model.safetensors" in capsys.readouterr().err
 
 
+def test_inspect_says_which_part_of_a_model_a_gguf_file_is(tmp_path, capsys):
+    fields = {"general.architecture": ("string", "llama"), "split.no": ("u16", 1), "split.count": ("u16", 3)}
+    path = tmp_path / "m-00002-of-00003.gguf"
+    data = torch.zeros(4, 32).numpy().tobytes()
+    gguf.write(path, gguf.layout(fields, {"token_embd.weight": ("F32", (4, 32))}), lambda _: [data])
+    assert told(capsys, "inspect", path, "--json")["part"] == "2 of 3"
+    assert run("inspect", path) == 0 and "part: 2 of 3" in capsys.readouterr().out
+
+
 def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
     line = ("quantize", llama, "-o", tmp_path / "a", "--scheme", "Q4_0", "--algorithm", "rtn", "-q")
     assert run(*line) == 0
@@ -332,6 +341,49 @@ def test_diff_says_of_each_tensor_what_differs(foreign, llama, tmp_path, capsys)
     assert run("diff", folder, other, "--values") == 0
     assert "18 equal" in capsys.readouterr().out
     assert run("diff", folder, other, "--text", "x") == 2
+
+
+def with_measured_numbers(folder, output, *, input_scale, zero_point, cache, kind="float"):
+    """Copy a folder of integers and give it static asymmetric inputs and quantized keys and values."""
+    shutil.copytree(folder, output)
+    config = json.loads((output / "config.json").read_text())
+    words = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = words
+    config["quantization_config"]["kv_cache_scheme"] = words | {"type": kind, "symmetric": True}
+    (output / "config.json").write_text(json.dumps(config))
+    tensors = load_file(output / "model.safetensors")
+    for name in [key.removesuffix("_packed") for key in tensors if key.endswith(".weight_packed")]:
+        linear = name.removesuffix(".weight")
+        tensors |= {f"{linear}.input_scale": torch.tensor([0.01]), f"{linear}.input_zero_point": torch.tensor([3]).char()}
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([0.02]) for part in "kv"}
+    tensors[f"{DOWN}.input_scale"] = torch.tensor([input_scale])
+    tensors[f"{DOWN}.input_zero_point"] = torch.tensor([zero_point], dtype=torch.int8)
+    tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([cache])
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    return output
+
+
+def test_diff_compares_what_was_measured_of_inputs_keys_and_values(foreign, tmp_path, capsys):
+    source = foreign("compressed-tensors")[0]
+    first = with_measured_numbers(source, tmp_path / "a", input_scale=0.01, zero_point=3, cache=0.02)
+    second = with_measured_numbers(source, tmp_path / "b", input_scale=0.03, zero_point=-5, cache=0.05)
+    found = told(capsys, "diff", first, second, "--values", "--json")
+    rows = {row["name"]: row for row in found["tensors"] if row["verdict"] != "equal"}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        f"{DOWN}.input_scale": "scale differs",
+        f"{DOWN}.input_zero_point": "values differ",
+        "model.layers.1.self_attn.v_scale": "scale differs",
+    }
+    assert found["counts"] == {"equal": 21, "scale differs": 2, "values differ": 1}
+    assert rows[f"{DOWN}.input_scale"]["largest"] == pytest.approx(0.02)
+    assert rows[f"{DOWN}.input_zero_point"]["largest"] == 8
+    assert rows["model.layers.1.self_attn.v_scale"]["left"] == "FP8 per_tensor"
+    assert told(capsys, "diff", first, first, "--values", "--json")["counts"] == {"equal": 21}
+    plain = told(capsys, "diff", source, first, "--values", "--json")["counts"]
+    assert plain == {"equal": 21, "only in the second": 2 * 14 + 4}
+    integers = with_measured_numbers(source, tmp_path / "c", input_scale=0.01, zero_point=3, cache=0.02, kind="int")
+    assert told(capsys, "diff", first, integers, "--values", "--json")["counts"] == {"equal": 21, "values differ": 4}
 
 
 def test_diff_says_how_far_two_folders_are_apart_on_a_text(foreign, llama, windows, text_files, capsys):

@@ -17,7 +17,7 @@ others as 2 ** b. Such a tensor is refused, both ways. Version 2 (gptq_v2) store
 Symmetric weights have zero points in the middle, and qzeros say so.
 
 With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in the order of their groups,
-and `QuantizedLinear.order` is the order in which inputs come.
+and `QuantizedLinear.order` is the order in which inputs come. A linear of several groups without g_idx is refused then.
 Source: github.com/ModelCloud/GPTQModel, `gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
 """
 
@@ -216,6 +216,12 @@ class GPTQLayout:
             rule = {**base, **_rule(config, patterns, name)}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
             found[name] = named(weights, None, "pack-quantized")
+            several = weights.group_size is not None and weights.group_size < shapes[name][1]
+            if self.reordered and several and f"{name}.g_idx" not in infos:
+                raise InputError(
+                    f"{name}.g_idx: missing, config.json says desc_act true",
+                    "download the folder again; or set desc_act to false if its groups are of inputs that stand together",
+                )
         return found
 
 

@@ -48,6 +48,7 @@ FILE_TYPES = {
 }  # fmt: skip
 QUANTIZATION_VERSION = 2  # what general.quantization_version says of blocks as they are written here
 _ALIGNMENT_KEY = "general.alignment"
+_SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _DAMAGED = "write the file again"
 _NAMES = {number: kind for kind, (number, _) in KINDS.items()}
 VERSIONS = (2, LAYOUT_VERSION)  # that are read; little-endian files of both are alike
@@ -186,7 +187,7 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
 
     Raises:
         InputError: naming the file: unreadable, truncated, longer than its tensors, or any violation of the format.
-        UnsupportedError: another version or alignment, or a tensor of another type than `types` has.
+        UnsupportedError: another version, order of bytes or alignment, or a tensor of another type than `types` has.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -197,6 +198,11 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
         file.seek(4)
         cursor = _Cursor(path=path, file=file, size=size, types=types)
         (version,) = cursor.unpack("I")
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise UnsupportedError(
+                f"{path}: the file is big-endian, little-endian ones are read",
+                "convert it: gguf-convert-endian FILE little, of the package gguf",
+            )
         if version not in VERSIONS:
             raise UnsupportedError(
                 f"{path}: GGUF version {version}, {' and '.join(map(str, VERSIONS))} are known",
@@ -215,6 +221,45 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
         entries = [cursor.tensor() for _ in range(count)]
         begin = _padded(file.tell())
     return Header(metadata=metadata, tensors=_placed(path, entries, begin=begin, size=size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
+    """Which of a model's files a file is.
+
+    Attributes:
+        number: from 1; None where the file does not say it.
+        count: how many files there are, 2 or more.
+    """
+
+    number: int | None
+    count: int
+
+    def __str__(self) -> str:
+        """Return it in words: `2 of 3`, or `one of 3`."""
+        return f"{'one' if self.number is None else self.number} of {self.count}"
+
+
+def part_of(metadata: Metadata, path: Path) -> ModelPart | None:
+    """Return which part of a model that was split a file is; None for a whole model.
+
+    Args:
+        metadata: of the file.
+        path: the file.
+
+    Raises:
+        InputError: a field that says so is no integer.
+    """
+    numbers = {}
+    for key in (_SPLIT_COUNT, _SPLIT_NUMBER):
+        kind, value = metadata.get(key, ("u16", None))
+        if value is not None and type(value) is not int:
+            raise InputError(f"{path}: {key} is {value!r} of kind {kind}, an integer is needed", _DAMAGED)
+        numbers[key] = value
+    count, number = numbers[_SPLIT_COUNT], numbers[_SPLIT_NUMBER]
+    if count is None or count < 2:
+        return None
+    return ModelPart(number=None if number is None else number + 1, count=count)
 
 
 def _placed(path: Path, entries: list[TensorInfo], *, begin: int, size: int) -> dict[str, TensorInfo]:

@@ -3,9 +3,10 @@
 Beside what `quantflow.formats.compressed_tensors` knows, files by llm-compressor have
 
 - `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the weights have;
-- `quantization_status` frozen, in releases before `compressed`;
-- `actorder` group: NAME.weight_g_idx int32 [I] has the group of each input, whose codes stand in the place of the input.
-  `decode` puts groups side by side and returns the order of inputs.
+- `quantization_status` frozen, in releases before `compressed`, or none, as vLLM reads them: the tensors say it;
+- `actorder` group, which is also called dynamic and true: NAME.weight_g_idx int32 [I] has the group of each input, whose
+  codes stand in the place of the input. `decode` puts groups side by side and returns the order of inputs. A linear of
+  several groups without it is refused: release 0.17 reads its groups as those of neighbours, release 0.20 no such folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow.core import affine, float8
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
-from quantflow.errors import SchemeError, UnsupportedError
+from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import Infos, order_of, stored_scales, tensor
+from quantflow.formats.weight_layout import Infos, order_of, require_same_scales, stored_scales, tensor
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -66,6 +68,11 @@ class CompressedTensorsLayout:
         if linear.order is not None:
             cause = f"{name}: its groups are of inputs that do not stand together, which no loader of the layout runs today"
             raise UnsupportedError(cause, "keep it in a layout with g_idx and desc_act")
+        if linear.weight.global_scale is not None:
+            local = affine.local_scales(linear.weight.scale, linear.weight.global_scale)
+            back = float8.widen(local) / linear.weight.global_scale
+            instead = "keep it in the layout that it has, or quantize the model here: its global scales are powers of two"
+            require_same_scales(f"{name}.weight_scale", linear.weight.scale, back, instead=instead)
         if linear.scheme.layout != "pack-quantized":
             return compressed_tensors.encode(name, linear)
         stored_scales(name, linear.weight.scale, scale_dtype)
@@ -93,12 +100,14 @@ class CompressedTensorsLayout:
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        del infos
+        words = _in_our_words(config)
         try:
-            found = compressed_tensors.schemes_from_config(_in_our_words(config), tuple(shapes))
+            found = compressed_tensors.schemes_from_config(words, tuple(shapes))
         except SchemeError as error:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
-        return {name: scheme for name, scheme in found.items() if scheme is not None}
+        schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+        _require_orders(config, words, schemes, shapes, infos)
+        return schemes
 
 
 def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,15 +121,53 @@ def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
         weights, layout = dict(group["weights"]), group.get("format") or config.get("format")
         if layout == "naive-quantized":
             layout = _NAIVE.get(str(weights.get("type", "int")))
-        if weights.get("actorder") == "group":
+        if _is_ordered(group):
             weights["actorder"] = None  # the tensors say it
         groups[label] = {**group, "weights": weights, "format": layout}
     status = config.get("quantization_status")
     return {
         **config,
         "config_groups": groups or found,
-        "quantization_status": "compressed" if status == "frozen" else status,
+        "quantization_status": "compressed" if status in (None, "frozen") else status,
     }
+
+
+def _is_ordered(group: Mapping[str, Any]) -> bool:
+    """Return whether a group of the configuration has groups of inputs that need not stand together."""
+    actorder = group["weights"].get("actorder")
+    return actorder is True or actorder in ("group", "dynamic")
+
+
+def _require_orders(
+    config: Mapping[str, Any],
+    words: Mapping[str, Any],
+    schemes: Mapping[str, LinearScheme],
+    shapes: Mapping[str, tuple[int, int]],
+    infos: Infos,
+) -> None:
+    """Refuse a linear of several ordered groups that does not say of which group each input is.
+
+    Args:
+        config: the configuration as it was written.
+        words: the same as `_in_our_words` has it.
+        schemes: of the quantized linears.
+        shapes: of all linears.
+        infos: headers of all tensors.
+
+    Raises:
+        InputError: naming the tensor that is missing.
+    """
+    ordered = {label for label, group in config["config_groups"].items() if _is_ordered(group)}
+    if not ordered:
+        return
+    for name, label in compressed_tensors.groups_of_linears(words, tuple(schemes)).items():
+        size, key = schemes[name].weights.group_size, f"{name}.weight_g_idx"
+        if label in ordered and size is not None and size < shapes[name][1] and key not in infos:
+            actorder = config["config_groups"][label]["weights"]["actorder"]
+            raise InputError(
+                f"{key}: missing, config.json says actorder {actorder}",
+                "download the folder again; or set actorder to null if its groups are of inputs that stand together",
+            )
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> CompressedTensorsLayout | None:

@@ -12,7 +12,7 @@ import torch
 
 from quantflow.artifact.torch_file import STORAGES, read_torch_header, write_torch_file
 from quantflow.core.dtypes import DTYPES
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.reading import bytes_of, read_tensor
 
 SHAPES = {"a.packed_weight": (3, 5), "b": (7,), "c": (), "d.x": (2, 0, 4), "e": (1, 1, 6)}
@@ -61,6 +61,19 @@ def test_what_torch_saves_of_a_module_is_read_views_and_transposes_too(tmp_path)
         assert torch.equal(read_tensor(tmp_path / "x.pt", headers[name]), tensor), name
     torch.save(module.state_dict(), tmp_path / "y.pt")  # it has _metadata beside its tensors
     assert read_torch_header(tmp_path / "y.pt").keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize("order", ["big", "middle", "little and more", ""])
+def test_numbers_in_another_order_of_bytes_are_refused(tmp_path, order):
+    torch.save({"a": torch.arange(4.0)}, tmp_path / "little.pt")
+    assert read_torch_header(tmp_path / "little.pt").keys() == {"a"}
+    with zipfile.ZipFile(tmp_path / "little.pt") as source, zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
+        orders = [name for name in source.namelist() if name.endswith("/byteorder")]
+        assert len(orders) == 1 and source.read(orders[0]) == b"little"
+        for name in source.namelist():
+            other.writestr(name, order if name in orders else source.read(name))
+    with pytest.raises(UnsupportedError, match=f"other.pt: byteorder is '{order[:16]}', little-endian files are read"):
+        read_torch_header(tmp_path / "other.pt")
 
 
 class Sings:

@@ -408,7 +408,7 @@ def test_order_of_columns_is_history_and_not_layout():
     [
         ({"quant_method": "gptq"}, r"quant_method is 'gptq'"),
         ({"quantization_status": "frozen"}, r"quantization_status is 'frozen'"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme is"),
+        ({"kv_cache_scheme": {"num_bits": 4}}, r"kv_cache_scheme is"),
         ({"format": "marlin-24"}, r"group_0: layout='marlin-24'"),
         ({"format": None}, r"group_0: layout=None"),
         ({"weights": {"strategy": "block"}}, r"group_0: strategy 'block'"),
@@ -431,6 +431,42 @@ def test_what_this_version_would_compute_wrongly_is_unsupported(changes, message
     config = config_of(group_0=group) | top
     with pytest.raises(UnsupportedError, match=message):
         compressed_tensors.schemes_from_config(config, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"), [({}, "tensor"), ({"group_size": -1}, "channel"), ({"group_size": 32}, "group")]
+)
+def test_a_strategy_that_is_not_given_is_inferred_from_the_group_size(words, strategy):
+    config = config_of(g={"format": "int-quantized", "weights": {"strategy": strategy, **words}})
+    told = compressed_tensors.schemes_from_config(config, ["a"])
+    weights = config["config_groups"]["g"]["weights"]
+    weights["strategy"] = None
+    assert compressed_tensors.schemes_from_config(config, ["a"]) == told
+    del weights["strategy"]
+    assert compressed_tensors.schemes_from_config(config, ["a"]) == told
+
+
+@pytest.mark.parametrize("words", [{"group_size": 0}, {"block_structure": [8, 8]}])
+def test_a_strategy_that_cannot_be_inferred_is_unsupported(words):
+    with pytest.raises(UnsupportedError, match="group_0: strategy None"):
+        compressed_tensors.schemes_from_config(config_of(group_0={"weights": {"strategy": None, **words}}), ["a"])
+
+
+def test_a_single_scale_may_have_the_shape_of_a_number():
+    found = preset("FP8")
+    weight = QTensor(qvalue=torch.ones(4, 8).to(torch.float8_e4m3fn), scale=torch.full((1, 1), 0.5), scheme=found.weights)
+    linear = QuantizedLinear(weight=weight, scheme=found, input_scale=torch.tensor([0.25]))
+    tensors = {key: tensor.squeeze() for key, tensor in compressed_tensors.encode("a", linear).items()}
+    assert tensors["a.weight_scale"].shape == tensors["a.input_scale"].shape == ()
+    read = compressed_tensors.decode("a", tensors, found)
+    assert torch.equal(read.dequantize(), linear.dequantize()) and torch.equal(read.input_scale, linear.input_scale)
+
+
+def test_blocks_that_do_not_divide_the_inputs_are_unsupported():
+    found = with_group_size(preset("FP8_BLOCK"), 96)
+    tensors = {"a.weight": torch.ones(128, 128).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(2, 2)}
+    with pytest.raises(UnsupportedError, match=r"^a\.weight: 128 input features, blocks of 96 do not divide them"):
+        compressed_tensors.decode("a", tensors, found)
 
 
 def test_a_config_without_groups_or_with_a_broken_pattern_is_damaged():

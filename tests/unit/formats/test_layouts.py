@@ -11,7 +11,7 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_float8, with_group_size
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
 from quantflow.formats.gptq.layout import GPTQLayout
@@ -38,6 +38,10 @@ def linear_of(found: LinearScheme, rows: int, columns: int, *, seed: int = 0, ze
     split[:, :zeros] = 0 if zero_point is None else zero_point[:, :zeros, None]
     scale[:, :zeros] = 1.0
     return QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights), scheme=found)
+
+
+def infos_of(*names: str) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(name=name, dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in names}
 
 
 def assert_same_bytes(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -89,6 +93,30 @@ def test_negative_scales_become_positive_beside_zero_points_and_no_value_changes
     assert (tensors["a.scales"] > 0).all()
     found = LAYOUTS["awq"].decode("a", tensors, scheme(4, 8, symmetric=False))
     assert torch.equal(found.dequantize(), weight.qvalue * weight.scale.repeat_interleave(8, 1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "awq", "version": "gemm", "zero_point": False},
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+    ],
+)
+def test_symmetric_awq_folders_of_autoround_have_scales_of_either_sign(config):
+    config = {**config, "bits": 4, "group_size": 8, "sym": True, "data_type": "int"}
+    linear = linear_of(scheme(4, 8, symmetric=True), 16, 32)
+    tensors = LAYOUTS["awq"].encode("a", linear, scale_dtype=torch.float16)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    tensors["a.scales"] = (tensors["a.scales"].T * signs.half()).T.contiguous()
+    infos = infos_of(*tensors)
+    layout = layout_of(config, infos)
+    found = layout.decode("a", tensors, layout.schemes(config, {"a": (16, 32)}, infos)["a"])
+    signed = linear.weight.scale * signs
+    assert torch.equal(found.dequantize(), linear.weight.qvalue * signed.repeat_interleave(8, 1))
+    assert torch.equal(found.weight.scale, signed.abs())
+    tensors["a.qzeros"][1, 0] = 0x11111111
+    with pytest.raises(InputError, match=r"^a\.scales: scale -[0-9.]+ beside zero point 1, "):
+        layout.decode("a", tensors, found.scheme)
 
 
 @settings(max_examples=80)
@@ -238,6 +266,25 @@ def test_float8_goes_to_the_fp8_layout_and_back(name):
     assert layout_of(config, info).schemes(config, {"a": (40, 32), "lm_head": (8, 32)}, info) == {"a": found}
 
 
+def fp8_schemes(**words) -> dict[str, LinearScheme]:
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], **words}
+    infos = {"a.weight": TensorInfo(name="a.weight", dtype="F8_E4M3", shape=(32, 64), offset=0, nbytes=2048)}
+    return layout_of(config, infos).schemes(config, {"a": (32, 64)}, infos)
+
+
+def test_fp8_folders_whose_inputs_have_scales_of_powers_of_two_are_refused():
+    with pytest.raises(UnsupportedError, match=r"config\.json: scale_fmt 'ue8m0': scales of inputs are rounded up to powers"):
+        fp8_schemes(scale_fmt="ue8m0")
+    assert fp8_schemes(scale_fmt="float") == fp8_schemes(scale_fmt=None) == fp8_schemes()
+
+
+def test_the_weights_of_an_fp8_folder_are_e4m3fn_by_any_of_its_names():
+    for fmt in ("e4m3", "float8_e4m3fn", "float8_e4m3"):
+        assert fp8_schemes(fmt=fmt) == fp8_schemes()
+    with pytest.raises(UnsupportedError, match="fmt 'float8_e5m2', e4m3, float8_e4m3fn, float8_e4m3 are known"):
+        fp8_schemes(fmt="float8_e5m2")
+
+
 @pytest.mark.parametrize("shape", [(32, 64), (96, 192)])
 def test_inputs_that_do_not_stand_beside_their_group_come_in_their_order(shape):
     rows, columns = shape
@@ -280,6 +327,13 @@ def test_a_scheme_that_a_layout_cannot_hold_has_a_reason(name):
     wrong = preset("W8A8") if name == "fp8" else preset("FP8_DYNAMIC")
     assert "scheme" in str(LAYOUTS[name].why_not(wrong, (128, 128)))
     assert "scheme" in str(LAYOUTS[name].why_not(preset("W8A8"), (128, 128)))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "compressed-tensors"])  # whose manifest says it
+@pytest.mark.parametrize("flavour", ["gaudi2", "e5m2", "e4m3fnuz"])
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_a_flavour_of_float8_that_a_reader_would_not_know_has_a_reason(layout, flavour, name):
+    assert LAYOUTS[layout].why_not(with_float8(preset(name), flavour), (128, 128)) is not None
 
 
 def test_groups_that_do_not_stand_together_are_refused_where_a_layout_has_no_words_for_them():
@@ -332,6 +386,46 @@ def test_a_wrong_g_idx_is_refused(change, said):
     tensors, found = damaged("gptq", "a.g_idx", change)
     with pytest.raises(InputError, match=said):
         LAYOUTS["gptq"].decode("a", tensors, found)
+
+
+@pytest.mark.parametrize("others", [(), ("b.g_idx",)])
+def test_with_desc_act_a_linear_of_several_groups_has_a_g_idx(others):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
+    infos, shapes = infos_of("a.qweight", "b.qweight", *others), {"b": (32, 32), "a": (32, 64)}
+    with pytest.raises(InputError, match=r"^a\.g_idx: missing, config\.json says desc_act true"):
+        layout_of(config, infos).schemes(config, shapes, infos)
+    there = infos | infos_of("a.g_idx")
+    assert set(layout_of(config, there).schemes(config, shapes, there)) == {"a", "b"}
+    config["desc_act"] = False
+    assert set(layout_of(config, infos).schemes(config, shapes, infos)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("word", ["group", "dynamic", True])
+@pytest.mark.parametrize("others", [(), ("b.weight_g_idx",)])
+def test_with_actorder_group_a_linear_of_several_groups_has_a_weight_g_idx(word, others):
+    plain = scheme(4, 32, symmetric=True)
+    config = LAYOUTS["compressed-tensors"].quantization_config(
+        {"a": plain, "c": scheme(8, 32, symmetric=True)}, ignore=[], model_type="llama"
+    )
+    first = config["config_groups"]["group_0"]
+    first["targets"].append("b")
+    first["weights"]["actorder"] = word
+    infos, shapes = infos_of(*others), {"a": (32, 64), "b": (32, 32), "c": (32, 64)}
+    with pytest.raises(InputError, match=rf"^a\.weight_g_idx: missing, config\.json says actorder {word}"):
+        layout_of(config, infos).schemes(config, shapes, infos)
+    there = infos | infos_of("a.weight_g_idx")
+    assert layout_of(config, there).schemes(config, shapes, there)["a"] == plain
+    first["weights"]["actorder"] = "weight"
+    assert layout_of(config, infos).schemes(config, shapes, infos)["a"] == plain
+
+
+@pytest.mark.parametrize("status", [None, "frozen", "compressed"])
+def test_compressed_tensors_folders_need_not_say_that_they_are_compressed(status):
+    plain = scheme(4, 32, symmetric=True)
+    config = LAYOUTS["compressed-tensors"].quantization_config({"a": plain}, ignore=[], model_type="llama")
+    del config["quantization_status"]
+    config |= {} if status is None else {"quantization_status": status}
+    assert layout_of(config, {}).schemes(config, {"a": (32, 64)}, {}) == {"a": plain}
 
 
 def test_zero_points_that_contradict_the_configuration_are_refused():

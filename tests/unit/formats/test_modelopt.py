@@ -1,5 +1,6 @@
 """ModelOpt's layout: its tensors by its formulas, there and back, what would change, and damaged folders."""
 
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -69,6 +70,42 @@ def test_tensors_hold_the_values_by_its_formulas_and_come_back_with_every_byte(n
         assert torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)), key
 
 
+def test_a_group_whose_scale_is_zero_is_one_of_zeros():
+    linear = made("NVFP4A16")
+    tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float32)
+    codes = tensors["a.weight_scale"].view(torch.uint8)
+    codes[3, 1], codes[7, 0] = 0x00, 0x80  # both signs of zero
+    assert tensors["a.weight"][3, 8:16].any() and tensors["a.weight"][7, :8].any()
+    read = LAYOUT.decode("a", tensors, linear.scheme)
+    expected = linear.weight.dequantize()
+    expected[3, 16:32] = 0
+    expected[7, :16] = 0
+    assert torch.equal(read.dequantize(), expected) and torch.equal(read.dequantize(), torch.from_numpy(values(tensors)))
+    again = LAYOUT.encode("a", read, scale_dtype=torch.float32)
+    assert not again["a.weight"][3, 8:16].any() and float(again["a.weight_scale"][3, 1]) == 1.0
+    assert torch.equal(LAYOUT.decode("a", again, linear.scheme).dequantize(), expected)
+
+
+def test_scales_that_the_other_layout_of_nvfp4_would_change_are_refused_with_the_first_of_them():
+    linear = made("NVFP4A16")
+    theirs, ours = LAYOUTS["compressed-tensors"], LAYOUT
+    multiplied = ours.encode("a", linear, scale_dtype=torch.float32)
+    multiplied["a.weight_scale_2"] *= 0.7318
+    divided = theirs.encode("a", linear, scale_dtype=torch.float32)
+    divided["a.weight_global_scale"] = torch.tensor([1234.567])
+    for source, tensors, layout in ((ours, multiplied, theirs), (theirs, divided, ours)):
+        read = source.decode("a", tensors, linear.scheme)
+        said = r"^a\.weight_scale: (\d+) of 144 scales would change, the first \(row (\d+), group (\d+)\) from (\S+) to (\S+)$"
+        with pytest.raises(UnsupportedError) as refused:
+            layout.encode("a", read, scale_dtype=torch.float32)
+        found = re.match(said, refused.value.cause)
+        assert found is not None, refused.value.cause
+        row, group = int(found[2]), int(found[3])
+        before, after = float(found[4]), float(found[5])
+        assert before == read.weight.scale[row, group].item() and 0 < abs(before - after) < 1e-6 * before
+        source.encode("a", read, scale_dtype=torch.float32)  # its own layout holds them
+
+
 def test_the_numbers_of_an_nvfp4_linear_are_the_inverses_of_global_scales():
     linear = made("NVFP4")
     tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float32)
@@ -127,7 +164,7 @@ def test_a_global_scale_whose_inverse_is_another_number_is_refused_with_both():
     assert np.float32(1) / (np.float32(1) / np.float32(13)) != 13  # float32 has no inverse of it
     scale = linear.weight.scale * linear.weight.global_scale / 13
     weight = replace(linear.weight, scale=scale, global_scale=torch.tensor([13.0]))
-    with pytest.raises(UnsupportedError, match=r"a\.weight_scale_2: 1 of 1 scales would change, .* 13\.0 to 12\.99"):
+    with pytest.raises(UnsupportedError, match=r"a\.weight_scale_2: the scale would change from 13\.0 to 12\.99"):
         LAYOUT.encode("a", replace(linear, weight=weight), scale_dtype=torch.float32)
 
 

@@ -201,6 +201,7 @@ def test_rotations_and_windows_come_along(exported, tmp_path):
         ({"llama.rope.scaling.type": ("string", "longrope")}, "rope.scaling.type 'longrope'"),
         ({"llama.attention.value_length": ("u32", 8)}, "keys of 16 features and values of 8"),
         ({"split.count": ("u16", 3)}, "one of 3 files"),
+        ({"split.count": ("u16", 3), "split.no": ("u16", 1)}, "2 of 3 files"),
         ({"tokenizer.ggml.pre": ("string", "deepseek-llm")}, "tokenizer.ggml.pre 'deepseek-llm', known are gpt-2"),
         ({"tokenizer.ggml.model": ("string", "bert")}, "tokenizer.ggml.model 'bert'"),
     ],
@@ -216,6 +217,7 @@ def test_what_is_not_understood_is_refused_by_name(exported, tmp_path, fields, s
     ("fields", "said"),
     [
         ({"llama.embedding_length": None}, "embedding_length is None"),
+        ({"split.count": ("string", "3")}, "split.count is '3' of kind string, an integer is needed"),
         ({"llama.block_count": ("u32", 3)}, "model.layers.2.input_layernorm.weight: not in the checkpoint"),
         ({"llama.feed_forward_length": ("u32", 64)}, r"gate_proj.weight: \[128, 64\] in the checkpoint, .* \[64, 64\]"),
         ({"tokenizer.ggml.tokens": None}, "no field tokenizer.ggml.tokens"),

@@ -187,6 +187,22 @@ def test_damage_is_named(tmp_path, at, new, kind, said):
         gguf.read_header(changed(write(tmp_path / "f"), at, new))
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_big_endian_file_is_called_so(tmp_path, version):
+    with pytest.raises(UnsupportedError, match="the file is big-endian, little-endian ones are read"):
+        gguf.read_header(changed(write(tmp_path / "f"), 4, struct.pack(">I", version)))
+
+
+def test_a_file_says_which_part_of_a_model_it_is():
+    path = Path("f")
+    assert gguf.part_of({}, path) is None and gguf.part_of({"split.count": ("u16", 1), "split.no": ("u16", 0)}, path) is None
+    assert str(gguf.part_of({"split.count": ("u16", 3), "split.no": ("u16", 1)}, path)) == "2 of 3"
+    assert str(gguf.part_of({"split.count": ("i32", 3)}, path)) == "one of 3"
+    for fields in ({"split.count": ("string", "3")}, {"split.count": ("u16", 3), "split.no": ("[u16]", [1])}):
+        with pytest.raises(InputError, match=r"f: split\.(count|no) is .*, an integer is needed"):
+            gguf.part_of(fields, path)
+
+
 def test_a_name_that_stands_twice_another_alignment_and_a_longer_file_are_refused(tmp_path):
     twice = write(tmp_path / "twice", {"n": ("u8", 1), "m": ("u8", 1)}, {})
     at = twice.read_bytes().index(b"m\x00")
