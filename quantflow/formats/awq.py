@@ -27,6 +27,7 @@ from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
     AUTO_ROUND,
+    SAME_NAMES,
     Infos,
     checked,
     flag,
@@ -124,10 +125,15 @@ class AWQLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         return {
             "quant_method": METHOD,

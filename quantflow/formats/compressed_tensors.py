@@ -462,7 +462,7 @@ def quantization_config(
 def _with_aliases(names: Sequence[str], model_type: str, modules: Mapping[str, str]) -> list[str]:
     """Return source names, and after them those by which loaders know some of them too."""
     known = [modules.get(name) or _MODULE_NAMES.get((model_type, name)) for name in names]
-    return [*names, *(name for name in known if name is not None)]
+    return list(dict.fromkeys([*names, *(name for name in known if name is not None)]))
 
 
 class _Arguments(TypedDict, total=False):

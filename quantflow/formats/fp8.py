@@ -24,6 +24,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     matrix,
@@ -117,10 +118,15 @@ class FP8Layout:
         return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         first = only_scheme(schemes, NAME)
         size = first.weights.group_size
         return {

@@ -32,6 +32,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     integers,
@@ -148,10 +149,15 @@ class IPEXLayout:
         return None if torch.equal(order, torch.arange(columns)) else order
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return an empty table: config.json says nothing.  See `WeightLayout.quantization_config`."""
-        del ignore, model_type
+        del ignore, model_type, modules
         only_scheme(schemes, NAME)
         return {}
 

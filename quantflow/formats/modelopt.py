@@ -27,6 +27,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     matrix,
@@ -143,10 +144,15 @@ class ModelOptLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         first = only_scheme(schemes, NAME)
         words: dict[str, Any] = {"dynamic": False, "num_bits": first.weights.num_bits, "type": "float"}
         if first.weights.group_size is not None:

@@ -36,6 +36,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     flag,
@@ -180,10 +181,15 @@ class GPTQLayout:
         return stored + self.stored_less
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         head = [name for name in schemes if name in ("lm_head", "embed_out")]
         return {

@@ -19,7 +19,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import Infos, order_of, stored_scales, tensor
+from quantflow.formats.weight_layout import SAME_NAMES, Infos, order_of, stored_scales, tensor
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -84,10 +84,15 @@ class CompressedTensorsLayout:
         return replace(linear, weight=replace(weight, qvalue=weight.qvalue[:, order].contiguous()), order=order)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type)
+        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type, modules=modules)
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos

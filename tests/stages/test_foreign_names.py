@@ -1,0 +1,81 @@
+"""Folders of other programs whose linears have several names, or none in the files: tied heads, what reads images, GPT-NeoX."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from quantflow.core.scheme import named
+from quantflow.formats.weight_layout import integers
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "pad_token_id": 1}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 16, "patch_size": 8, "projection_dim": 32}
+MODELS = {
+    "tied llama": lambda: CONFIG_MAPPING["llama"](**SIZES, intermediate_size=128, tie_word_embeddings=True),
+    "opt": lambda: CONFIG_MAPPING["opt"](**SIZES, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False),
+    "gpt_neox": lambda: CONFIG_MAPPING["gpt_neox"](**SIZES, intermediate_size=128),
+    "llava": lambda: CONFIG_MAPPING["llava"](
+        text_config={**SIZES, "intermediate_size": 128, "model_type": "llama"},
+        vision_config={**VISION, "model_type": "clip_vision_model"},
+        image_token_index=95,
+    ),
+}
+LEFT = {  # what loaders may call the linears that are not quantized
+    "tied llama": {"lm_head"},
+    "opt": {"model.decoder.project_in", "model.decoder.project_out", "lm_head"},
+    "gpt_neox": {"embed_out", "lm_head"},
+    "llava": {"language_model.lm_head", "lm_head", "model.multi_modal_projector.linear_1", "multi_modal_projector.linear_1"},
+}
+SYMMETRIC = named(integers(4, 32, symmetric=True, where="a test"), None, "pack-quantized")
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+def kind_of(name):
+    return AutoModelForImageTextToText if name == "llava" else AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a small random model, made on first use."""
+    made = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            torch.manual_seed(0)
+            made[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
+            kind_of(name).from_config(MODELS[name]()).to(torch.float16).save_pretrained(made[name])
+        return made[name]
+
+    return make
+
+
+def words_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def logits(name: str, folder: Path) -> torch.Tensor:
+    loaded, report = kind_of(name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        return loaded.eval()(input_ids=torch.arange(2, 18)[None]).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_stock_transformers_loads_what_a_gptq_folder_becomes(model, tmp_path, write_foreign, name):
+    write_foreign(tmp_path / "gptq", model(name), "gptq", SYMMETRIC)
+    for made in ("compressed-tensors", "dequantized", "awq"):
+        assert run("export", tmp_path / "gptq", "-o", tmp_path / made, "--format", made, "-q") == 0
+    expected, found = (logits(name, tmp_path / made) for made in ("dequantized", "compressed-tensors"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * float(expected.abs().max()))  # its weights are in bfloat16
+    left = set(words_of(tmp_path / "compressed-tensors")["ignore"])
+    assert left == set(words_of(tmp_path / "awq")["modules_to_not_convert"])
+    assert LEFT[name] <= left if name == "llava" else LEFT[name] == left
