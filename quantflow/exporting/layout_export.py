@@ -229,7 +229,9 @@ class _Conversion:
         artifact, known = self.artifact, dict(self.artifact.checkpoint.config)
         schemes = {name: placement.scheme for name, placement in artifact.linears.items()}
         graph = graph_for(artifact.config)
-        modules, left = module_names(graph), left_alone(graph, schemes, names=artifact.names)
+        modules = module_names(graph) | dict(artifact.modules)
+        quantized = {*schemes, *(modules.get(name, name) for name in schemes)}
+        left = left_alone(graph, quantized, names=artifact.names)
         known["quantization_config"] = self.layout.quantization_config(
             schemes,
             ignore=list(dict.fromkeys([*left, *(modules[name] for name in left if name in modules)])),

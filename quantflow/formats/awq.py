@@ -145,9 +145,14 @@ class AWQLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
         flag(config, "zero_point", default=True)
         if bits != _BITS:

@@ -525,7 +525,11 @@ class _QuantizationConfig(TypedDict, total=False):
 
 
 def schemes_from_config(
-    config: Mapping[str, Any], linears: Sequence[str], *, flavour: str = "e4m3fn"
+    config: Mapping[str, Any],
+    linears: Sequence[str],
+    *,
+    flavour: str = "e4m3fn",
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, LinearScheme | None]:
     """Return the scheme of every linear, None for those that are not quantized.
 
@@ -535,6 +539,7 @@ def schemes_from_config(
         config: the `quantization_config` of config.json.
         linears: the source names of all linears of the model.
         flavour: of float8 schemes; the config has no word for it, quantflow's manifest does.
+        modules: source name -> what the model in memory calls a linear, where that differs; targets and ignore may mean either.
 
     Raises:
         UnsupportedError: a method, strategy, format or option that this version does not know.
@@ -562,13 +567,15 @@ def schemes_from_config(
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
     for name in linears:
-        matches = [target for target, means in wide_targets.items() if means(name)]
-        matches += [name] if name in by_target else []
-        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
+        names = dict.fromkeys((name, modules.get(name, name)))
+        matches = [target for target, means in wide_targets.items() if any(map(means, names))]
+        matches += [each for each in names if each in by_target]
+        ignored = not ignore.isdisjoint(names) or any(means(each) for means in wide_ignore.values() for each in names)
         found = None if ignored or not matches else by_target[min(matches, key=_specificity)]
-        if name in rotations and found is None:
+        rotation = next((rotations[each] for each in names if each in rotations), None)
+        if rotation is not None and found is None:
             raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
-        resolved[name] = replace(found, rotation=rotations[name]) if found is not None and name in rotations else found
+        resolved[name] = replace(found, rotation=rotation) if found is not None and rotation is not None else found
     return resolved
 
 

@@ -138,9 +138,14 @@ class FP8Layout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         activation, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
         if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
             cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"

@@ -168,9 +168,14 @@ class ModelOptLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         words = config.get("quantization", config)
         algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
         scheme = _SCHEMES.get(algorithm)

@@ -108,10 +108,14 @@ class MXFP4Layout:
         return {"quant_method": METHOD, "modules_to_not_convert": list(_PLAIN)}
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        del config
+        del config, modules
         return {name: _SCHEME for name in shapes if f"{name}.weight{_BLOCKS}" in infos}
 
 

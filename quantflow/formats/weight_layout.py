@@ -95,7 +95,11 @@ class WeightLayout(TensorLayout, Protocol):
         """
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear.
 
@@ -103,6 +107,7 @@ class WeightLayout(TensorLayout, Protocol):
             config: the `quantization_config` of config.json.
             shapes: source name -> (O, I) of all linears of the model.
             infos: headers of all tensors.
+            modules: source name -> what the model calls a linear, where that differs; a configuration may mean either.
 
         Raises:
             UnsupportedError: a bit width, group size or option that this version does not know.

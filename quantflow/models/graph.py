@@ -20,6 +20,8 @@ from quantflow.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from quantflow.models.carried import Carried
 
+HEAD = "lm_head"  # how transformers calls what makes logits, whatever a checkpoint does
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearGroup:
@@ -111,7 +113,7 @@ class Family:
     mixture: Mixture | None = None
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
-    head_place: str = "lm_head"
+    head_place: str = HEAD
     residual: Residual | None = None
     discovered: bool = False
     tuple_of: int = 0

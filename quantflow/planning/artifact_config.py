@@ -42,14 +42,15 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
 
     Args:
         graph: the model's linears.
-        quantized: source names of those that are quantized.
+        quantized: those that are quantized: source names, or all their names where a folder's may not be the graph's.
         names: the tensors of the folder.
     """
-    left = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in quantized]
-    heads = list(_HEADS)
+    modules, heads = module_names(graph), list(_HEADS)
+    inside = [*graph.linears, *graph.routers, *graph.idle]
     if graph.family.discovered:
-        left += [name for name in graph.others if name not in quantized]
+        inside += graph.others
         heads += [graph.family.head]
+    left = [name for name in inside if name not in quantized and modules.get(name, name) not in quantized]
     if not any(head in quantized for head in heads):
         stored = {name.rpartition(".")[0] for name in names}  # a bias alone, where the head is the embedding
         left += [name for name in dict.fromkeys(heads) if name in stored] or [graph.family.head_place]

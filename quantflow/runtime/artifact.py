@@ -8,7 +8,7 @@ decides that from the headers; values are checked when they are read. What does 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -78,6 +78,7 @@ class Artifact:
         caches: source names of the attentions whose keys and values have scales, in order of the layers, and how many heads
             each keeps; none where they are kept as they are.
         linears: source name of each quantized linear -> what is known of it.
+        modules: source name of a linear, quantized or not -> what transformers' model calls it, where that differs.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
         linears_device: where the quantized ones are put; None is `device`. Layers that run one by one on a device are given it,
@@ -96,6 +97,7 @@ class Artifact:
     device: torch.device
     kv_cache: TensorScheme | None = None
     layout: TensorLayout = compressed_tensors
+    modules: Mapping[str, str] = field(default_factory=dict)
     linears_device: torch.device | None = None
 
     @functools.cached_property
@@ -259,8 +261,8 @@ def open_artifact(
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
 
-    def schemes(shapes: Shapes) -> dict[str, LinearScheme]:
-        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour)
+    def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
+        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour, modules=modules)
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     cache = compressed_tensors.kv_scheme_from_config(table)
@@ -287,7 +289,10 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     if table.get("quant_method") == compressed_tensors.NAME:
         cache = compressed_tensors.kv_scheme_from_config(table)
     told = _Quantization(
-        layout=layout, cache=cache, schemes=lambda shapes: layout.schemes(table, shapes, infos), reordered=layout.reordered
+        layout=layout,
+        cache=cache,
+        schemes=lambda shapes, modules: layout.schemes(table, shapes, infos, modules),
+        reordered=layout.reordered,
     )
     try:
         found = _compared(checkpoint, told)
@@ -334,6 +339,7 @@ def _placed(
         device=device,
         kv_cache=told.cache,
         layout=told.layout,
+        modules=found.modules,
     )
 
 
@@ -443,11 +449,12 @@ class _Found:
     Attributes:
         schemes: source name of each quantized linear -> how it is stored.
         shapes: its (out_features, in_features).
-        names, head, caches: as in `Artifact`.
+        modules, names, head, caches: as in `Artifact`.
     """
 
     schemes: dict[str, LinearScheme]
     shapes: dict[str, tuple[int, int]]
+    modules: dict[str, str]
     names: tuple[str, ...]
     head: str
     caches: dict[str, int]
@@ -460,13 +467,14 @@ class _Quantization:
     Attributes:
         layout: of the quantized linears.
         cache: how keys and values are kept; None is as they are.
-        schemes: (source name -> (O, I) of every linear) -> source name -> scheme of every quantized one.
+        schemes: source name -> (O, I) of every linear, and source name -> what the model calls it where that differs
+            -> source name -> scheme of every quantized one.
         reordered: whether columns of a weight may stand in another order than its inputs.
     """
 
     layout: TensorLayout
     cache: TensorScheme | None
-    schemes: Callable[[Shapes], dict[str, LinearScheme]]
+    schemes: Callable[[Shapes, Mapping[str, str]], dict[str, LinearScheme]]
     reordered: bool = False
 
 
@@ -506,15 +514,16 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     shapes, schemes, caches = layout.linears(owners), dict[str, LinearScheme](), dict[str, int]()
+    modules = {name: module for name in shapes if (module := layout.module(name)) != name}
     claimed: set[str] = set()
     if quantization is not None:
-        schemes = quantization.schemes(shapes)
+        schemes = quantization.schemes(shapes, modules)
         caches = {} if quantization.cache is None else layout.caches()
         claimed = _claimed(quantization.layout, schemes, caches)
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
-    return _Found(schemes=schemes, shapes=shapes, names=parameters, head=bound.head, caches=caches)
+    return _Found(schemes=schemes, shapes=shapes, modules=modules, names=parameters, head=bound.head, caches=caches)
 
 
 def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantflow.core.scheme import named
 from quantflow.formats.weight_layout import integers
+from quantflow.runtime.artifact import open_folder
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -79,3 +81,55 @@ def test_stock_transformers_loads_what_a_gptq_folder_becomes(model, tmp_path, wr
     left = set(words_of(tmp_path / "compressed-tensors")["ignore"])
     assert left == set(words_of(tmp_path / "awq")["modules_to_not_convert"])
     assert LEFT[name] <= left if name == "llava" else LEFT[name] == left
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_folder_whose_tensors_have_the_names_of_modules_keeps_its_linears_quantized(model, tmp_path, write_foreign):
+    """llava's checkpoints and its modules have different names; either is loaded."""
+    write_foreign(tmp_path / "gptq", model("llava"), "gptq", SYMMETRIC)
+    names = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}
+    tensors = load_file(tmp_path / "gptq" / "model.safetensors")
+    for old, new in names.items():
+        tensors = {new + key.removeprefix(old) if key.startswith(old) else key: value for key, value in tensors.items()}
+    save_file(tensors, tmp_path / "gptq" / "model.safetensors", metadata={"format": "pt"})
+    for made in ("compressed-tensors", "dequantized"):
+        assert run("export", tmp_path / "gptq", "-o", tmp_path / made, "--format", made, "-q") == 0
+    assert not [name for name in words_of(tmp_path / "compressed-tensors")["ignore"] if ".layers.0.mlp.up_proj" in name]
+    expected, found = (logits("llava", tmp_path / made) for made in ("dequantized", "compressed-tensors"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * float(expected.abs().max()))
+
+
+def with_words(folder: Path, **words) -> None:
+    told = json.loads((folder / "config.json").read_text())
+    told["quantization_config"] |= words
+    (folder / "config.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("name", "ignore"),
+    [
+        ("gpt_neox", ["lm_head"]),
+        ("gpt_neox", ["embed_out"]),
+        ("gpt_neox", ["re:.*lm_head"]),
+        ("llava", ["re:.*vision_tower.*", "re:.*multi_modal_projector.*", "lm_head"]),
+        ("llava", ["re:^vision_tower.*", "re:^multi_modal_projector.*", "language_model.lm_head"]),
+    ],
+)
+def test_compressed_tensors_means_a_linear_by_its_tensors_or_its_module(model, tmp_path, write_foreign, name, ignore):
+    folder = tmp_path / "f"
+    weights = write_foreign(folder, model(name), "compressed-tensors", SYMMETRIC)
+    with_words(folder, ignore=ignore)
+    opened = open_folder(folder)
+    assert {f"{linear}.weight" for linear in opened.linears} == weights.keys()
+
+
+def test_a_group_means_a_linear_by_its_tensors_or_its_module(model, tmp_path, write_foreign):
+    folder = tmp_path / "f"
+    write_foreign(folder, model("llava"), "compressed-tensors", SYMMETRIC)
+    told = words_of(folder)["config_groups"]["group_0"]
+    place = "model.language_model.layers.0"
+    first, others = [f"{place}.mlp.up_proj"], [f"re:{place}.*(gate|down|q|k|v|o)_proj"]
+    with_words(folder, config_groups={"a": told | {"targets": first}, "b": told | {"targets": others}}, ignore=[])
+    opened = open_folder(folder)
+    assert len(opened.linears) == 7 and "language_model.model.layers.0.mlp.up_proj" in opened.linears
+    assert opened.modules["language_model.model.layers.0.mlp.up_proj"] == first[0]

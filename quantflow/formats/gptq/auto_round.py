@@ -108,10 +108,14 @@ class AutoRoundLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        return GPTQLayout(stored_less=0).schemes(config, shapes, infos)
+        return GPTQLayout(stored_less=0).schemes(config, shapes, infos, modules)
 
     def _tensors(self, scheme: LinearScheme) -> GPTQLayout:
         packing = self.packing or _packing(scheme.weights)

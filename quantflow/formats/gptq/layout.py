@@ -206,7 +206,11 @@ class GPTQLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
@@ -219,7 +223,8 @@ class GPTQLayout:
         for name in shapes:
             if f"{name}.qweight" not in infos:
                 continue
-            rule = {**base, **_rule(config, patterns, name)}
+            told = _rule(config, patterns, name) or _rule(config, patterns, modules.get(name, name))
+            rule = {**base, **told}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
             found[name] = named(weights, None, "pack-quantized")
         return found

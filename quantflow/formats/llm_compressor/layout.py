@@ -95,12 +95,16 @@ class CompressedTensorsLayout:
         return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type, modules=modules)
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         del infos
         try:
-            found = compressed_tensors.schemes_from_config(_in_our_words(config), tuple(shapes))
+            found = compressed_tensors.schemes_from_config(_in_our_words(config), tuple(shapes), modules=modules)
         except SchemeError as error:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
         return {name: scheme for name, scheme in found.items() if scheme is not None}
