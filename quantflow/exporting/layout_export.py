@@ -31,7 +31,7 @@ from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
-from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED
+from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_READS
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
@@ -121,6 +121,10 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
             require_headers(folder, specs)
             conversion.require_same(folder, progress)
     progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")
+    if job.format in WHO_READS:
+        said = WHO_READS[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
+        if said is not None:
+            progress.say(f"export {job.output.name}: {said}")
     return job.output
 
 

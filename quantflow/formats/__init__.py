@@ -38,6 +38,8 @@ BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] 
 )
 # Layouts whose weights are one file of torch.save -> its name, from the schemes of the linears.
 PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
+# Layouts that some programs of the same method do not read -> a sentence that says so, from the schemes of the linears.
+WHO_READS: Mapping[str, Callable[[Mapping[str, LinearScheme]], str | None]] = MappingProxyType({fp8.NAME: fp8.who_reads})
 # Layouts with tensors that hold several linears -> these tensors, from the shapes of the linears.
 STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitTensor]]] = MappingProxyType(
     {mxfp4.NAME: mxfp4.stacks}
