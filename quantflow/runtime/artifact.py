@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, low_precision_file, open_checkpoint, refuse_quantized
+from quantflow.artifact.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    is_of_text,
+    low_precision_file,
+    open_checkpoint,
+    quantization_in,
+    refuse_quantized,
+)
 from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose, reference
@@ -282,16 +290,23 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     """
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{checkpoint.folder / CONFIG}: quantization_config is no table", "download the folder again")
+        raise InputError(f"{checkpoint.folder}/{checkpoint.quantized_by} is no table", "download the folder again")
     checkpoint = checkpoint.in_parts(split_of(table, checkpoint.infos))
     layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
     cache = None
     if table.get("quant_method") == compressed_tensors.NAME:
         cache = compressed_tensors.kv_scheme_from_config(table)
+    marked = {owner for owner, _, leaf in (name.rpartition(".") for name in infos) if leaf not in ("weight", "bias")}
+
+    def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
+        if is_of_text(checkpoint):  # its words, such as the class Linear, mean no linear beside the language model
+            shapes = {name: shape for name, shape in shapes.items() if name in marked}
+        return layout.schemes(table, shapes, infos, modules)
+
     told = _Quantization(
         layout=layout,
         cache=cache,
-        schemes=lambda shapes, modules: layout.schemes(table, shapes, infos, modules),
+        schemes=schemes,
         reordered=layout.reordered,
     )
     try:
@@ -434,12 +449,14 @@ def is_artifact(folder: str | Path) -> bool:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Return whether a folder is a model that is not quantized: no manifest, config.json or file of weights says otherwise."""
+    """Return whether a folder is a model that is not quantized: nothing in it says otherwise."""
     config = Path(folder) / CONFIG
     if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
         return False
     found = read_json(config)
-    return isinstance(found, dict) and found.get("quantization_config") is None and low_precision_file(Path(folder)) is None
+    if not isinstance(found, dict):
+        return False
+    return not quantization_in(Path(folder), found)[1] and low_precision_file(Path(folder)) is None
 
 
 @dataclass(frozen=True, kw_only=True)

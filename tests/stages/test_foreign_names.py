@@ -1,4 +1,4 @@
-"""Folders of other programs whose linears have several names, or none in the files: tied heads, what reads images, GPT-NeoX."""
+"""Folders of other programs: linears of several names, or none in the files; configurations that stand in other places."""
 
 import json
 from pathlib import Path
@@ -133,3 +133,57 @@ def test_a_group_means_a_linear_by_its_tensors_or_its_module(model, tmp_path, wr
     opened = open_folder(folder)
     assert len(opened.linears) == 7 and "language_model.model.layers.0.mlp.up_proj" in opened.linears
     assert opened.modules["language_model.model.layers.0.mlp.up_proj"] == first[0]
+
+
+OTHER_PLACES = {
+    "quantize_config.json": ("tied llama", "gptq", ("bits", "group_size", "sym", "desc_act")),
+    "quant_config.json": ("tied llama", "awq", ("zero_point", "group_size", "bits", "version")),
+    "config.json: compression_config": ("tied llama", "compressed-tensors", None),
+    "config.json: text_config.quantization_config": ("llava", "compressed-tensors", None),
+}
+
+
+@pytest.mark.parametrize("place", OTHER_PLACES)
+def test_a_configuration_is_read_from_where_older_programs_and_wrapped_models_have_it(
+    model, tmp_path, write_foreign, capsys, place
+):
+    name, layout, keys = OTHER_PLACES[place]
+    scheme, folder = named(integers(4, 32, symmetric=layout != "awq", where="a test"), None, "pack-quantized"), tmp_path / "f"
+    weights = write_foreign(folder, model(name), layout, scheme)
+    told = json.loads((folder / "config.json").read_text())
+    words = told.pop("quantization_config")
+    if keys is not None:
+        (folder / place).write_text(json.dumps({key: words[key] for key in keys}))
+    elif name == "llava":
+        told["text_config"]["quantization_config"] = words | {"ignore": ["language_model.lm_head"]}
+    else:
+        told["compression_config"] = words
+    (folder / "config.json").write_text(json.dumps(told))
+    capsys.readouterr()
+    assert run("inspect", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["configuration"], found["format"], found["runs"]) == (place, layout, None)
+    assert run("inspect", folder) == 0 and place in capsys.readouterr().out
+    opened = open_folder(folder)
+    assert {f"{linear}.weight" for linear in opened.linears} == weights.keys()
+    assert all(torch.equal(opened.decode(key.removesuffix(".weight")).dequantize(), weights[key]) for key in weights)
+    assert run("quantize", folder, "-o", tmp_path / "q", "--scheme", "W8A16", "-q") == 3
+    assert f"{place} says the model is quantized already" in capsys.readouterr().err
+    assert run("export", folder, "-o", tmp_path / "made", "--format", "gptq_v2", "-q") == 0
+    made = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert made.keys() - {"quantization_config"} == told.keys() - {"compression_config"}
+    assert "quantization_config" not in made.get("text_config", {}) and not (tmp_path / "made" / place).exists()
+    assert made["quantization_config"]["quant_method"] == "gptq"
+
+
+def test_a_configuration_of_marlins_tiles_is_refused_by_its_name(model, tmp_path, write_foreign, capsys):
+    write_foreign(tmp_path / "f", model("tied llama"), "gptq", SYMMETRIC)
+    told = json.loads((tmp_path / "f" / "config.json").read_text())
+    words = told.pop("quantization_config")
+    (tmp_path / "f" / "config.json").write_text(json.dumps(told))
+    words = {key: words[key] for key in ("bits", "group_size", "sym", "desc_act")} | {"is_marlin_format": True}
+    (tmp_path / "f" / "quantize_config.json").write_text(json.dumps(words))
+    assert run("inspect", tmp_path / "f", "--json") == 0
+    assert "checkpoint_format 'marlin'" in json.loads(capsys.readouterr().out)["runs"]
+    (tmp_path / "f" / "quantize_config.json").write_text("[]")
+    assert run("inspect", tmp_path / "f") == 3 and "quantize_config.json: not a table" in capsys.readouterr().err
