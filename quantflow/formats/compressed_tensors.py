@@ -363,7 +363,14 @@ def encode_kv(attention: str, scales: KVScales) -> dict[str, Tensor]:
     return {name: scale.reshape(shape).clone() for name, scale in zip(kv_tensor_names(attention), both, strict=True)}
 
 
-def decode_kv(attention: str, tensors: Mapping[str, Tensor], scheme: TensorScheme, *, kv_heads: int) -> KVScales:
+def decode_kv(
+    attention: str,
+    tensors: Mapping[str, Tensor],
+    scheme: TensorScheme,
+    *,
+    kv_heads: int,
+    names: tuple[str, str] | None = None,
+) -> KVScales:
     """Undo `encode_kv`.
 
     Args:
@@ -371,12 +378,14 @@ def decode_kv(attention: str, tensors: Mapping[str, Tensor], scheme: TensorSchem
         tensors: full name -> tensor; may hold others too; not modified.
         scheme: as `kv_scheme_from_config` reads it.
         kv_heads: of the model.
+        names: of the two tensors, where they are another layout's; a single number may be [] then.
 
     Raises:
         InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
     """
     shape = _kv_shape(scheme, kv_heads)
-    keys, values = (_scale(tensors, name, shape).flatten() for name in kv_tensor_names(attention))
+    single = {name: tensor.reshape(1) for name, tensor in tensors.items() if names is not None and tensor.ndim == 0}
+    keys, values = (_scale({**tensors, **single}, name, shape).flatten() for name in names or kv_tensor_names(attention))
     return KVScales(scheme=scheme, keys=keys, values=values)
 
 

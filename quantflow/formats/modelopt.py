@@ -9,6 +9,9 @@
 |                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
 | W4A16_NVFP4               | the same without NAME.input_scale                                                              |
 
+Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale and ATTENTION.v_proj.v_scale,
+float32 [], are the scales of the cache of the module ATTENTION, as compressed-tensors has them by other names. That is read,
+and not written.
 All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A folder has one algorithm.
 config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
 Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
@@ -23,8 +26,9 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8, microscaling
+from quantflow.core.kv_scheme import kv_scheme
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, preset
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.weight_layout import (
     SAME_NAMES,
@@ -186,9 +190,29 @@ class ModelOptLayout:
         if words.get("group_size") not in (None, 0, scheme.weights.group_size):
             cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
             raise UnsupportedError(cause, f"use a folder with groups of {scheme.weights.group_size}")
-        if (cache := words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")) is not None:
-            raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that")
+        kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
         return {name: scheme for name in shapes if f"{name}.weight_scale" in infos}
+
+
+def kv_tensor_names(attention: str) -> tuple[str, str]:
+    """Return the names of the scales of the keys and of the values that the module `attention` writes to its cache."""
+    return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
+
+
+def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
+    """Return how config.json's `quantization_config` says that keys and values are kept, None for as they are.
+
+    Raises:
+        UnsupportedError: in another way than float8 with one measured scale.
+    """
+    words = config.get("quantization", config)
+    cache = words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo") if isinstance(words, Mapping) else None
+    if cache is None:
+        return None
+    told = (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False)) if isinstance(cache, Mapping) else cache
+    if told not in (("float", 8, False), "FP8"):
+        raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that, or with FP8")
+    return kv_scheme("FP8", "per_tensor")
 
 
 def _algorithm(scheme: LinearScheme) -> str | None:

@@ -35,7 +35,7 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
-from quantflow.formats import compressed_tensors, layout_of, split_of
+from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
@@ -93,6 +93,7 @@ class Artifact:
             since the embedding beside them is looked up in host memory.
         kv_cache: how it says that keys and values are kept; None is as they are.
         layout: of its quantized linears.
+        cache_names: attention -> the tensors that hold the scales of its keys and values.
     """
 
     checkpoint: Checkpoint
@@ -105,6 +106,7 @@ class Artifact:
     device: torch.device
     kv_cache: TensorScheme | None = None
     layout: TensorLayout = compressed_tensors
+    cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
     modules: Mapping[str, str] = field(default_factory=dict)
     linears_device: torch.device | None = None
 
@@ -168,11 +170,12 @@ class Artifact:
         """
         if self.kv_cache is None:
             return ()
-        tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in self.caches}
-        return tuple(
-            compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads).to(self.device)
-            for name, heads in self.caches.items()
-        )
+        found = []
+        for name, heads in self.caches.items():
+            names = self.cache_names(name)
+            tensors = read_tensors(self.checkpoint, names)
+            found.append(compressed_tensors.decode_kv(name, tensors, self.kv_cache, kv_heads=heads, names=names))
+        return tuple(scales.to(self.device) for scales in found)
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -293,9 +296,7 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
         raise InputError(f"{checkpoint.folder}/{checkpoint.quantized_by} is no table", "download the folder again")
     checkpoint = checkpoint.in_parts(split_of(table, checkpoint.infos))
     layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
-    cache = None
-    if table.get("quant_method") == compressed_tensors.NAME:
-        cache = compressed_tensors.kv_scheme_from_config(table)
+    of_cache, cache_names = CACHES.get(layout.name, (lambda _: None, compressed_tensors.kv_tensor_names))
     marked = {owner for owner, _, leaf in (name.rpartition(".") for name in infos) if leaf not in ("weight", "bias")}
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
@@ -305,7 +306,8 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
 
     told = _Quantization(
         layout=layout,
-        cache=cache,
+        cache=of_cache(table),
+        cache_names=cache_names,
         schemes=schemes,
         reordered=layout.reordered,
     )
@@ -354,6 +356,7 @@ def _placed(
         device=device,
         kv_cache=told.cache,
         layout=told.layout,
+        cache_names=told.cache_names,
         modules=found.modules,
     )
 
@@ -487,12 +490,14 @@ class _Quantization:
         schemes: source name -> (O, I) of every linear, and source name -> what the model calls it where that differs
             -> source name -> scheme of every quantized one.
         reordered: whether columns of a weight may stand in another order than its inputs.
+        cache_names: as in `Artifact`.
     """
 
     layout: TensorLayout
     cache: TensorScheme | None
     schemes: Callable[[Shapes, Mapping[str, str]], dict[str, LinearScheme]]
     reordered: bool = False
+    cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
 
 
 def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Found | None:
@@ -536,7 +541,7 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     if quantization is not None:
         schemes = quantization.schemes(shapes, modules)
         caches = {} if quantization.cache is None else layout.caches()
-        claimed = _claimed(quantization.layout, schemes, caches)
+        claimed = _claimed(quantization, schemes, caches)
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
@@ -558,10 +563,10 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     return (*others, *quantized)
 
 
-def _claimed(layout: TensorLayout, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
+def _claimed(told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
-    scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
-    return scales | {tensor for name, scheme in schemes.items() for tensor in layout.tensor_names(name, scheme)}
+    scales = {tensor for attention in attentions for tensor in told.cache_names(attention)}
+    return scales | {tensor for name, scheme in schemes.items() for tensor in told.layout.tensor_names(name, scheme)}
 
 
 def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]) -> None:
