@@ -42,6 +42,10 @@ _CONVERT = (
 )
 _ORIGINAL = "give the model in its original precision, or what `quantflow export {folder} -o DIR --format dequantized` makes"
 _OF_MODELOPT = "hf_quant_config.json"
+QUANTIZATION = "quantization_config"
+_OLDER = "compression_config"  # as compressed-tensors called it
+_NESTED = "text_config"  # of a model that reads images or sound: the language model's
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of old AutoGPTQ and AutoAWQ -> quant_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Checkpoint:
         config: the content of config.json.
         tensors: tensor name -> (file name, where it lies in that file).
         files: every regular file of the folder, sorted, `/` between sub-folders.
+        quantized_by: where the folder says how it is quantized (`quantization_in`), which `config` then has as
+            `quantization_config`; empty where nothing does.
         whole: tensors of the files that are read in parts: name -> (file name, where it lies, the names of
             its parts among `tensors`).
     """
@@ -61,6 +67,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, tuple[str, TensorInfo]]
     files: tuple[str, ...]
+    quantized_by: str = ""
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
 
     def in_parts(self, split: Mapping[str, SplitTensor]) -> "Checkpoint":
@@ -125,10 +132,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise InputError(f"{folder / CONFIG}: not a table", "restore the file from where it came from")
+    table, where = quantization_in(folder, config)
     single = low_precision_file(folder, listing.files)
     if single is not None:
         tensors = {name: (single, info) for name, info in read_torch_header(folder / single).items()}
-        config["quantization_config"] = {"quant_method": LOW_PRECISION[0]}  # which the file itself does not say
+        table, where = {"quant_method": LOW_PRECISION[0]}, single  # which the file itself does not say
     elif INDEX in listing.files:
         tensors = _read_shards(folder, listing.files)
     else:
@@ -139,8 +147,58 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}")
     if not tensors:
         raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
+    if where:
+        config = _without(config, table)
     _check_numbers(config, tensors, str(folder / CONFIG))
-    return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files)
+    return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files, quantized_by=where)
+
+
+def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return what says how a folder is quantized, and where: `config.json: quantization_config`, or a place of older programs.
+
+    The others are `compression_config` and `text_config.quantization_config` of config.json, and beside it quantize_config.json
+    (AutoGPTQ) and quant_config.json (AutoAWQ). What a folder says is None, and the place empty, where nothing does.
+
+    Args:
+        folder: of a model.
+        config: its config.json.
+
+    Raises:
+        InputError: such a file that is no table.
+    """
+    nested = config.get(_NESTED)
+    tables = {
+        QUANTIZATION: config.get(QUANTIZATION),
+        _OLDER: config.get(_OLDER),
+        f"{_NESTED}.{QUANTIZATION}": nested.get(QUANTIZATION) if isinstance(nested, dict) else None,
+    }
+    for key, table in tables.items():
+        if table is not None:
+            older = key == _OLDER and isinstance(table, dict)
+            return {"quant_method": "compressed-tensors", **table} if older else table, f"{CONFIG}: {key}"
+    for name, method in _BESIDE.items():
+        if not (folder / name).is_file():
+            continue
+        table = read_json(folder / name)
+        if not isinstance(table, dict):
+            raise InputError(f"{folder / name}: not a table", "download the folder again")
+        packing = {"checkpoint_format": "marlin"} if table.get("is_marlin_format") else {}  # as AutoGPTQ said it then
+        return {"quant_method": method, **table, **packing}, name
+    return None, ""
+
+
+def is_of_text(checkpoint: Checkpoint) -> bool:
+    """Return whether what says how a folder is quantized speaks of its language model alone."""
+    return checkpoint.quantized_by.startswith(f"{CONFIG}: {_NESTED}.")
+
+
+def _without(config: Mapping[str, Any], table: Any) -> dict[str, Any]:
+    """Return config.json with what says how the folder is quantized in the usual place, and nowhere else."""
+    found = {key: value for key, value in config.items() if key != _OLDER} | {QUANTIZATION: table}
+    nested = config.get(_NESTED)
+    if isinstance(nested, dict):
+        found[_NESTED] = {key: value for key, value in nested.items() if key != QUANTIZATION}
+    return found
 
 
 def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str | None:
@@ -192,16 +250,16 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a source that is quantized already.
 
     Raises:
-        InputError: config.json has a quantization_config (the message names its quant_method), or ModelOpt's stands beside it.
+        InputError: the folder says how it is quantized (the message names the place, and its quant_method), or ModelOpt's file
+            stands in it.
     """
-    for key in ("quantization_config", "compression_config"):
-        found = checkpoint.config.get(key)
-        if found is not None:
-            method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
-            raise InputError(
-                f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
-                _ORIGINAL.format(folder=checkpoint.folder),
-            )
+    found = checkpoint.config.get(QUANTIZATION)
+    if found is not None:
+        method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+        raise InputError(
+            f"{checkpoint.folder}/{checkpoint.quantized_by} says the model is quantized already, with {method}",
+            _ORIGINAL.format(folder=checkpoint.folder),
+        )
     if _OF_MODELOPT in checkpoint.files:
         raise InputError(
             f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and config.json does not say so",

@@ -28,7 +28,7 @@ from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
-from quantflow.formats.gaudi.files import GaudiFiles, config_table, kept, needs_weights, write_ours, write_theirs
+from quantflow.formats.gaudi.files import GaudiFiles, config_table, has_scales, kept, needs_weights, write_ours, write_theirs
 from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
@@ -262,6 +262,12 @@ def _report(job: GaudiExportJob, ranks: tuple[Triple, ...], goal: Target, progre
     """Say what a reader of the files should know."""
     nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
     progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, ranks: {len(ranks)}")
+    unknown = [name for name, node in nodes.items() if gaudi_nodes.maxima_of_inputs(name, node) is None]
+    if unknown and has_scales(job.config, ranks=len(ranks)):
+        progress.say(
+            f"export {job.output.name}: scales of {len(unknown)} nodes are left to the toolkit, which knows what they are: "
+            + ", ".join(unknown)
+        )
     close = near_steps(nodes, job.config.scale_method, target=goal)
     if close:
         progress.say(

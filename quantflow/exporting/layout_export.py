@@ -31,10 +31,11 @@ from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
-from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED
+from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_READS
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
+from quantflow.planning.artifact_config import left_alone, module_names
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
@@ -120,6 +121,10 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
             require_headers(folder, specs)
             conversion.require_same(folder, progress)
     progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")
+    if job.format in WHO_READS:
+        said = WHO_READS[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
+        if said is not None:
+            progress.say(f"export {job.output.name}: {said}")
     return job.output
 
 
@@ -228,10 +233,15 @@ class _Conversion:
         artifact, known = self.artifact, dict(self.artifact.checkpoint.config)
         schemes = {name: placement.scheme for name, placement in artifact.linears.items()}
         graph = graph_for(artifact.config)
-        ignore = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
-        ignore += [name for name in ("lm_head", "embed_out") if f"{name}.weight" in artifact.names and name not in schemes]
-        model_type = str(known.get("model_type"))
-        known["quantization_config"] = self.layout.quantization_config(schemes, ignore=ignore, model_type=model_type)
+        modules = module_names(graph) | dict(artifact.modules)
+        quantized = {*schemes, *(modules.get(name, name) for name in schemes)}
+        left = left_alone(graph, quantized, names=artifact.names)
+        known["quantization_config"] = self.layout.quantization_config(
+            schemes,
+            ignore=list(dict.fromkeys([*left, *(modules[name] for name in left if name in modules)])),
+            model_type=str(known.get("model_type")),
+            modules=modules,
+        )
         return {key: value for key, value in known.items() if key != "quantization_config" or value}
 
     def require_same(self, folder: Path, progress: Progress) -> None:

@@ -9,7 +9,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from quantflow.artifact.safetensors_header import SplitTensor
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UnsupportedError
 from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt, mxfp4
 from quantflow.formats.gptq import auto_round
@@ -38,6 +38,16 @@ BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] 
 )
 # Layouts whose weights are one file of torch.save -> its name, from the schemes of the linears.
 PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
+# Layouts that say how keys and values are kept -> how, from the configuration, and what an attention's two scales are called.
+CACHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], TensorScheme | None], Callable[[str], tuple[str, str]]]]
+CACHES = MappingProxyType(
+    {
+        compressed_tensors.NAME: (compressed_tensors.kv_scheme_from_config, compressed_tensors.kv_tensor_names),
+        modelopt.NAME: (modelopt.kv_scheme_from_config, modelopt.kv_tensor_names),
+    }
+)
+# Layouts that some programs of the same method do not read -> a sentence that says so, from the schemes of the linears.
+WHO_READS: Mapping[str, Callable[[Mapping[str, LinearScheme]], str | None]] = MappingProxyType({fp8.NAME: fp8.who_reads})
 # Layouts with tensors that hold several linears -> these tensors, from the shapes of the linears.
 STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitTensor]]] = MappingProxyType(
     {mxfp4.NAME: mxfp4.stacks}

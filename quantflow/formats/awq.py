@@ -29,6 +29,7 @@ from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
     AUTO_ROUND,
+    SAME_NAMES,
     Infos,
     checked,
     flag,
@@ -127,10 +128,15 @@ class AWQLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         return {
             "quant_method": METHOD,
@@ -142,9 +148,14 @@ class AWQLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
         flag(config, "zero_point", default=True)
         if bits != _BITS:

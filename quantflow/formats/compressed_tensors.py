@@ -363,7 +363,14 @@ def encode_kv(attention: str, scales: KVScales) -> dict[str, Tensor]:
     return {name: scale.reshape(shape).clone() for name, scale in zip(kv_tensor_names(attention), both, strict=True)}
 
 
-def decode_kv(attention: str, tensors: Mapping[str, Tensor], scheme: TensorScheme, *, kv_heads: int) -> KVScales:
+def decode_kv(
+    attention: str,
+    tensors: Mapping[str, Tensor],
+    scheme: TensorScheme,
+    *,
+    kv_heads: int,
+    names: tuple[str, str] | None = None,
+) -> KVScales:
     """Undo `encode_kv`.
 
     Args:
@@ -371,12 +378,14 @@ def decode_kv(attention: str, tensors: Mapping[str, Tensor], scheme: TensorSchem
         tensors: full name -> tensor; may hold others too; not modified.
         scheme: as `kv_scheme_from_config` reads it.
         kv_heads: of the model.
+        names: of the two tensors, where they are another layout's; a single number may be [] then.
 
     Raises:
         InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
     """
     shape = _kv_shape(scheme, kv_heads)
-    keys, values = (_scale(tensors, name, shape).flatten() for name in kv_tensor_names(attention))
+    single = {name: tensor.reshape(1) for name, tensor in tensors.items() if names is not None and tensor.ndim == 0}
+    keys, values = (_scale({**tensors, **single}, name, shape).flatten() for name in names or kv_tensor_names(attention))
     return KVScales(scheme=scheme, keys=keys, values=values)
 
 
@@ -462,7 +471,7 @@ def quantization_config(
 def _with_aliases(names: Sequence[str], model_type: str, modules: Mapping[str, str]) -> list[str]:
     """Return source names, and after them those by which loaders know some of them too."""
     known = [modules.get(name) or _MODULE_NAMES.get((model_type, name)) for name in names]
-    return [*names, *(name for name in known if name is not None)]
+    return list(dict.fromkeys([*names, *(name for name in known if name is not None)]))
 
 
 class _Arguments(TypedDict, total=False):
@@ -525,7 +534,11 @@ class _QuantizationConfig(TypedDict, total=False):
 
 
 def schemes_from_config(
-    config: Mapping[str, Any], linears: Sequence[str], *, flavour: str = "e4m3fn"
+    config: Mapping[str, Any],
+    linears: Sequence[str],
+    *,
+    flavour: str = "e4m3fn",
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, LinearScheme | None]:
     """Return the scheme of every linear, None for those that are not quantized.
 
@@ -535,6 +548,7 @@ def schemes_from_config(
         config: the `quantization_config` of config.json.
         linears: the source names of all linears of the model.
         flavour: of float8 schemes; the config has no word for it, quantflow's manifest does.
+        modules: source name -> what the model in memory calls a linear, where that differs; targets and ignore may mean either.
 
     Raises:
         UnsupportedError: a method, strategy, format or option that this version does not know.
@@ -556,20 +570,24 @@ def schemes_from_config(
     kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
-    for name, label in groups_of_linears(config, linears).items():
+    for name, label in groups_of_linears(config, linears, modules=modules).items():
         found = None if label is None else schemes[label]
-        if name in rotations and found is None:
+        rotation = next((rotations[each] for each in (name, modules.get(name, name)) if each in rotations), None)
+        if rotation is not None and found is None:
             raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
-        resolved[name] = replace(found, rotation=rotations[name]) if found is not None and name in rotations else found
+        resolved[name] = replace(found, rotation=rotation) if found is not None and rotation is not None else found
     return resolved
 
 
-def groups_of_linears(config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, str | None]:
+def groups_of_linears(
+    config: Mapping[str, Any], linears: Sequence[str], *, modules: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str | None]:
     """Return which of `config_groups` every linear is of, None for those that are not quantized.
 
     Args:
         config: the `quantization_config` of config.json, as `schemes_from_config` takes it.
         linears: the source names of all linears of the model.
+        modules: as `schemes_from_config` takes it.
 
     Raises:
         InputError: a pattern is not a regular expression.
@@ -582,9 +600,10 @@ def groups_of_linears(config: Mapping[str, Any], linears: Sequence[str]) -> dict
     wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
     found: dict[str, str | None] = {}
     for name in linears:
-        matches = [target for target, means in wide_targets.items() if means(name)]
-        matches += [name] if name in by_target else []
-        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
+        names = dict.fromkeys((name, modules.get(name, name)))
+        matches = [target for target, means in wide_targets.items() if any(map(means, names))]
+        matches += [each for each in names if each in by_target]
+        ignored = not ignore.isdisjoint(names) or any(means(each) for means in wide_ignore.values() for each in names)
         found[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
     return found
 

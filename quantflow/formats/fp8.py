@@ -6,9 +6,11 @@
 | none, inputs dynamic     | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number                              |
 | none, inputs static      | these, and NAME.input_scale, one number                                               |
 
-`weight_scale_inv` multiplies, despite its name. Inputs of blocks have a scale per token and g features, other dynamic ones a
-scale per token. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says so, such a
-folder is refused.
+Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place of NAME.weight_scale, and
+NAME.activation_scale in that of NAME.input_scale. They are read too; vLLM's names are written, which transformers does not
+look for. All of these multiply, `weight_scale_inv` too. Inputs of blocks have a scale per token and g features, other dynamic
+ones a scale per token. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says so,
+such a folder is refused.
 Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
 """
 
@@ -24,6 +26,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     matrix,
@@ -38,6 +41,7 @@ NAME = "fp8"
 METHOD = "fp8"
 _STORED = "F8_E4M3"  # as safetensors names e4m3fn
 _FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # as configurations do; the first is written
+_OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # as transformers names scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,12 @@ class FP8Layout:
 
     Attributes:
         reordered: always False: there is no g_idx.
+        scale, input_scale: what the scales of a folder without blocks are called inside a linear.
     """
 
     reordered: bool = False
+    scale: str = "weight_scale"
+    input_scale: str = "input_scale"
 
     @property
     def name(self) -> str:
@@ -81,7 +88,7 @@ class FP8Layout:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
         blocks = scheme.weights.granularity == "per_block"
         static = scheme.input is not None and not scheme.input.dynamic
-        parts = ["weight", "weight_scale_inv" if blocks else "weight_scale", *(["input_scale"] if static else [])]
+        parts = ["weight", _OF_BLOCKS if blocks else self.scale, *([self.input_scale] if static else [])]
         return tuple(f"{name}.{part}" for part in parts)
 
     def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -121,10 +128,15 @@ class FP8Layout:
         return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         first = only_scheme(schemes, NAME)
         size = first.weights.group_size
         return {
@@ -136,9 +148,14 @@ class FP8Layout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         activation, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
         if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
             cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
@@ -167,5 +184,19 @@ class FP8Layout:
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
     """Return the layout if a quantization_config names it; None for one of another method."""
-    del infos
-    return FP8Layout() if config.get("quant_method") == METHOD else None
+    if config.get("quant_method") != METHOD:
+        return None
+    usual, leaves = FP8Layout(), {name.rpartition(".")[2] for name in infos}
+    return FP8Layout(
+        scale=_OF_BLOCKS if _OF_BLOCKS in leaves else usual.scale,
+        input_scale=_OF_INPUTS if _OF_INPUTS in leaves else usual.input_scale,
+    )
+
+
+def who_reads(schemes: Mapping[str, LinearScheme]) -> str | None:
+    """Return which programs read what is written of some linears, in a sentence; None where all of the method do."""
+    if all(scheme.weights.granularity == "per_block" for scheme in schemes.values()):
+        return None
+    return (
+        "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them and computes something else"
+    )

@@ -9,6 +9,9 @@
 |                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
 | W4A16_NVFP4               | the same without NAME.input_scale                                                              |
 
+Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale and ATTENTION.v_proj.v_scale,
+float32 [], are the scales of the cache of the module ATTENTION, as compressed-tensors has them by other names. That is read,
+and not written.
 All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose scale
 is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A folder has one algorithm.
 config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
@@ -25,10 +28,12 @@ from torch import Tensor
 
 from quantflow.core import affine, float8, microscaling
 from quantflow.core.groups import to_groups
+from quantflow.core.kv_scheme import kv_scheme
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, preset
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     matrix,
@@ -150,10 +155,15 @@ class ModelOptLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         first = only_scheme(schemes, NAME)
         words: dict[str, Any] = {"dynamic": False, "num_bits": first.weights.num_bits, "type": "float"}
         if first.weights.group_size is not None:
@@ -169,9 +179,14 @@ class ModelOptLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del modules
         words = config.get("quantization", config)
         algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
         scheme = _SCHEMES.get(algorithm)
@@ -182,9 +197,29 @@ class ModelOptLayout:
         if words.get("group_size") not in (None, 0, scheme.weights.group_size):
             cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
             raise UnsupportedError(cause, f"use a folder with groups of {scheme.weights.group_size}")
-        if (cache := words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")) is not None:
-            raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that")
+        kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
         return {name: scheme for name in shapes if f"{name}.weight_scale" in infos}
+
+
+def kv_tensor_names(attention: str) -> tuple[str, str]:
+    """Return the names of the scales of the keys and of the values that the module `attention` writes to its cache."""
+    return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
+
+
+def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
+    """Return how config.json's `quantization_config` says that keys and values are kept, None for as they are.
+
+    Raises:
+        UnsupportedError: in another way than float8 with one measured scale.
+    """
+    words = config.get("quantization", config)
+    cache = words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo") if isinstance(words, Mapping) else None
+    if cache is None:
+        return None
+    told = (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False)) if isinstance(cache, Mapping) else cache
+    if told not in (("float", 8, False), "FP8"):
+        raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that, or with FP8")
+    return kv_scheme("FP8", "per_tensor")
 
 
 def _algorithm(scheme: LinearScheme) -> str | None:

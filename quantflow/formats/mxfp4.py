@@ -25,7 +25,7 @@ from quantflow.core import microscaling
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats.weight_layout import Infos, checked, matrix, tensor, why_not_mixed
+from quantflow.formats.weight_layout import SAME_NAMES, Infos, checked, matrix, tensor, why_not_mixed
 
 NAME = "mxfp4"
 METHOD = "mxfp4"
@@ -94,19 +94,28 @@ class MXFP4Layout:
         return QuantizedLinear(weight=weight, scheme=scheme)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del schemes, ignore
+        del schemes, ignore, modules
         if model_type != _MODEL_TYPE:
             raise UnsupportedError(f"model type {model_type}, format {NAME} is of {_MODEL_TYPE}", "use compressed-tensors")
         return {"quant_method": METHOD, "modules_to_not_convert": list(_PLAIN)}
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        del config
+        del config, modules
         return {name: _SCHEME for name in shapes if f"{name}.weight{_BLOCKS}" in infos}
 
 

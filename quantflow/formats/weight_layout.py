@@ -8,6 +8,7 @@ config.json says the rest. Both have to agree with the shapes of the tensors.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 Infos = Mapping[str, TensorInfo]
+SAME_NAMES: Mapping[str, str] = MappingProxyType({})  # no module has another name than its tensors
 AUTO_ROUND = ("auto-round", "intel/auto-round")  # quant_method of AutoRound, which packs in several layouts
 _AGAIN = "download the folder again, or make it again with the program that wrote it"
 
@@ -73,21 +75,31 @@ class WeightLayout(TensorLayout, Protocol):
         """
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json.
 
         Args:
             schemes: source name -> scheme, every quantized linear of the model; not empty.
-            ignore: source names of the model's other linears.
+            ignore: the model's other linears, by all names that loaders know.
             model_type: config.json's.
+            modules: source name -> what the model in memory calls it, where that differs.
 
         Raises:
             UnsupportedError: the layout has no words for schemes that differ between linears.
         """
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear.
 
@@ -95,6 +107,7 @@ class WeightLayout(TensorLayout, Protocol):
             config: the `quantization_config` of config.json.
             shapes: source name -> (O, I) of all linears of the model.
             infos: headers of all tensors.
+            modules: source name -> what the model calls a linear, where that differs; a configuration may mean either.
 
         Raises:
             UnsupportedError: a bit width, group size or option that this version does not know.

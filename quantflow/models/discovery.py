@@ -257,7 +257,7 @@ def _graph_of(told: str) -> Graph:
     place = layers_of(model)
     layers, carried = traced(model, place)
     first = next(layer for layer in layers if not layer.skipped)
-    hub = HubNames(model)
+    hub, head = HubNames(model), _name_of(model, model.get_output_embeddings())
     family = Family(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -265,7 +265,8 @@ def _graph_of(told: str) -> Graph:
         attention=next((layer.attention for layer in layers if layer.attention is not None), ""),
         groups=first.groups,
         embedding=hub.of_module(_name_of(model, model.get_input_embeddings())),
-        head=hub.of_module(_name_of(model, model.get_output_embeddings())),
+        head=hub.of_module(head),
+        head_place=head,
         discovered=True,
         tuple_of=first.tuple_of,
         carried=carried,

@@ -20,6 +20,8 @@ from quantflow.errors import InputError, UnsupportedError
 if TYPE_CHECKING:
     from quantflow.models.carried import Carried
 
+HEAD = "lm_head"  # how transformers calls what makes logits, whatever a checkpoint does
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearGroup:
@@ -95,6 +97,7 @@ class Family:
         groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
         mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json makes sparse.
         embedding, head: what reads the tokens, and what makes logits of the last hidden state.
+        head_place: what the whole model calls the head.
         residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
             the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
         discovered: it is in no table: `quantflow.models.discovery` found it.
@@ -110,6 +113,7 @@ class Family:
     mixture: Mixture | None = None
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
+    head_place: str = HEAD
     residual: Residual | None = None
     discovered: bool = False
     tuple_of: int = 0

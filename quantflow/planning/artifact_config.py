@@ -1,4 +1,4 @@
-"""The config.json of an artifact: the source's, with the layout's quantization_config."""
+"""The config.json of an artifact: the source's, with the layout's quantization_config, which lists what is not quantized."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -23,19 +23,44 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         names: the source's tensors.
     """
     schemes, own = plan.quantized, dict(config)
-    modules: Mapping[str, str] = {}
-    ignored = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
-    if graph.family.discovered:  # loaders know these by what the model calls them, and others outside the layers
-        inside = {name: layer.module(name) for layer in graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)}
-        modules = {name: module for name, module in inside.items() if module != name}
-        ignored += graph.others
-    if plan.head is None:
-        heads = dict.fromkeys([*_HEADS, *([graph.family.head] if graph.family.discovered else [])])
-        stored = {name.rpartition(".")[0] for name in names}  # a bias alone, where the head is the embedding
-        ignored += [name for name in heads if name in stored] or _HEADS[:1]
-    else:
+    if plan.head is not None:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
-        schemes, ignore=ignored, model_type=graph.family.model_type, kv_cache=plan.kv_cache, modules=modules
+        schemes,
+        ignore=left_alone(graph, schemes, names=names),
+        model_type=graph.family.model_type,
+        kv_cache=plan.kv_cache,
+        modules=module_names(graph),
     )
     return own
+
+
+def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[str]) -> list[str]:
+    """Return the linears that are not quantized, by their source names; those outside the layers by all that loaders know.
+
+    A head that is tied to the embedding is among them: it is a linear of the model without a tensor.
+
+    Args:
+        graph: the model's linears.
+        quantized: those that are quantized: source names, or all their names where a folder's may not be the graph's.
+        names: the tensors of the folder.
+    """
+    modules, heads = module_names(graph), list(_HEADS)
+    inside = [*graph.linears, *graph.routers, *graph.idle]
+    if graph.family.discovered:
+        inside += graph.others
+        heads += [graph.family.head]
+    left = [name for name in inside if name not in quantized and modules.get(name, name) not in quantized]
+    if not any(head in quantized for head in heads):
+        stored = {name.rpartition(".")[0] for name in names}  # a bias alone, where the head is the embedding
+        left += [name for name in dict.fromkeys(heads) if name in stored] or [graph.family.head_place]
+    return left
+
+
+def module_names(graph: Graph) -> dict[str, str]:
+    """Return source name -> what the model in memory calls it, of linears whose names differ."""
+    found = {graph.family.head: graph.family.head_place}
+    if graph.family.discovered:
+        for layer in graph.layers:
+            found |= {name: layer.module(name) for name in (*layer.linears, *layer.routers, *layer.idle)}
+    return {name: module for name, module in found.items() if module != name}

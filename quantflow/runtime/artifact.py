@@ -8,7 +8,7 @@ decides that from the headers; values are checked when they are read. What does 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, low_precision_file, open_checkpoint, refuse_quantized
+from quantflow.artifact.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    is_of_text,
+    low_precision_file,
+    open_checkpoint,
+    quantization_in,
+    refuse_quantized,
+)
 from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose, reference
@@ -27,7 +35,7 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
-from quantflow.formats import compressed_tensors, layout_of, split_of
+from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
@@ -78,12 +86,14 @@ class Artifact:
         caches: source names of the attentions whose keys and values have scales, in order of the layers, and how many heads
             each keeps; none where they are kept as they are.
         linears: source name of each quantized linear -> what is known of it.
+        modules: source name of a linear, quantized or not -> what transformers' model calls it, where that differs.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
         linears_device: where the quantized ones are put; None is `device`. Layers that run one by one on a device are given it,
             since the embedding beside them is looked up in host memory.
         kv_cache: how it says that keys and values are kept; None is as they are.
         layout: of its quantized linears.
+        cache_names: attention -> the tensors that hold the scales of its keys and values.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +106,8 @@ class Artifact:
     device: torch.device
     kv_cache: TensorScheme | None = None
     layout: TensorLayout = compressed_tensors
+    cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
+    modules: Mapping[str, str] = field(default_factory=dict)
     linears_device: torch.device | None = None
 
     @functools.cached_property
@@ -158,11 +170,12 @@ class Artifact:
         """
         if self.kv_cache is None:
             return ()
-        tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in self.caches}
-        return tuple(
-            compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads).to(self.device)
-            for name, heads in self.caches.items()
-        )
+        found = []
+        for name, heads in self.caches.items():
+            names = self.cache_names(name)
+            tensors = read_tensors(self.checkpoint, names)
+            found.append(compressed_tensors.decode_kv(name, tensors, self.kv_cache, kv_heads=heads, names=names))
+        return tuple(scales.to(self.device) for scales in found)
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -259,8 +272,8 @@ def open_artifact(
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
 
-    def schemes(shapes: Shapes) -> dict[str, LinearScheme]:
-        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour)
+    def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
+        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour, modules=modules)
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     cache = compressed_tensors.kv_scheme_from_config(table)
@@ -280,14 +293,23 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     """
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{checkpoint.folder / CONFIG}: quantization_config is no table", "download the folder again")
+        raise InputError(f"{checkpoint.folder}/{checkpoint.quantized_by} is no table", "download the folder again")
     checkpoint = checkpoint.in_parts(split_of(table, checkpoint.infos))
     layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
-    cache = None
-    if table.get("quant_method") == compressed_tensors.NAME:
-        cache = compressed_tensors.kv_scheme_from_config(table)
+    of_cache, cache_names = CACHES.get(layout.name, (lambda _: None, compressed_tensors.kv_tensor_names))
+    marked = {owner for owner, _, leaf in (name.rpartition(".") for name in infos) if leaf not in ("weight", "bias")}
+
+    def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
+        if is_of_text(checkpoint):  # its words, such as the class Linear, mean no linear beside the language model
+            shapes = {name: shape for name, shape in shapes.items() if name in marked}
+        return layout.schemes(table, shapes, infos, modules)
+
     told = _Quantization(
-        layout=layout, cache=cache, schemes=lambda shapes: layout.schemes(table, shapes, infos), reordered=layout.reordered
+        layout=layout,
+        cache=of_cache(table),
+        cache_names=cache_names,
+        schemes=schemes,
+        reordered=layout.reordered,
     )
     try:
         found = _compared(checkpoint, told)
@@ -334,6 +356,8 @@ def _placed(
         device=device,
         kv_cache=told.cache,
         layout=told.layout,
+        cache_names=told.cache_names,
+        modules=found.modules,
     )
 
 
@@ -428,12 +452,14 @@ def is_artifact(folder: str | Path) -> bool:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Return whether a folder is a model that is not quantized: no manifest, config.json or file of weights says otherwise."""
+    """Return whether a folder is a model that is not quantized: nothing in it says otherwise."""
     config = Path(folder) / CONFIG
     if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
         return False
     found = read_json(config)
-    return isinstance(found, dict) and found.get("quantization_config") is None and low_precision_file(Path(folder)) is None
+    if not isinstance(found, dict):
+        return False
+    return not quantization_in(Path(folder), found)[1] and low_precision_file(Path(folder)) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,11 +469,12 @@ class _Found:
     Attributes:
         schemes: source name of each quantized linear -> how it is stored.
         shapes: its (out_features, in_features).
-        names, head, caches: as in `Artifact`.
+        modules, names, head, caches: as in `Artifact`.
     """
 
     schemes: dict[str, LinearScheme]
     shapes: dict[str, tuple[int, int]]
+    modules: dict[str, str]
     names: tuple[str, ...]
     head: str
     caches: dict[str, int]
@@ -460,14 +487,17 @@ class _Quantization:
     Attributes:
         layout: of the quantized linears.
         cache: how keys and values are kept; None is as they are.
-        schemes: (source name -> (O, I) of every linear) -> source name -> scheme of every quantized one.
+        schemes: source name -> (O, I) of every linear, and source name -> what the model calls it where that differs
+            -> source name -> scheme of every quantized one.
         reordered: whether columns of a weight may stand in another order than its inputs.
+        cache_names: as in `Artifact`.
     """
 
     layout: TensorLayout
     cache: TensorScheme | None
-    schemes: Callable[[Shapes], dict[str, LinearScheme]]
+    schemes: Callable[[Shapes, Mapping[str, str]], dict[str, LinearScheme]]
     reordered: bool = False
+    cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
 
 
 def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Found | None:
@@ -506,15 +536,16 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     shapes, schemes, caches = layout.linears(owners), dict[str, LinearScheme](), dict[str, int]()
+    modules = {name: module for name in shapes if (module := layout.module(name)) != name}
     claimed: set[str] = set()
     if quantization is not None:
-        schemes = quantization.schemes(shapes)
+        schemes = quantization.schemes(shapes, modules)
         caches = {} if quantization.cache is None else layout.caches()
-        claimed = _claimed(quantization.layout, schemes, caches)
+        claimed = _claimed(quantization, schemes, caches)
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
-    return _Found(schemes=schemes, shapes=shapes, names=parameters, head=bound.head, caches=caches)
+    return _Found(schemes=schemes, shapes=shapes, modules=modules, names=parameters, head=bound.head, caches=caches)
 
 
 def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:
@@ -532,10 +563,10 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     return (*others, *quantized)
 
 
-def _claimed(layout: TensorLayout, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
+def _claimed(told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
-    scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
-    return scales | {tensor for name, scheme in schemes.items() for tensor in layout.tensor_names(name, scheme)}
+    scales = {tensor for attention in attentions for tensor in told.cache_names(attention)}
+    return scales | {tensor for name, scheme in schemes.items() for tensor in told.layout.tensor_names(name, scheme)}
 
 
 def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quantflow.artifact.checkpoint import CONFIG, open_checkpoint
+from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import layout_of
@@ -41,15 +41,16 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     """Return what a folder that another program quantized holds, as plain data.
 
     Args:
-        folder: with a `quantization_config` in its config.json.
+        folder: with a `quantization_config`, in its config.json or where older programs put it.
         verify: read every tensor.
         progress: is told how far it is.
 
     Returns:
-        `kind`, `program` (None where nothing says it), `quant_method`, `format` (a key of `quantflow.formats.LAYOUTS`; None:
-        not read), `runs` (a sentence where this version does not run it, else None), `quantized` (a table for each scheme: its
-        bits, group, whether symmetric, inputs, act-order, which linears and their bytes), `left` (matrices that are not
-        quantized), `bits_per_weight` of the quantized linears, `bytes`, `verified` (how many linears were decoded).
+        `kind`, `program` (None where nothing says it), `quant_method`, `configuration` (the file and the key that say how the
+        folder is quantized), `format` (a key of `quantflow.formats.LAYOUTS`; None: not read), `runs` (a sentence where this
+        version does not run it, else None), `quantized` (a table for each scheme: its bits, group, whether symmetric, inputs,
+        act-order, which linears and their bytes), `left` (matrices that are not quantized), `bits_per_weight` of the quantized
+        linears, `bytes`, `verified` (how many linears were decoded).
 
     Raises:
         InputError: the folder, a header or a tensor is damaged; it names the tensor.
@@ -57,11 +58,12 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     checkpoint = open_checkpoint(folder)
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{folder / CONFIG}: no quantization_config", "give a folder that another program quantized")
+        raise InputError(f"{folder}: no quantization_config", "give a folder that another program quantized")
     told: dict[str, Any] = {
         "kind": "quantized by another program",
         "program": program_of(table, checkpoint.files),
         "quant_method": table.get("quant_method"),
+        "configuration": checkpoint.quantized_by,
         "model_type": checkpoint.config.get("model_type"),
         "architectures": checkpoint.config.get("architectures"),
         "bytes": sum(info.nbytes for info in checkpoint.infos.values()),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quantflow.errors import InputError
-from quantflow.models.graph import Mixture
+from quantflow.models.graph import HEAD, MLP, Mixture
 from quantflow.runtime import architecture
 from quantflow.runtime.architecture import DESIGNS, Blueprint, Design, Flag, Keys, No
 
@@ -52,6 +52,9 @@ class Layout(Protocol):
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Return which of these names of modules are linears, and their (out_features, in_features)."""
 
+    def module(self, linear: str) -> str:
+        """Return what transformers' model calls a linear of `linears`."""
+
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
         """Match tensors with parameters.
 
@@ -77,6 +80,7 @@ class ListedLayout:
             No: a size that config.json does not say.
         """
         self._names, self._heads, self._layers = made.names, made.heads.shared, made.layers
+        self._block = None if made.mixture is None else made.mixture.block
         self._tied = bool(keys.get("tie_word_embeddings")) if keys.has("tie_word_embeddings") else design.tied
         self._linears = {name: shape for name, shape, _ in _linears(design, made, keys)}
         self._shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in self._linears.items()}
@@ -98,6 +102,12 @@ class ListedLayout:
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Return the linears among these names; see `Layout`."""
         return {name: self._linears[name] for name in names if name in self._linears}
+
+    def module(self, linear: str) -> str:
+        """Return what transformers' model calls a linear: its head `lm_head`, and a mixture as the MLP in its place."""
+        if linear == self._names.head:
+            return HEAD
+        return linear if self._block is None else linear.replace(f".{self._block}.", f".{MLP}.", 1)
 
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
         """Match tensors with parameters; see `Layout`."""

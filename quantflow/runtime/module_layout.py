@@ -28,8 +28,12 @@ class ModuleLayout:
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Return the linears among these names; see `Layout`."""
         known = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
-        modules = {name: known.get(self._module(name)) for name in names if not self._names.beside(f"{name}.weight")}
+        modules = {name: known.get(self.module(name)) for name in names if not self._names.beside(f"{name}.weight")}
         return {name: (module.out_features, module.in_features) for name, module in modules.items() if module is not None}
+
+    def module(self, linear: str) -> str:
+        """Return what the model calls a linear of the checkpoint; see `Layout`."""
+        return self._names.module_name(f"{linear}.weight").removesuffix(".weight")
 
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
         """Match tensors with parameters; see `Layout`. The twin of a quantized linear has no tensor.
@@ -41,7 +45,7 @@ class ModuleLayout:
         to_source, state = self._names.bind(names).to_source, self._model.state_dict()
         for parameter, source in to_source.items():
             linear = source.rpartition(".")[0]
-            if linear in quantized and parameter.rpartition(".")[0] != self._module(linear):
+            if linear in quantized and parameter.rpartition(".")[0] != self.module(linear):
                 raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
         parameters = tuple(
             Parameter(source=source, shape=tuple(state[name].shape), floating=state[name].is_floating_point())
@@ -55,7 +59,3 @@ class ModuleLayout:
         """Return the attentions and their heads; see `Layout`."""
         layers = graph_for(self._config).layers
         return {layer.attention: layer.kv_heads for layer in layers if layer.attention is not None}
-
-    def _module(self, linear: str) -> str:
-        """Return what the model calls a linear of the checkpoint."""
-        return self._names.module_name(f"{linear}.weight").removesuffix(".weight")

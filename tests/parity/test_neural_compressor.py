@@ -269,6 +269,51 @@ def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(call: Ca
     assert not found
 
 
+KINDS = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from neural_compressor.torch.algorithms.fp8_quant._core.common import ModuleConfig
+from neural_compressor.torch.algorithms.fp8_quant._core.patching_common import _mod_types
+from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import ops_quantizer, scale_method_config
+from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
+
+given, found = json.loads(sys.argv[1]), {}
+words = {"dynamic_quantization": False, "scale_format": None, "use_qdq": False, "fake_quant": False}
+words |= {"device_for_scales": INCAcceleratorType.GAUDI2, "mod_dict": {kind: kind for kind in _mod_types}}
+module = SimpleNamespace(__hqt_config__=SimpleNamespace(cfg=words))
+params = {"hp_dtype": torch.bfloat16, "lp_dtype": torch.float8_e4m3fn}
+for method in json.loads(sys.argv[2]):
+    chosen = scale_method_config.scale_method_config_mapping[scale_method_config.ScaleMethodString[method.upper()]]
+    for kind, values in given.items():
+        seen = ModuleConfig(*([torch.tensor([[value]]).bfloat16() for value in part] for part in values))
+        made = ops_quantizer.get_op_quantizer(chosen, module, seen, params, kind).get_scales_module_config()
+        found[f"{method} {kind}"] = [[float(value) for value in part] for part in (made.inputs, made.outputs)]
+open("found.json", "w").write(json.dumps(found))
+"""
+OF_KIND = {  # of the toolkit's -> a name, and the maxima of inputs and outputs
+    "kv_cache": ("self_attn.k_cache", ([50.0], [])),
+    "matmul": ("self_attn.matmul_qk", ([1.0, 50.0], [])),
+    "b2b_matmul": ("self_attn.attn.impl.batch2block_matmul", ([1.0, 50000.0], [7.0])),
+    "softmax": ("self_attn.attn.impl.softmax", ([300.0], [1.0])),
+    "fused_sdpa": ("self_attn.fused_scaled_dot_product_attention", ([10.0, 2000.0, 3.0], [2.5, 0.9])),
+}
+
+
+def test_modules_without_weights_have_the_scales_that_the_toolkit_computes(call: Callable[..., None], tmp_path: Path) -> None:
+    """Its classes compute those of Gaudi2 on a CPU where no module of theirs runs."""
+    methods = ["unit_scale", "hw_aligned_single_scale", "maxabs_hw", "maxabs_pow2", "maxabs_arbitrary"]
+    call(KINDS, json.dumps({kind: values for kind, (_, values) in OF_KIND.items()}), json.dumps(methods), cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for method, (kind, (name, (inputs, outputs))) in itertools.product(methods, OF_KIND.items()):
+        seen = (tuple(torch.tensor([[value]]) for value in part) for part in (inputs, outputs))
+        node = {name: Node(**dict(zip(("inputs", "outputs"), seen, strict=True)))}
+        ours = scales_from(node, method_config(method), target=target("gaudi2"), arithmetic="BF16")[name]
+        theirs = found.pop(f"{method} {kind}")
+        assert [[float(value) for value in part] for part in (ours.inputs, ours.outputs)] == theirs, (method, kind)
+    assert not found
+
+
 WEIGHTS = """
 import sys, torch
 exec(sys.argv[1].split("model = Tiny()")[0])

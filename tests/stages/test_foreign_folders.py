@@ -1,5 +1,6 @@
 """Folders that other programs quantized, through the verbs: described, run, validated, quantized again, compared, refused."""
 
+import itertools
 import json
 import shutil
 import struct
@@ -12,12 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quantflow.algorithms import rtn
 from quantflow.calibration.text import read_documents
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named, preset, with_group_size
+from quantflow.formats import LAYOUTS
 from quantflow.formats.llama_cpp import blocks, gguf
 from quantflow.formats.weight_layout import integers
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -396,3 +401,67 @@ def test_diff_says_how_far_two_folders_are_apart_on_a_text(foreign, llama, windo
     assert apart["windows"] == len(sequences) and apart["tokens"] == sum(map(len, sequences)) - len(sequences)
     assert apart["mean_kld"] == pytest.approx(divergence(llama, weights, sequences), rel=1e-3)
     assert apart["mean_kld"] < apart["largest_kld"] and 0 < apart["top1_agreement"] < 1
+
+
+def test_fp8_per_tensor_is_read_as_transformers_spells_it_and_export_says_who_reads_ours(llama, tmp_path, capsys):
+    """What transformers calls weight_scale_inv and activation_scale are vLLM's weight_scale and input_scale: both multiply."""
+    tensors, layout, inputs = load_file(llama / "model.safetensors"), LAYOUTS["fp8"], torch.tensor([0.5])
+    made = {}
+    for name in [key.removesuffix(".weight") for key in tensors if "_proj" in key]:
+        weight = {name: tensors.pop(f"{name}.weight").float()}
+        weight = rtn.quantize_group(weight, preset("FP8"), statistics={}, scale_dtype=torch.float32)[name].weight
+        made |= layout.encode(name, QuantizedLinear(weight=weight, scheme=preset("FP8"), input_scale=inputs), scale_dtype=None)
+    folders = [tmp_path / "vllm", tmp_path / "transformers"]
+    words = layout.quantization_config(dict.fromkeys(["a"], preset("FP8")), ignore=["lm_head"], model_type="llama")
+    spelled = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    for folder, leaves in zip(folders, ({}, spelled), strict=True):
+        shutil.copytree(llama, folder)
+        ours = {
+            f"{key.rpartition('.')[0]}.{leaves.get(leaf, leaf)}": made[key] for key in made for leaf in [key.rpartition(".")[2]]
+        }
+        save_file(tensors | ours, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
+    assert told(capsys, "inspect", folders[1], "--json")["quantized"][0]["scheme"] == "FP8"
+    first, second = (open_folder(folder) for folder in folders)
+    for name in first.linears:
+        left, right = first.decode(name), second.decode(name)
+        assert torch.equal(left.dequantize(), right.dequantize()) and torch.equal(left.input_scale, right.input_scale)
+    assert run("export", folders[1], "-o", tmp_path / "f", "--format", "fp8") == 0
+    assert "for vLLM alone, transformers does not read them" in capsys.readouterr().err
+    assert load_file(tmp_path / "f" / "model.safetensors").keys() == load_file(folders[0] / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    "words", [{"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}]
+)
+def test_the_cache_of_a_modelopt_folder_is_that_of_compressed_tensors(foreign, tmp_path, capsys, words):
+    theirs, ours = shutil.copytree(foreign("modelopt")[0], tmp_path / "theirs"), tmp_path / "ours"
+    assert run("export", theirs, "-o", ours, "--format", "compressed-tensors", "-q") == 0
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    names = {theirs: ("k_proj.k_scale", "v_proj.v_scale"), ours: ("k_scale", "v_scale")}
+    for folder, leaves in names.items():
+        tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= words if folder == theirs else {"kv_cache_scheme": arguments}
+        (folder / "config.json").write_text(json.dumps(config))
+        for layer, (leaf, value) in itertools.product(range(2), zip(leaves, (0.25, 2.0), strict=True)):
+            scale = torch.tensor(value + layer)
+            tensors[f"model.layers.{layer}.self_attn.{leaf}"] = scale if folder == theirs else scale.reshape(1)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    left, right = (open_folder(folder).kv_scales() for folder in (theirs, ours))
+    assert [(float(each.keys), float(each.values)) for each in left] == [(0.25, 2.0), (1.25, 3.0)]
+    assert all(one.scheme == two.scheme and one.keys == two.keys for one, two in zip(left, right, strict=True))
+    ids, found = torch.arange(20)[None], []
+    for folder in (theirs, ours):
+        decoder = load(folder, decoder="lean").decoder
+        decoder.begin(rows=1, capacity=32)
+        found.append(decoder.forward(ids, last_only=False))
+    assert torch.equal(*found)
+    assert told(capsys, "inspect", theirs, "--json")["kv_cache"] == "float8"
+    tensors = load_file(theirs / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.v_scale"] *= 0
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    assert run("inspect", theirs) == 3 and "self_attn.v_proj.v_scale: scale 0.0" in capsys.readouterr().err
+    del tensors["model.layers.1.self_attn.v_proj.v_scale"]
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    assert run("inspect", theirs) == 3 and "self_attn.v_proj.v_scale: its cache's scheme" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from quantflow.artifact.manifest import read_manifest
 from quantflow.core.scale_rules import SCALE_METHODS
 from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.quant_config import read_quant_config
-from quantflow.formats.gaudi.triple import read_triple, write_triple
+from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
 from quantflow.measurements.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
@@ -244,6 +245,24 @@ def test_gaudis_own_files_are_postprocessed_and_the_originals_kept_when_asked(tm
         originals = [name for name in files(folder) if "orig_" in name]
         assert len(originals) == (3 if keep else 0) and not (folder / "vllm").exists()
     assert nodes_of(folder / "hqt_output" / "orig_measure")[f"{A}.matmul_qk"].inputs[1].item() == 123
+
+
+def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit(tmp_path, exported, capsys):
+    (files,) = find_triples(exported / "hqt_output").values()
+    triple, one = read_triple(files), torch.ones(1, 1)
+    strange = {"model.layers.0.mlp.moe_op": Node(inputs=(one,), outputs=(one,) * 5), "model.layers.0.other": Node(inputs=())}
+    softmax = {"model.layers.0.self_attn.softmax": Node(inputs=(one * 300,), outputs=(one,))}
+    (tmp_path / "theirs").mkdir()
+    write_triple(tmp_path / "theirs", files.name, replace(triple, nodes={**triple.nodes, **strange, **softmax}, modules=()))
+    assert run("export", tmp_path / "theirs", "-o", tmp_path / "f", "--format", "inc", "--device", "gaudi2") == 0
+    said = (
+        "scales of 2 nodes are left to the toolkit, which knows what they are: model.layers.0.mlp.moe_op, model.layers.0.other"
+    )
+    assert said in capsys.readouterr().err
+    (scales,) = find_triples(tmp_path / "f" / "hqt_output", method="MAXABS_HW").values()
+    found = read_triple(scales).nodes
+    assert found.keys() == {*triple.nodes, *softmax}
+    assert found["model.layers.0.self_attn.softmax"].inputs == ()
 
 
 def test_ranks_have_files_of_their_own(tmp_path, measured, llama, refused):

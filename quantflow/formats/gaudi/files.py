@@ -18,7 +18,6 @@ from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, write_triple
 
 HEADS = ("lm_head", "embed_out")
-FUSED_ATTENTION = "fused_scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +67,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
         return gaudi_nodes.without_outputs(triple.nodes, but=but) if excluded else triple.nodes
 
     plain = [replace(triple, nodes=nodes(triple)) for triple in ranks]
-    _write(plain, files, _optimum_habana(root, files, (FUSED_ATTENTION,)))
+    _write(plain, files, _optimum_habana(root, files, (gaudi_nodes.FUSED_ATTENTION,)))
     fused = [replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL))) for triple in ranks]
     generation = GENERATIONS.get(files.device, files.device)
     layout = GaudiLayout(
@@ -77,7 +76,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
         prefix="inc_output",
         config=f"{files.name}_{generation}.json",
         numbered=True,
-        unmeasured=(FUSED_ATTENTION, "softmax", "batch2block_matmul", "block2batch_matmul"),
+        unmeasured=(gaudi_nodes.FUSED_ATTENTION, "softmax", "batch2block_matmul", "block2batch_matmul"),
     )
     _write(fused, files, layout)
 
@@ -106,7 +105,7 @@ def _write(
     config, folder = files.config, layout.base / layout.data
     disk.make_folder(folder)
     block = _blocked(config, ranks[0].nodes, layout)
-    scaled = _has_scales(config, ranks=len(ranks))
+    scaled = has_scales(config, ranks=len(ranks))
     for rank, triple in enumerate(ranks):
         number = rank if layout.numbered or len(ranks) > 1 else None
         name = FileName(prefix=layout.prefix, observer=observer, rank=number, world=None if number is None else len(ranks))
@@ -132,7 +131,7 @@ def _write(
     disk.write_file(path, readable_json(table))
 
 
-def _has_scales(config: QuantConfig, *, ranks: int) -> bool:
+def has_scales(config: QuantConfig, *, ranks: int) -> bool:
     """Return whether the toolkit reads scales from files that can be written here.
 
     It derives them itself when told so, and reads no file where all scales are fixed; of several ranks each has a part of
@@ -152,7 +151,7 @@ def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> d
     return {
         name: node
         for name, node in nodes.items()
-        if selected(name, gaudi_nodes.layer_type(name), allow=config.allowlist, block=block)
+        if selected(name, gaudi_nodes.layer_type(name, node), allow=config.allowlist, block=block)
     }
 
 

@@ -27,6 +27,7 @@ from quantflow.observers.amax import AMAX
 from quantflow.observers.channel_amax import CHANNEL_AMAX
 
 LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
+SOFTMAX, ATTENTION, BLOCKS = "Softmax", "ModuleFusedSDPA", "B2BMatmul"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
 ROW_PARALLEL = (
@@ -41,6 +42,16 @@ ROW_PARALLEL = (
 )  # their products are added up over cards
 _INSIDE_VLLM = ".attn.impl"
 _CACHES = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+FUSED_ATTENTION = "fused_scaled_dot_product_attention"
+_TYPES = {
+    **dict.fromkeys(_CACHES, MATMUL),
+    **dict.fromkeys(_CACHES.values(), CACHE),
+    "softmax": SOFTMAX,
+    FUSED_ATTENTION: ATTENTION,
+    **dict.fromkeys(("batch2block_matmul", "block2batch_matmul"), BLOCKS),
+}
+# (inputs, outputs) of a module without weights -> its class: of those with one or two inputs the others have outputs.
+_BY_COUNTS = {(1, 0): CACHE, (2, 0): MATMUL, (3, 2): ATTENTION}
 
 
 def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
@@ -179,10 +190,32 @@ def parts_of(node: str) -> tuple[str, ...]:
     return tuple(f"{owner}.{part}" for part in _FUSED[leaf]) if leaf in _FUSED else (node,)
 
 
-def layer_type(node: str) -> str:
-    """Return the class of a node's module in optimum-habana's models, from its name."""
-    leaf = node.rpartition(".")[2]
-    return MATMUL if leaf in _CACHES else CACHE if leaf in _CACHES.values() else LINEAR
+def layer_type(name: str, node: Node) -> str:
+    """Return the class of a node's module in optimum-habana's models; an empty text where its name and values do not say it."""
+    leaf = name.rpartition(".")[2]
+    if leaf in _TYPES:
+        return _TYPES[leaf]
+    return LINEAR if node.weight is not None else _BY_COUNTS.get((len(node.inputs), len(node.outputs)), "")
+
+
+def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
+    """Return the maxima that the scales of a module's inputs are made of, none of a softmax; None of an unknown module.
+
+    Some are of outputs: the last input of fused attention is the softmax inside it, and what is multiplied by a matrix of zeros
+    and ones holds numbers that nobody reads. Of a mixture (`dynamic_moe`) the files do not say how many experts a card has.
+    """
+    kind, inputs, outputs = layer_type(name, node), node.inputs, node.outputs
+    if kind in (LINEAR, CACHE) and len(inputs) == 1 and (kind == LINEAR) == (node.weight is not None):
+        return inputs
+    if kind == MATMUL and len(inputs) == 2:
+        return inputs
+    if kind == SOFTMAX and len(outputs) == 1:
+        return ()
+    if kind == ATTENTION and (len(inputs), len(outputs)) == (3, 2):
+        return (*inputs, outputs[1])
+    if kind == BLOCKS and (len(inputs), len(outputs)) == (2, 1):
+        return (inputs[0], outputs[0])
+    return None
 
 
 def is_row_parallel(node: str) -> bool:

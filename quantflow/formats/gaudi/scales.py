@@ -1,8 +1,11 @@
-"""The scales of Gaudi's nodes: a linear's from its input and its weight, a product's from its inputs, a cache's from its own.
+"""The scales of Gaudi's nodes: those of their inputs (`gaudi_nodes.maxima_of_inputs`), of a weight, and of the output.
 
-linear      outputs [input scale * weight scale]; of a row-parallel one with two measured outputs [the first one's]
-matmul      outputs [input 0's * input 1's]
-cache       outputs [its input's]
+linear             outputs [input scale * weight scale]; of a row-parallel one with two measured outputs [the first one's]
+matmul             outputs [input 0's * input 1's], with matrices of zeros and ones too
+cache              outputs [its input's]
+softmax            outputs [the output's], no inputs
+fused attention    outputs [output 0's]
+Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10, `_core/scale_methods/ops_quantizer.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +16,7 @@ from torch import Tensor
 from quantflow.core.device_scales import ARITHMETICS, Target, scale_from_amax, weight_scale
 from quantflow.core.scale_rules import ScaleMethod
 from quantflow.errors import InputError, QuantflowError, StatisticsError, UsageError
-from quantflow.formats.gaudi.gaudi_nodes import layer_type
+from quantflow.formats.gaudi.gaudi_nodes import ATTENTION, CACHE, SOFTMAX, layer_type, maxima_of_inputs
 from quantflow.formats.gaudi.scale_methods import MethodConfig
 from quantflow.formats.gaudi.triple import Node
 
@@ -26,7 +29,7 @@ def scales_from(
     arithmetic: str,
     read_weight: Callable[[str], Tensor] | None = None,
 ) -> dict[str, Node]:
-    """Return the scales of every node.
+    """Return the scales of every node whose kind is known; a runtime derives those of the others itself.
 
     Args:
         nodes: what was measured.
@@ -43,11 +46,13 @@ def scales_from(
     """
     found = {}
     for name, node in nodes.items():
-        method = methods.method(name, layer_type(name))
+        method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if method.dynamic:
             raise UsageError(f"{name}: scale method {method.name} computes scales at run time", "choose a static method")
+        if maxima is None:
+            continue
         try:
-            found[name] = _scales(name, node, method, target=target, arithmetic=arithmetic, read_weight=read_weight)
+            found[name] = _scales(name, node, maxima, method, target=target, arithmetic=arithmetic, read_weight=read_weight)
         except StatisticsError as error:
             raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
     return found
@@ -56,6 +61,7 @@ def scales_from(
 def _scales(
     name: str,
     node: Node,
+    maxima: tuple[Tensor, ...],
     method: ScaleMethod,
     *,
     target: Target,
@@ -70,9 +76,11 @@ def _scales(
     def product(left: Tensor, right: Tensor) -> Tensor:
         return (left.to(dtype) * right.to(dtype)).float()
 
-    inputs = tuple(activation(value) for value in node.inputs)
+    inputs, kind = tuple(activation(value) for value in maxima), layer_type(name, node)
+    if kind in (SOFTMAX, ATTENTION):
+        return Node(inputs=inputs, outputs=(activation(node.outputs[0]),))
     if node.weight is None:
-        return Node(inputs=inputs, outputs=(inputs[0] if len(inputs) == 1 else product(*inputs[:2]),))
+        return Node(inputs=inputs, outputs=(inputs[0] if kind == CACHE else product(*inputs),))
     columns = None
     if method.needs_weights:
         if read_weight is None:
@@ -97,12 +105,12 @@ def near_steps(nodes: Mapping[str, Node], methods: MethodConfig, *, target: Targ
     """
     found = []
     for name, node in nodes.items():
-        method = methods.method(name, layer_type(name))
-        if not method.needs_measurement or not node.inputs:
+        method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
+        if not method.needs_measurement or not maxima:
             continue
         try:
             here, below = (
-                scale_from_amax(node.inputs[0].max() * factor, method.activation, target=target) for factor in (1.0, 1 - within)
+                scale_from_amax(maxima[0].max() * factor, method.activation, target=target) for factor in (1.0, 1 - within)
             )
         except QuantflowError:
             continue

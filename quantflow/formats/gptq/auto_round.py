@@ -26,7 +26,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UnsupportedError
 from quantflow.formats.gptq.layout import GPTQLayout
-from quantflow.formats.weight_layout import AUTO_ROUND, Infos
+from quantflow.formats.weight_layout import AUTO_ROUND, SAME_NAMES, Infos
 
 NAME = "auto_round"
 _LESS = {"auto_gptq": 1, "gptqmodel": 0}  # the end of `packing_format` -> what zero points are stored less
@@ -77,7 +77,12 @@ class AutoRoundLayout:
         return self._tensors(scheme).decode(name, tensors, scheme)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
@@ -90,6 +95,7 @@ class AutoRoundLayout:
         counted = Counter(tuple(rule.items()) for name, rule in rules.items() if _block(name))
         base = dict(counted.most_common(1)[0][0]) if counted else next(iter(rules.values()))
         extra = {name: rule for name, rule in rules.items() if rule != base or not _block(name)}
+        extra |= {modules[name]: rule for name, rule in extra.items() if name in modules}
         extra |= {name: _PLAIN for name in ignore if _block(name)}
         (packing,) = packings
         return {
@@ -102,10 +108,14 @@ class AutoRoundLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        return GPTQLayout(stored_less=0).schemes(config, shapes, infos)
+        return GPTQLayout(stored_less=0).schemes(config, shapes, infos, modules)
 
     def _tensors(self, scheme: LinearScheme) -> GPTQLayout:
         packing = self.packing or _packing(scheme.weights)

@@ -36,6 +36,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    SAME_NAMES,
     Infos,
     checked,
     flag,
@@ -180,10 +181,15 @@ class GPTQLayout:
         return stored + self.stored_less
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        del model_type
+        del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         head = [name for name in schemes if name in ("lm_head", "embed_out")]
         return {
@@ -200,7 +206,11 @@ class GPTQLayout:
         }
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
@@ -213,7 +223,8 @@ class GPTQLayout:
         for name in shapes:
             if f"{name}.qweight" not in infos:
                 continue
-            rule = {**base, **_rule(config, patterns, name)}
+            told = _rule(config, patterns, name) or _rule(config, patterns, modules.get(name, name))
+            rule = {**base, **told}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
             found[name] = named(weights, None, "pack-quantized")
             several = weights.group_size is not None and weights.group_size < shapes[name][1]

@@ -21,7 +21,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import Infos, order_of, require_same_scales, stored_scales, tensor
+from quantflow.formats.weight_layout import SAME_NAMES, Infos, order_of, require_same_scales, stored_scales, tensor
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -91,22 +91,33 @@ class CompressedTensorsLayout:
         return replace(linear, weight=replace(weight, qvalue=weight.qvalue[:, order].contiguous()), order=order)
 
     def quantization_config(
-        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+        self,
+        schemes: Mapping[str, LinearScheme],
+        *,
+        ignore: Sequence[str],
+        model_type: str,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type)
+        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type, modules=modules)
 
     def schemes(
-        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+        self,
+        config: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, int]],
+        infos: Infos,
+        modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         words = _in_our_words(config)
         try:
-            found = compressed_tensors.schemes_from_config(words, tuple(shapes))
+            found = compressed_tensors.schemes_from_config(words, tuple(shapes), modules=modules)
         except SchemeError as error:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
         schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
-        _require_orders(config, words, schemes, shapes, infos)
+        _require_orders(
+            config, compressed_tensors.groups_of_linears(words, tuple(schemes), modules=modules), schemes, shapes, infos
+        )
         return schemes
 
 
@@ -140,7 +151,7 @@ def _is_ordered(group: Mapping[str, Any]) -> bool:
 
 def _require_orders(
     config: Mapping[str, Any],
-    words: Mapping[str, Any],
+    groups: Mapping[str, str | None],
     schemes: Mapping[str, LinearScheme],
     shapes: Mapping[str, tuple[int, int]],
     infos: Infos,
@@ -149,7 +160,7 @@ def _require_orders(
 
     Args:
         config: the configuration as it was written.
-        words: the same as `_in_our_words` has it.
+        groups: quantized linear -> its group of the configuration.
         schemes: of the quantized linears.
         shapes: of all linears.
         infos: headers of all tensors.
@@ -160,7 +171,7 @@ def _require_orders(
     ordered = {label for label, group in config["config_groups"].items() if _is_ordered(group)}
     if not ordered:
         return
-    for name, label in compressed_tensors.groups_of_linears(words, tuple(schemes)).items():
+    for name, label in groups.items():
         size, key = schemes[name].weights.group_size, f"{name}.weight_g_idx"
         if label in ordered and size is not None and size < shapes[name][1] and key not in infos:
             actorder = config["config_groups"][label]["weights"]["actorder"]

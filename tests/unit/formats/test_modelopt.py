@@ -144,6 +144,8 @@ def test_nvfp4_whose_groups_quantize_no_inputs_is_of_weights_alone():
         ("NVFP4", {"quant_algo": "NVFP4_SVD"}, "quant_algo 'NVFP4_SVD'"),
         ("NVFP4", {"group_size": 32}, "group_size 32 with quant_algo NVFP4"),
         ("FP8", {"kv_cache_scheme": {"num_bits": 8}}, "keys and values are kept as"),
+        ("FP8", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}, "keys and values are kept as"),
+        ("FP8", {"kv_cache_quant_algo": "NVFP4"}, "keys and values are kept as 'NVFP4'"),
         ("FP8", {"quantization": "FP8"}, "quant_algo 'None'"),
     ],
 )

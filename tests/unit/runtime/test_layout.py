@@ -61,6 +61,10 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
             len(found.linears(name.rpartition(".")[0] for name in found.shapes)) == len(graph.linears) + len(graph.routers) + 1
         )
         assert found.tied == bool(twins(model)), (family, flags)
+        assert found.module(graph.family.head) == graph.family.head_place
+        for layer in graph.layers:
+            assert [found.module(name) for name in layer.linears] == [layer.module(name) for name in layer.linears]
+            assert [found.module(name) for name in layer.routers] == [layer.module(name) for name in layer.routers]
         assert found.caches() == {layer.attention: layer.kv_heads for layer in graph.layers}
 
 

@@ -51,8 +51,8 @@ def test_linears_caches_and_products_are_optimum_habanas_nodes(statistics):
     assert values(nodes)[f"{A}.matmul_qk"] == {"input 0": [[8.0]], "input 1": [[9.0]]}
     assert values(nodes)[f"{A}.matmul_av"] == {"input 0": [[1.0]], "input 1": [[11.0]]}
     assert values(nodes)[f"{A}.k_cache"] == {"input 0": [[9.0]]}
-    assert {layer_type(name) for name in INPUTS} == {"Linear"}
-    assert (layer_type(f"{A}.matmul_av"), layer_type(f"{A}.v_cache")) == ("Matmul", "KVCache")
+    assert {layer_type(name, nodes[name]) for name in INPUTS} == {"Linear"}
+    assert [layer_type(name, nodes[name]) for name in (f"{A}.matmul_av", f"{A}.v_cache")] == ["Matmul", "KVCache"]
 
 
 def test_the_way_back_gives_the_same_maxima(statistics):
@@ -133,6 +133,42 @@ def test_the_scale_of_an_output_is_the_product_of_what_makes_it(statistics):
     assert values(found)[f"{A}.matmul_qk"] == {"input 0": 1.0, "input 1": 1.0, "output 0": 1.0}
     assert values(found)[f"{A}.matmul_av"] == {"input 0": 2.0**-4, "input 1": 1.0, "output 0": 2.0**-4}
     assert values(found)[f"{A}.v_cache"] == {"input 0": 1.0, "output 0": 1.0}
+
+
+# Of maxabs_hw on Gaudi2 a scale is the least power of 16 that is not below maximum / 60, at most 16.
+ATTENTION = {
+    f"{A}.fused_scaled_dot_product_attention": (
+        Node(inputs=(cell(10), cell(100), cell(3)), outputs=(cell(2.5), cell(61))),
+        ([1.0, 16.0, 0.0625, 16.0], [0.0625]),
+    ),
+    f"{A}.attn.impl.softmax": (Node(inputs=(cell(300),), outputs=(cell(1),)), ([], [0.0625])),
+    f"{A}.attn.impl.batch2block_matmul": (Node(inputs=(cell(1), cell(50000)), outputs=(cell(7),)), ([0.0625, 1.0], [0.0625])),
+    f"{A}.attn.impl.block2batch_matmul": (Node(inputs=(cell(1), cell(0)), outputs=(cell(7),)), ([0.0625, 1.0], [0.0625])),
+    f"{A}.other_cache": (Node(inputs=(cell(300),)), ([16.0], [16.0])),
+    f"{A}.other_product": (Node(inputs=(cell(300), cell(3))), ([16.0, 0.0625], [1.0])),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_what_attention_is_made_of_has_the_scales_of_its_kind(name):
+    node, (inputs, outputs) = ATTENTION[name]
+    found = scales_from({name: node}, method_config("maxabs_hw"), target=target("gaudi2"), arithmetic="BF16")[name]
+    assert [float(each) for each in found.inputs] == inputs and [float(each) for each in found.outputs] == outputs
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Node(inputs=()),
+        Node(inputs=(), weight=cell(1)),
+        Node(inputs=(cell(5),), outputs=tuple(cell(value) for value in range(1, 6))),  # a mixture
+        Node(inputs=(cell(5),), outputs=(cell(1),)),  # a cache, or a softmax
+        Node(inputs=(cell(5), cell(6)), outputs=(cell(1),)),  # a product of either kind
+    ],
+)
+def test_a_node_of_which_the_files_do_not_say_what_it_is_has_no_scales(node):
+    nodes = {"lm_head": Node(inputs=(cell(60),), weight=cell(120)), "model.layers.0.mlp.experts.moe_op": node}
+    assert set(scales_from(nodes, method_config("maxabs_hw"), target=target("gaudi2"), arithmetic="BF16")) == {"lm_head"}
 
 
 def test_scales_per_channel_come_from_the_weight_itself():
