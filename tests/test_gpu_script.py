@@ -266,13 +266,19 @@ def pretended(monkeypatch):
     """Let torch.cuda answer as if there were an H100, so that the lines for a GPU run; tensors stay on the CPU."""
     properties = {"name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 * 10**9, "multi_processor_count": 132}
     properties |= {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    begun: list[bool] = []
+
+    def reset(_device):
+        assert begun, "torch resets no peak before CUDA was begun"
+
     answers = {
+        "init": lambda: begun.append(True),
         "get_device_properties": lambda _device: SimpleNamespace(**properties),
         "mem_get_info": lambda _device: (79 * 10**9, 80 * 10**9),
         "Event": Event,
         "synchronize": lambda _device=None: None,
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda _device: None,
+        "reset_peak_memory_stats": reset,
         "max_memory_allocated": lambda _device: 123_000_000,
     }
     for name, answer in answers.items():

@@ -36,6 +36,7 @@ ALLOWED = {
         {"rtn", "smoothquant", "compressed-tensors"},
         "words of recipes and their defaults: a policy for experts, a start of learning, what a flag means, a format",
     ),
+    "quantflow/artifact/checkpoint.py": ({"gptq", "awq", "compressed-tensors"}, "words of `quant_method`; it is below formats"),
     "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),
     "quantflow/formats/gptq/layout.py": ({"gptq"}, "the layout's own name in `quant_method`"),
     "quantflow/formats/awq.py": ({"awq"}, "the layout's own name in `quant_method`"),
