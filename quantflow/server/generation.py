@@ -296,7 +296,7 @@ class Service:
                     ends=model.loaded.eos_token_ids,
                     stop=asked.stop,
                     top_n=asked.top_n_tokens or 0,
-                    prompt_logprobs=asked.prefill and row == 0,
+                    prompt_logprobs=asked.prefill and (row == 0 or not answer.new_tokens),  # it has the prompt alone
                     mask=masks[row],
                     lookup=self.lookup,
                     adapter=adapter,
