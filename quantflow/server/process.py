@@ -156,8 +156,8 @@ class PatientProtocol(H11Protocol):
         if before and self._untaken == before:
             self.transport.abort()
             return
-        before_it, self._begun = self._begun, self._further()
-        if (self.cycle is None or (before_it and self._begun)) and not self.transport.is_closing():
+        begun_before, self._begun = self._begun, self._further()
+        if (self.cycle is None or (begun_before and self._begun)) and not self.transport.is_closing():
             self.transport.close()
         self._next_look = self.loop.call_later(self.seconds, self._look)
 
