@@ -108,15 +108,16 @@ def test_a_kernel_that_multiplies_integers_gets_them_and_the_reference_where_it_
 
 def test_the_decoders_and_a_pack_compute_what_the_reference_does_with_rounded_inputs(artifacts, tmp_path):
     folder = copied(artifacts["rtn"], tmp_path, {"kld": 0.0, "kld_of_artifact": 1.0, "tokens": 64})
-    tokens = torch.arange(164, 196)[None]  # few inputs of these lie where sums in another order round them to another code
+    tokens = torch.arange(64, 192).reshape(32, 4)
     expected = load(folder, backend="reference").model(tokens).logits
     exact = load(folder, backend="reference", exact=True).model(tokens).logits
-    scale = (expected - exact).norm()
+    scale = (expected - exact).norm(dim=-1)  # [rows, tokens]
     for options in ({}, {"pack": True}, {"pack": True}):  # made, and read again
         decoder = load(folder, decoder="auto", **options).decoder
-        decoder.begin(rows=1, capacity=40)
-        found = decoder.forward(tokens, last_only=False)
-        assert (found - expected).norm() < scale / 3  # an input that rounds to another code moves all after it
+        decoder.begin(rows=32, capacity=8)
+        off = (decoder.forward(tokens, last_only=False) - expected).norm(dim=-1) / scale
+        # Sums in another order round a few inputs to another code, which moves the rest of their row; other tokens are equal.
+        assert (off < 1e-3).float().mean() > 0.5
     decoder = load(folder, decoder="auto", pack=True, exact=True).decoder  # not the pack of rounded inputs
-    decoder.begin(rows=1, capacity=40)
+    decoder.begin(rows=32, capacity=8)
     assert torch.allclose(decoder.forward(tokens, last_only=False), exact, atol=1e-4, rtol=1e-4)
