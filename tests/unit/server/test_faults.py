@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 
 from quantflow.process_memory import usage
+from quantflow.server.settings import Limits
 
 PROMPT = "class Stack:\n    def"
 
@@ -67,9 +68,10 @@ def test_clients_that_go_away_leave_nothing(serve):
 
 @pytest.mark.slow
 def test_a_thousand_clients_that_go_away_leave_nothing_and_no_memory(serve):
-    with serve() as server:
+    small = Limits(max_batch_total_tokens=4096)  # its pages are all in memory after the first clients
+    with serve(limits=small) as server:
         expected = server.generate(PROMPT, max_new_tokens=20).json()
-        leave_many(server, 200, seed=2)
+        leave_many(server, 2000, seed=2)
         gc.collect()
         before = usage().anonymous
         leave_many(server, 1000, seed=3)
