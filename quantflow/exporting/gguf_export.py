@@ -8,13 +8,13 @@ Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder i
 
 Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its other matrices get the
 types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least squared error: the head Q6_K where
-its rows fit, Q8_0 otherwise, the embedding the type that most linears have, or the head's where the two are one. With a dtype,
+its rows fit, Q8_0 otherwise, the embedding the linears' usual type, or the head's where the two are one. With a dtype,
 and for all other models, matrices have the chosen dtype. Vectors (norms, biases) have float32. A piece of a tensor is in memory
 at a time. Before the folder appears the file is read again: its header, and every tensor against the source.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -48,7 +48,7 @@ VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the type that most linears have, as llama.cpp's quantizer has it
+_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the linears' usual type, as llama.cpp's quantizer has it
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
@@ -115,7 +115,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         raise UsageError(cause, "run `quantflow export` without --format gguf first, and give what it wrote")
     with stage_folder.locked(job.output):
         weights = open_weights(job.source)
-        dtype = CHOICES[job.dtype] if job.dtype else _most(weights.blocks.values()) or _own_dtype(weights)
+        dtype = CHOICES[job.dtype] if job.dtype else _usual_type(weights) or _own_dtype(weights)
         plan = planned(weights, dtype)
         header = sha256(plan.layout.header).hexdigest()
         made_from = {"dtype": dtype, "header": header, "model": weights.identity, "version": VERSION}
@@ -143,10 +143,16 @@ def _own_dtype(weights: GGUFWeights) -> str:
     return found
 
 
-def _most(types: Iterable[str]) -> str | None:
-    """Return the type that most have; of equals the first."""
-    counted = Counter(types).most_common(1)
-    return counted[0][0] if counted else None
+def _usual_type(weights: GGUFWeights) -> str | None:
+    """Return the type in blocks that linears have where their rows fit it; None: linears have none.
+
+    It is the type that the scheme names. With another scheme (each linear has its own) it is the one that most have.
+    """
+    if not weights.blocks:
+        return None
+    if weights.scheme in gguf.FILE_TYPES:
+        return weights.scheme.removesuffix("_M")
+    return Counter(weights.blocks.values()).most_common(1)[0][0]
 
 
 def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
@@ -176,6 +182,8 @@ def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
 
 def _kind_of_file(weights: GGUFWeights, dtype: str) -> str:
     """Return the name of a file's types, a key of gguf.FILE_TYPES: that of the mixture where linears have several."""
+    if dtype in gguf.BLOCKS and weights.scheme in gguf.FILE_TYPES:
+        return weights.scheme
     mixed = f"{dtype}_M" in gguf.FILE_TYPES and dtype in gguf.BLOCKS and len(set(weights.blocks.values())) > 1
     return f"{dtype}_M" if mixed else dtype
 

@@ -37,6 +37,7 @@ class GGUFWeights:
         shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors names it.
         read: (name, first row, last row + 1) -> these rows, floating and finite.
         blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of BLOCK_TYPES.
+        scheme: what the artifact's recipe names; rows that it does not fit have other types in `blocks`.
         read_quantized: as `read`, of the weights in `blocks`.
         working_bytes: what `read` holds at most.
         quantized_inputs: linears that quantize what they are given.
@@ -50,6 +51,7 @@ class GGUFWeights:
     dtypes: dict[str, str]
     read: Read
     blocks: Mapping[str, str] = field(default_factory=dict)
+    scheme: str | None = None
     read_quantized: Callable[[str, int, int], QTensor] | None = None
     working_bytes: int = 0
     quantized_inputs: int = 0
@@ -117,6 +119,7 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
             for linear, placement in artifact.linears.items()
             if placement.scheme.weights.block_type is not None
         },
+        scheme=artifact.manifest["recipe"]["scheme"],
         read_quantized=read_quantized,
         working_bytes=WORKING,
         quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),

@@ -213,7 +213,10 @@ def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_pat
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "Q4_K_M", "--algorithm", "rtn") == 0
     assert "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide" in capsys.readouterr().err
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
-    found = blocks_of(export(tmp_path / "a", tmp_path / "o"))
+    path = export(tmp_path / "a", tmp_path / "o")
+    assert path.name == "model-q4_k_m.gguf"  # what was asked for, though no linear has the type
+    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", 15)
+    found = blocks_of(path)
     assert found["blk.0.attn_q.weight"][0] == "Q5_0" and found["blk.1.ffn_down.weight"][0] == "Q8_0"
     assert found["output.weight"][0] == "Q8_0"
 
