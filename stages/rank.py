@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantflow.artifact.canonical import read_json
 from quantflow.distributed.launch import JOB
-from quantflow.stages.cli.output import exit_code_of
+from quantflow.stages.cli.output import end_failed_rank, exit_code_of
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.signals import Signals
 
@@ -30,7 +30,9 @@ def main(folder: str) -> int:
         with signals.installed():
             api.run_rank(folder, progress=progress, stream=_write)
 
-    return exit_code_of(work)
+    code = exit_code_of(work)
+    end_failed_rank(code)
+    return code
 
 
 def _write(text: str) -> None:

@@ -96,6 +96,11 @@ def launched_rank() -> tuple[int, int] | None:
     return rank, world
 
 
+def is_rank() -> bool:
+    """Return whether this process has the variables of a rank, right or wrong."""
+    return "RANK" in os.environ
+
+
 def own_device(name: str) -> str:
     """Return the device of this process: of ranks that share a machine each takes the GPU of its number there.
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import click
 
 from quantflow import process_memory
-from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.output import end_failed_rank, exit_code
 from quantflow.stages.cli.streams import guard
 
 VERBS = (
@@ -50,5 +50,6 @@ def main() -> int:
     process_memory.give_back_freed()
     process_memory.take_huge_pages()
     code = exit_code(cli, sys.argv[1:])
+    end_failed_rank(code)
     process_memory.end_quickly()
     return code

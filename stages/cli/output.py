@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 
 import click
 
-from quantflow.distributed.launch import speaks
+from quantflow.distributed.launch import is_rank, speaks
 from quantflow.errors import QuantflowError, first_line
 from quantflow.plain_text import one_line, plain
 from quantflow.stages.cli.environment import bars_wanted
@@ -184,6 +185,20 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
             raise
         return _fail(f"tokenizer: {error}", "give the model its own tokenizer files", 3, debug=debug)
     return 0
+
+
+def end_failed_rank(code: int) -> None:
+    """End this process at once with its exit code, where it is a rank whose work failed; return otherwise.
+
+    torch's process group is still open then (quantflow/distributed/team.py). The interpreter would take it down while threads
+    of it run, for which the C++ runtime aborts the process: who started the rank would see SIGABRT in the place of the code.
+    """
+    if code == 0 or not is_rank():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, NobodyReads):
+            stream.flush()
+    os._exit(code)
 
 
 def _system(error: OSError) -> tuple[str, str, int]:
