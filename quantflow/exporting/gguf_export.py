@@ -48,6 +48,7 @@ VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_MIXTURE = "_M"  # ends the name of a file in which some linears have another type than the one it is named by
 _HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the linears' usual type, as llama.cpp's quantizer has it
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
@@ -115,10 +116,10 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         raise UsageError(cause, "run `quantflow export` without --format gguf first, and give what it wrote")
     with stage_folder.locked(job.output):
         weights = open_weights(job.source)
-        dtype = CHOICES[job.dtype] if job.dtype else _usual_type(weights) or _own_dtype(weights)
-        plan = planned(weights, dtype)
+        kind = CHOICES[job.dtype] if job.dtype else _kind_in_blocks(weights) or _own_dtype(weights)
+        plan = planned(weights, kind)
         header = sha256(plan.layout.header).hexdigest()
-        made_from = {"dtype": dtype, "header": header, "model": weights.identity, "version": VERSION}
+        made_from = {"dtype": kind.removesuffix(_MIXTURE), "header": header, "model": weights.identity, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
@@ -126,7 +127,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
         grant(Need(stage="export", moments=moments, result=plan.layout.nbytes), job.resources, folder=job.output)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            path = folder / f"model-{_kind_of_file(weights, dtype).lower()}.gguf"
+            path = folder / f"model-{kind.lower()}.gguf"
             gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info))
             progress.say(f"export {job.output.name}: proving it")
             prove(path, weights, plan)
@@ -143,26 +144,29 @@ def _own_dtype(weights: GGUFWeights) -> str:
     return found
 
 
-def _usual_type(weights: GGUFWeights) -> str | None:
-    """Return the type in blocks that linears have where their rows fit it; None: linears have none.
+def _kind_in_blocks(weights: GGUFWeights) -> str | None:
+    """Return the name of a file whose linears are in blocks, a key of gguf.FILE_TYPES; None: they are not.
 
-    It is the type that the scheme names. With another scheme (each linear has its own) it is the one that most have.
+    It is what the scheme names, whether rows fit its blocks or not. With another scheme (each linear has its own) it is the
+    type that most linears have, and the mixture of that name where there are several.
     """
     if not weights.blocks:
         return None
     if weights.scheme in gguf.FILE_TYPES:
-        return weights.scheme.removesuffix("_M")
-    return Counter(weights.blocks.values()).most_common(1)[0][0]
+        return weights.scheme
+    counted = Counter(weights.blocks.values()).most_common()
+    mixture = f"{counted[0][0]}{_MIXTURE}"
+    return mixture if len(counted) > 1 and mixture in gguf.FILE_TYPES else counted[0][0]
 
 
-def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
-    """Return what a file of `dtype` will hold: a key of gguf.TYPES, or the type that most of the linears have in blocks.
+def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
+    """Return what a file will hold whose types have a name, `kind`, a key of gguf.FILE_TYPES.
 
     Raises:
         InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of another model.
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
-    config = weights.config
+    config, dtype = weights.config, kind.removesuffix(_MIXTURE)
     found = {place.name: place for place in places(config, weights.shapes)}
     factors = rope_factors(config)
     computed = {} if factors is None else {ROPE_FACTORS: factors}
@@ -172,7 +176,7 @@ def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
     values = {
         **metadata(config),
         "general.type": ("string", "model"),
-        "general.file_type": ("u32", gguf.FILE_TYPES[_kind_of_file(weights, dtype)]),
+        "general.file_type": ("u32", gguf.FILE_TYPES[kind]),
         **({"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)} if dtype in gguf.BLOCKS else {}),
         **vocabulary(weights.folder, config),
     }
@@ -180,16 +184,8 @@ def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
     return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working)
 
 
-def _kind_of_file(weights: GGUFWeights, dtype: str) -> str:
-    """Return the name of a file's types, a key of gguf.FILE_TYPES: that of the mixture where linears have several."""
-    if dtype in gguf.BLOCKS and weights.scheme in gguf.FILE_TYPES:
-        return weights.scheme
-    mixed = f"{dtype}_M" in gguf.FILE_TYPES and dtype in gguf.BLOCKS and len(set(weights.blocks.values())) > 1
-    return f"{dtype}_M" if mixed else dtype
-
-
 def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
-    """Return the type of a tensor of the file."""
+    """Return the type of a tensor of the file.  dtype: that of the linears, where their rows fit it."""
     if len(place.shape) == 1:
         return "F32"
     if dtype not in gguf.BLOCKS:

@@ -208,15 +208,23 @@ def test_a_mixture_gives_each_linear_llama_cpps_type(wide, tmp_path, monkeypatch
         assert np.array_equal(found[f"blk.3.{mine}.weight"][1], weight)
 
 
+@pytest.mark.parametrize(("scheme", "number"), [("Q4_K_M", 15), ("Q4_K", 14), ("Q3_K", 11)])
+def test_a_file_is_called_what_was_asked_for_though_no_linear_has_the_type(llama, tmp_path, monkeypatch, scheme, number):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn") == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    path = export(tmp_path / "a", tmp_path / "o")
+    assert path.name == f"model-{scheme.lower()}.gguf"
+    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", number)
+    assert scheme.removesuffix("_M") not in {kind for kind, _ in blocks_of(path).values()}
+
+
 def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "Q4_K_M", "--algorithm", "rtn") == 0
     assert "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide" in capsys.readouterr().err
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
-    path = export(tmp_path / "a", tmp_path / "o")
-    assert path.name == "model-q4_k_m.gguf"  # what was asked for, though no linear has the type
-    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", 15)
-    found = blocks_of(path)
+    found = blocks_of(export(tmp_path / "a", tmp_path / "o"))
     assert found["blk.0.attn_q.weight"][0] == "Q5_0" and found["blk.1.ffn_down.weight"][0] == "Q8_0"
     assert found["output.weight"][0] == "Q8_0"
 
