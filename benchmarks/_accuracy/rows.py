@@ -67,7 +67,10 @@ INPUTS = {
     "FP8_DYNAMIC": ("rtn", "rtn_mse", "gptq", "best"),
 }
 # The formats of 4 bits that hardware multiplies, weights alone and inputs too.
-FLOAT4 = {name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16", "NVFP4", "MXFP4")}
+FLOAT4 = {
+    **{name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16")},
+    **{name: ("rtn", "gptq", "good", "best") for name in ("NVFP4", "MXFP4")},
+}
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
 LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix
 # llama.cpp's types that quantflow rounds onto -> its algorithms. Rows of whole files, which llama.cpp runs: `Q4_0.gguf`.

@@ -249,12 +249,12 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
 
 
 def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
-    """Return what an entry gets that names no transforms: its scheme's, or the search of a combination for integers.
+    """Return what an entry gets that names no transforms: its scheme's, or the search of a combination.
 
     Where schemes are to be chosen there are none: sensitivities are those of the weights as they are.
     """
     scheme, combination = preset(entry.scheme), _combination_of(entry)
-    searched = combination is not None and combination.searches and scheme.weights.kind == "int"
+    searched = combination is not None and combination.smooths(scheme)
     if searched and not scheme.transforms and not entry.mixed:
         values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}  # a cache's scales are of these
         return ({smoothquant.NAME: {**smoothquant.SEARCHED, **values}},)
