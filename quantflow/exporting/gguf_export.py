@@ -29,7 +29,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.block_types import BLOCK_TYPES, SMALLER
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
-from quantflow.core.scheme import preset
+from quantflow.core.scheme import MIXTURES, preset
 from quantflow.errors import IntegrityError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.gguf_source import GGUFWeights, open_weights
@@ -48,7 +48,6 @@ VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-_MIXTURE = "_M"  # ends the name of a file in which some linears have another type than the one it is named by
 _HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the linears' usual type, as llama.cpp's quantizer has it
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
@@ -119,7 +118,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         kind = CHOICES[job.dtype] if job.dtype else _kind_in_blocks(weights) or _own_dtype(weights)
         plan = planned(weights, kind)
         header = sha256(plan.layout.header).hexdigest()
-        made_from = {"dtype": kind.removesuffix(_MIXTURE), "header": header, "model": weights.identity, "version": VERSION}
+        made_from = {"dtype": MIXTURES.get(kind, kind), "header": header, "model": weights.identity, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
@@ -155,18 +154,19 @@ def _kind_in_blocks(weights: GGUFWeights) -> str | None:
     if weights.scheme in gguf.FILE_TYPES:
         return weights.scheme
     counted = Counter(weights.blocks.values()).most_common()
-    mixture = f"{counted[0][0]}{_MIXTURE}"
-    return mixture if len(counted) > 1 and mixture in gguf.FILE_TYPES else counted[0][0]
+    usual = counted[0][0]
+    mixtures = (name for name, kind in MIXTURES.items() if kind == usual and len(counted) > 1)
+    return next(mixtures, usual)
 
 
 def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
-    """Return what a file will hold whose types have a name, `kind`, a key of gguf.FILE_TYPES.
+    """Return what a file of a kind, a key of gguf.FILE_TYPES, will hold.
 
     Raises:
         InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of another model.
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
-    config, dtype = weights.config, kind.removesuffix(_MIXTURE)
+    config, dtype = weights.config, MIXTURES.get(kind, kind)
     found = {place.name: place for place in places(config, weights.shapes)}
     factors = rope_factors(config)
     computed = {} if factors is None else {ROPE_FACTORS: factors}

@@ -65,7 +65,7 @@ def theirs(script: str, *words: str | Path, folder: Path) -> None:
 def assert_computes_what_transformers_does(model: Path, folder: Path, *, products: torch.dtype = torch.float32) -> None:
     """Compare logits and greedy tokens.
 
-    gptqmodel makes its weights in float16. That is all of the difference to float32, with its `products` in another dtype too.
+    gptqmodel makes its weights in float16, and multiplies in the dtype of `products`. Nothing else differs from float32.
     """
     expected, ids = load_file(f"{folder}.safetensors"), torch.tensor([PROMPT])
     loaded = load(folder, decoder="lean")
