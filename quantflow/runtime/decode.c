@@ -7,6 +7,8 @@
  * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
  * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
  * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
+ * Where a model's inputs are bfloat16 as its cache is (`rounds`), CPUs that multiply pairs of them do so in attention as well:
+ * queries and shares are rounded there, sums are not.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -45,7 +47,8 @@ typedef struct { const Weight *weight; const float *bias;
 typedef struct { const float *weight, *bias; } Norm; /* of the features; weight NULL: no norm, what is read stays as it is */
 
 typedef struct { /* one layer; NULL where it has none */
-    void *keys, *values;               /* [blocks, kv_heads, block / SIDE, dim, SIDE], [blocks, kv_heads, block, dim] of `kind` */
+    void *keys, *values;               /* [blocks, kv_heads, block / SIDE, dim, SIDE], [blocks, kv_heads, block, dim] of `kind`;
+                                          bfloat16 by twos: [.., dim / 2, SIDE, 2] features, [.., block / 2, dim, 2] columns */
     float *key_scales, *value_scales;  /* [blocks, kv_heads, block]; int8 without measured scales */
     const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
     const float *cos, *sin;            /* [capacity, rotary] by position in the text */
@@ -69,6 +72,7 @@ typedef struct { /* one step: new columns of several sequences, one sequence aft
     int64_t centered;                  /* norms subtract the mean first (LayerNorm) */
     int64_t parallel;                  /* the MLP reads what attention reads, not what it added to */
     int64_t activation, gated;         /* of the MLP; activation(gate) * up, or activation(up) */
+    int64_t rounds;                    /* queries and shares may be rounded to bfloat16 where the cache is */
     float scale, eps;                  /* of scores; of norms */
     float cap;                         /* scores become cap * tanh(score / cap); 0: they stay */
     float residual;                    /* times what a branch adds */
@@ -143,11 +147,38 @@ static inline vf plus_product(vf sum, vf x, vf w) {
 #endif
 }
 
-static inline vf pick(vi where, vf a, vf b) { return (vf)((where & (vi)a) | (~where & (vi)b)); }
+/* a in the lanes where `where` is -1, b where it is 0. */
+static inline vf pick(vi where, vf a, vf b) {
+#ifdef __AVX512DQ__
+    return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)where), (__m512)b, (__m512)a);
+#else
+    return (vf)((where & (vi)a) | (~where & (vi)b));
+#endif
+}
+
+/* a > b ? a : b, and a < b ? a : b: of two of which one is NaN, b. */
+#ifdef __AVX512F__
+static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined __AVX2__
+static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+static inline vf larger(vf a, vf b) { return pick(a > b, a, b); }
+static inline vf smaller(vf a, vf b) { return pick(a < b, a, b); }
+#endif
+
+static inline vf splat(float x) { return (vf)((vi){0} + (int32_t)float_bits(x)); }
+
+/* The nearest bfloat16, ties to even; NaN is 0x7FC0. */
+static inline uint16_t to_bfloat(float x) {
+    uint32_t bits = float_bits(x);
+    return (uint16_t)(x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
 
 /* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of these beyond. NaN stays NaN. */
 static inline vf exponentials(vf x) {
-    x = pick(x < -87.0f, (vf){0} - 87.0f, pick(x > 88.0f, (vf){0} + 88.0f, x));
+    x = larger(splat(-87.0f), smaller(splat(88.0f), x));
     vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
     vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     vf p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
@@ -269,8 +300,7 @@ static inline v4 lanes_sums(vf a, vf b, vf c, vf d) {
 static inline float lanes_max(vf x) {
     const vi lanes = {NUMBERS};
     for (int apart = LANES / 2; apart; apart /= 2) {
-        vf other = __builtin_shuffle(x, lanes ^ apart);
-        x = pick(other > x, other, x);
+        x = larger(__builtin_shuffle(x, lanes ^ apart), x);
     }
     return x[0];
 }
@@ -385,7 +415,7 @@ void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, 
         enum { PIECE = 64 * LANES }; /* as many are summed in float */
         vf tops = (vf){0} - INFINITY;
         int64_t whole = width / LANES * LANES, at = 0;
-        for (int64_t i = 0; i < whole; i += LANES) tops = pick(*(const vf *)(x + i) > tops, *(const vf *)(x + i), tops);
+        for (int64_t i = 0; i < whole; i += LANES) tops = larger(*(const vf *)(x + i), tops);
         float top = lanes_max(tops);
         for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
         while (at < width - 1 && !(x[at] == top)) at++;
@@ -413,7 +443,7 @@ static inline uint8_t to_float8(float x) {
 }
 
 /* Write `dim` floats, in units of `step`, from element `at` of the cache on, `stride` apart. Where there are `scales` the step is
- * the numbers' own, and kept as element `index`. */
+ * the numbers' own, and kept as element `index`. bfloat16 has functions of its own. */
 static void store(const float *x, void *cache, int64_t at, int64_t stride, float step, float *scales, int64_t index, int64_t dim,
                   int64_t kind) {
     float amax = 0;
@@ -421,13 +451,23 @@ static void store(const float *x, void *cache, int64_t at, int64_t stride, float
     if (scales && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
     if (scales) scales[index] = step;
     for (int64_t i = 0; i < dim; i++, at += stride) {
-        uint32_t bits = float_bits(x[i]);
         float q = rintf(x[i] / step);
         if (kind == FLOAT32) ((float *)cache)[at] = x[i];
-        if (kind == BFLOAT16) ((uint16_t *)cache)[at] = x[i] != x[i] ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
         if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i] / step);
         if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
     }
+}
+
+/* Write the keys of a column in bfloat16, two features at a time.  cache: [dim / 2, SIDE], from the column's place on */
+static void store_keys(const float *x, uint32_t *cache, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 2) cache[i / 2 * SIDE] = to_bfloat(x[i]) | (uint32_t)to_bfloat(x[i + 1]) << 16;
+}
+
+/* Write the values of a column in bfloat16 beside its neighbour's. cache: [dim, 2], the place of both. Where nothing was written
+ * on an even column's right yet, zeros are: attention multiplies both, one of them by 0. */
+static void store_values(const float *x, uint16_t *cache, int64_t column, int last, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) cache[2 * i + column % 2] = to_bfloat(x[i]);
+    for (int64_t i = 0; last && column % 2 == 0 && i < dim; i++) cache[2 * i + 1] = 0;
 }
 
 /* Return LANES numbers of the cache from element `at` on, int8 without its scale. */
@@ -467,58 +507,101 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
             int64_t index = place(s, row, h, column), lane = column % SIDE;
             float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
-            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim, s->kind);
+            const float *keys = x - s->kv_heads * dim;
+            if (s->kind == BFLOAT16) {
+                store_keys(keys, (uint32_t *)l->keys + (index - lane) * dim / 2 + lane, dim);
+                store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column, at + 1 == s->first[row + 1], dim);
+                continue;
+            }
+            store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim, s->kind);
             store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
         }
     }
 }
 
-/* One query's part of a softmax step: `scores` [BLOCK] become exp(score - largest), and 0 outside of columns `first` to `end` of
- * them. Returns what earlier sums shrink by. */
-static inline float soften(vf *scores, int64_t first, int64_t end, float *largest, float *total) {
-    const vf none = (vf){0} - INFINITY, old = (vf){0} + *largest;
+/* A softmax step of T queries: `scores` [T, BLOCK] of the columns from `begin` on become exp(score - largest), and 0 outside of
+ * those that a query sees. shrink: what earlier sums shrink by. */
+static inline __attribute__((always_inline)) void soften(float *scores, const int64_t *first, const int64_t *end, int64_t begin,
+                                                         float *largest, float *total, float *shrink, const int T) {
+    enum { GROUPS = BLOCK / LANES };
+    const vf none = splat(-INFINITY), old = *(vf *)largest;
     const vi lanes = {NUMBERS};
-    int from = first < 0 ? 0 : (int)first, to = end > BLOCK ? BLOCK : (int)end;
-    vf tops = old, sums = {0};
-    for (int j = 0; j < BLOCK / LANES; j++) {
-        scores[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), scores[j], none);
-        tops = pick(scores[j] > tops, scores[j], tops);
+    float tops[LANES] __attribute__((aligned(64)));
+    vf sums[TILE];
+    for (int g = 0; g < T; g++) {
+        vf *own = (vf *)(scores + g * BLOCK), most = none;
+        int from = first[g] < begin ? 0 : (int)(first[g] - begin), to = end[g] - begin > BLOCK ? BLOCK : (int)(end[g] - begin);
+        for (int j = 0; j < GROUPS && (from > 0 || to < BLOCK); j++)
+            own[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), own[j], none);
+        for (int j = 0; j < GROUPS; j++) most = larger(own[j], most);
+        tops[g] = lanes_max(most);
     }
-    float top = lanes_max(tops);
-    *largest = top, top = top == -INFINITY ? 0 : top; /* where it sees no column yet, or -inf alone */
-    for (int j = 0; j < BLOCK / LANES; j++) {
-        scores[j] = pick(scores[j] == none, (vf){0}, exponentials(scores[j] - top));
-        sums += scores[j];
+    for (int g = T; g < LANES; g++) tops[g] = -INFINITY;
+    vf top = larger(*(vf *)tops, old), unit = pick(top == none, (vf){0}, top); /* where it sees no column yet, or -inf alone */
+    *(vf *)largest = top, *(vf *)tops = unit, *(vf *)shrink = exponentials(old - unit);
+    for (int g = 0; g < T; g++) {
+        vf *own = (vf *)(scores + g * BLOCK);
+        sums[g] = (vf){0};
+        for (int j = 0; j < GROUPS; j++) {
+            own[j] = pick(own[j] == none, (vf){0}, exponentials(own[j] - splat(tops[g])));
+            sums[g] += own[j];
+        }
     }
-    float shrink = exponentials(old - top)[0];
-    *total = *total * shrink + lanes_sum(sums);
-    return shrink;
+    for (int g = 0; g < T; g++) total[g] = total[g] * shrink[g] + lanes_sum(sums[g]);
 }
+
+#ifdef __AVX512BF16__
+enum { HAS_PAIRS = 1 }; /* pairs of bfloat16 can be multiplied as they are */
+#else
+enum { HAS_PAIRS = 0 };
+#endif
+
+/* Let a sum be in a register: gcc keeps some of them in memory otherwise. */
+#ifdef __x86_64__
+#define IN_REGISTER(X) __asm__("" : "+v"(X))
+#else
+#define IN_REGISTER(X) ((void)0)
+#endif
+
+/* Both halves of pairs of bfloat16. */
+static inline vf lower(vf pairs) { return (vf)((vu)pairs << 16); }
+static inline vf upper(vf pairs) { return (vf)((vu)pairs & 0xFFFF0000); }
 
 /* Where the first feature of LANES columns lies among the keys, from where they lie in the cache. */
-static inline int64_t keys_of(const Step *s, int64_t at) {
+static inline int64_t keys_of(const Step *s, int64_t at, int64_t kind) {
     int64_t lane = LANES == 8 ? at % SIDE : 0;
-    return (at - lane) * s->dim + lane;
+    return (at - lane) * s->dim + lane * (kind == BFLOAT16 ? 2 : 1);
 }
 
-/* The scores of T queries with W groups of LANES columns, which lie at `at` of the cache.  queries: [dim, T]; scores: [T, BLOCK] */
+/* The scores of T queries with W groups of LANES columns, which lie at `at` of the cache.
+ * queries: [dim, T], or pairs of bfloat16 [dim / 2, T]; scores: [T, BLOCK] */
 static inline __attribute__((always_inline)) void score(const Step *s, const Layer *l, const int64_t *at, const float *queries,
-                                                        float *scores, const int kind, const int T, const int W) {
+                                                        float *scores, const int kind, const int narrow, const int T, const int W) {
+    const int paired = kind == BFLOAT16;
     vf sum[4][TILE];
     for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = (vf){0};
-    for (int64_t i = 0; i < s->dim; i++) {
+    for (int64_t i = 0; i < s->dim; i += paired ? 2 : 1) {
+        const float *query = queries + (narrow ? i / 2 : i) * T;
         vf k[4];
 #pragma GCC unroll 4
-        for (int w = 0; w < W; w++) k[w] = load(l->keys, keys_of(s, at[w]) + i * SIDE, kind);
+        for (int w = 0; w < W; w++) {
+            int64_t from = keys_of(s, at[w], kind) + i * SIDE;
+            k[w] = paired ? *(const vf *)((const uint16_t *)l->keys + from) : load(l->keys, from, kind);
+        }
 #pragma GCC unroll 8
         for (int g = 0; g < T; g++) {
-            vf q = (vf){0} + queries[i * T + g];
+            vf q = splat(query[g]), next = splat(paired && !narrow ? query[T + g] : 0);
 #pragma GCC unroll 4
-            for (int w = 0; w < W; w++) sum[w][g] = plus_product(sum[w][g], k[w], q);
+            for (int w = 0; w < W; w++) {
+                if (narrow) sum[w][g] = add_product(sum[w][g], q, k[w], 1);
+                else if (paired) sum[w][g] = plus_product(plus_product(sum[w][g], lower(k[w]), q), upper(k[w]), next);
+                else sum[w][g] = plus_product(sum[w][g], k[w], q);
+            }
         }
     }
     for (int w = 0; w < W; w++)
         for (int g = 0; g < T; g++) {
+            IN_REGISTER(sum[w][g]);
             vf x = sum[w][g];
             if (kind == INT8 && l->key_scales) x *= load(l->key_scales, at[w], FLOAT32);
             if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap))); /* cap * tanh */
@@ -526,28 +609,51 @@ static inline __attribute__((always_inline)) void score(const Step *s, const Lay
         }
 }
 
-/* sums += scores times W groups of LANES features, from feature `i` on, of the values of columns `from` to `to` of a block,
- * whose groups of LANES lie at `at` of the cache.  scores: [T, BLOCK]; sums: [T, dim] */
+/* sums = sums * shrink + scores times W groups of LANES features, from feature `i` on, of the values of columns `from` to `to` of a block,
+ * whose groups of LANES lie at `at` of the cache; of bfloat16 by twos, where the scores of columns beyond are 0.
+ * scores: [T, BLOCK]; shares: the same as pairs of bfloat16 [T, BLOCK / 2]; sums: [T, dim] */
 static inline __attribute__((always_inline)) void mix(const Step *s, const Layer *l, const int64_t *at, int64_t from, int64_t to,
-                                                      const float *scores, float *sums, int64_t i, const int kind, const int T,
-                                                      const int W) {
+                                                      const float *scores, const float *shares, const float *shrink, float *sums,
+                                                      int64_t i, const int kind, const int narrow, const int T, const int W) {
+    const int paired = kind == BFLOAT16;
     vf sum[4][TILE];
-    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = *(const vf *)(sums + g * s->dim + i + w * LANES);
-    for (int64_t j = from; j < to;) {
+    for (int w = 0; w < W; w++)
+        for (int g = 0; g < T; g++) sum[w][g] = *(const vf *)(sums + g * s->dim + i + w * LANES) * shrink[g];
+    for (int64_t j = paired ? from - from % 2 : from; j < to;) {
         const int64_t first = at[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
-        for (; j < to && j < until; j++) {
+        for (; j < to && j < until; j += paired ? 2 : 1) {
+            const float *share = narrow ? shares + j / 2 : scores + j;
             vf v[4];
 #pragma GCC unroll 4
-            for (int w = 0; w < W; w++) v[w] = load(l->values, (first + j) * s->dim + i + w * LANES, kind);
+            for (int w = 0; w < W; w++) {
+                int64_t place = (first + j) * s->dim + (i + w * LANES) * (paired ? 2 : 1);
+                v[w] = paired ? *(const vf *)((const uint16_t *)l->values + place) : load(l->values, place, kind);
+            }
 #pragma GCC unroll 8
             for (int g = 0; g < T; g++) {
-                vf share = (vf){0} + scores[g * BLOCK + j];
+                const int own = g * (narrow ? BLOCK / 2 : BLOCK);
+                vf p = splat(share[own]), next = splat(paired && !narrow ? share[own + 1] : 0);
 #pragma GCC unroll 4
-                for (int w = 0; w < W; w++) sum[w][g] = plus_product(sum[w][g], v[w], share);
+                for (int w = 0; w < W; w++) {
+                    if (narrow) sum[w][g] = add_product(sum[w][g], p, v[w], 1);
+                    else if (paired) sum[w][g] = plus_product(plus_product(sum[w][g], lower(v[w]), p), upper(v[w]), next);
+                    else sum[w][g] = plus_product(sum[w][g], v[w], p);
+                }
             }
         }
     }
     for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(vf *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
+}
+
+/* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  LANES of 2 * pairs; where CPUs multiply them */
+static inline __attribute__((always_inline)) void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
+#ifdef __AVX512BF16__
+    for (int64_t i = 0; i < pairs; i += LANES / 2) {
+        v8 rounded = (v8)_mm512_cvtneps_pbh((__m512)*(const vf *)(x + 2 * i));
+        if (stride == 1) *(v8 *)(out + i) = rounded;
+        else for (int j = 0; j < LANES / 2; j++) out[(i + j) * stride] = rounded[j];
+    }
+#endif
 }
 
 /* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
@@ -555,29 +661,35 @@ static inline __attribute__((always_inline)) void mix(const Step *s, const Layer
  * A query's sums have the same order whichever others are computed with it and however the columns lie in blocks. */
 static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
                                                               int64_t row, int64_t h, const int64_t *first, const int64_t *end,
-                                                              const int kind, const int T) {
+                                                              const int kind, const int narrow, const int T) {
     enum { GROUPS = BLOCK / LANES };
     const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* so many sums stay in registers */
     int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
-    float scores[TILE * BLOCK] __attribute__((aligned(64))), largest[TILE], total[TILE];
-    float queries[MOST_DIM * TILE], sums[MOST_DIM * TILE]; /* [dim, T]; [T, dim] */
+    float scores[TILE * BLOCK] __attribute__((aligned(64))), shares[TILE * BLOCK / 2] __attribute__((aligned(64)));
+    float largest[LANES] __attribute__((aligned(64))), shrink[LANES] __attribute__((aligned(64))), total[TILE];
+    float queries[MOST_DIM * TILE], sums[MOST_DIM * TILE]; /* [dim, T] or pairs [dim / 2, T]; [T, dim] */
+    for (int g = 0; g < LANES; g++) largest[g] = -INFINITY;
+    for (int g = 0; g < T; g++) total[g] = 0;
+    for (int g = 0; g < T; g++) {
+        float *own = sums + g * dim;
+        for (int64_t i = 0; i < dim; i++) own[i] = q[g][i] * unit;
+        if (narrow) round_pairs(own, queries + g, dim / 2, T);
+        else for (int64_t i = 0; i < dim; i++) queries[i * T + g] = own[i];
+    }
     memset(sums, 0, sizeof *sums * T * dim);
-    for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i * T + g] = q[g][i] * unit;
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
         int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK, at[GROUPS];
         int64_t groups = (to + LANES - 1) / LANES, group = 0, i = 0;
         for (int64_t j = 0; j < groups; j++) at[j] = place(s, row, h, begin + j * LANES);
-        for (; group + W <= groups; group += W) score(s, l, at + group, queries, scores + group * LANES, kind, T, W);
-        for (; group < groups; group++) score(s, l, at + group, queries, scores + group * LANES, kind, T, 1);
-        for (int g = 0; g < T; g++) {
-            float *own = scores + g * BLOCK, shrink = soften((vf *)own, first[g] - begin, end[g] - begin, largest + g, total + g);
-            for (int64_t k = 0; k < dim; k++) sums[g * dim + k] *= shrink;
-            for (int64_t j = from; dynamic && j < to; j++) own[j] *= l->value_scales[at[j / LANES] + j % LANES];
-        }
-        for (; i + W * LANES <= dim; i += W * LANES) mix(s, l, at, from, to, scores, sums, i, kind, T, W);
-        for (; i < dim; i += LANES) mix(s, l, at, from, to, scores, sums, i, kind, T, 1);
+        for (; group + W <= groups; group += W) score(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
+        for (; group < groups; group++) score(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
+        soften(scores, first, end, begin, largest, total, shrink, T);
+        for (int g = 0; g < T && dynamic; g++)
+            for (int64_t j = from; j < to; j++) scores[g * BLOCK + j] *= l->value_scales[at[j / LANES] + j % LANES];
+        if (narrow) round_pairs(scores, shares, T * BLOCK / 2, 1);
+        for (; i + W * LANES <= dim; i += W * LANES) mix(s, l, at, from, to, scores, shares, shrink, sums, i, kind, narrow, T, W);
+        for (; i < dim; i += LANES) mix(s, l, at, from, to, scores, shares, shrink, sums, i, kind, narrow, T, 1);
     }
     for (int g = 0; g < T; g++)
         for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0; /* padding: 0 */
@@ -587,6 +699,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     check_step(s, l);
     int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, seen = 0;
+    int64_t narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16;
     for (int64_t row = 0; row < s->rows; row++) seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
 #pragma omp parallel for schedule(dynamic) if (seen * TILE * s->kv_heads * dim > PRODUCTS_WORTH_A_THREAD)
     for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) { /* queries of a head and its columns, the last first */
@@ -602,10 +715,13 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
             first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
-#define ATTEND_TILE(KIND, T) if (s->kind == KIND && size == T) attend_tile(s, l, q, to, row, head, first, end, KIND, T);
-#define ATTEND(KIND) ATTEND_TILE(KIND, 1) ATTEND_TILE(KIND, 3) ATTEND_TILE(KIND, 4) ATTEND_TILE(KIND, 8)
+#define ATTEND_TILE(KIND, NARROW, T) \
+    if (s->kind == KIND && narrow == NARROW && size == T) attend_tile(s, l, q, to, row, head, first, end, KIND, NARROW, T);
+#define ATTEND(KIND, NARROW) \
+    ATTEND_TILE(KIND, NARROW, 1) ATTEND_TILE(KIND, NARROW, 3) ATTEND_TILE(KIND, NARROW, 4) ATTEND_TILE(KIND, NARROW, 8)
         int64_t size = left > 4 ? TILE : left == 2 ? 3 : left; /* those beyond the last query are that one again */
-        ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
+        ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
+        if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
     }
 }
 

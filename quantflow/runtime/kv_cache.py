@@ -1,7 +1,9 @@
 """Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
 
 decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16 columns side by side,
-[columns / 16, features, 16], so that one step of a vector unit adds a feature to the scores of 16 columns.
+[columns / 16, features, 16], so that one step of a vector unit adds a feature to the scores of 16 columns. In bfloat16 both lie
+by twos, [columns / 2, features, 2] and [columns / 16, features / 2, 16, 2], since such a step multiplies pairs there; where the
+number of columns is odd, zeros lie beside the last one's values.
 
 With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0 then, having no code for it.
 Without, float8 is e4m3fn as serving systems keep it: keys after the rotation and values lie well inside its range of 448; and
@@ -35,8 +37,10 @@ class KVCache:
         capacity: columns that there is room for, a multiple of LANES, so it may be more than was asked for.
         length: columns in use.
         padding: [rows] int64, how many columns at the left of a sequence are padding.
-        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype.
-        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype.
+        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype; in bfloat16
+            [rows or more, kv_heads, capacity / LANES, head_dim / 2, LANES, 2].
+        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype; in bfloat16
+            [rows or more, kv_heads, capacity / 2, head_dim, 2].
         key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8 that was not measured;
             otherwise empty.
         key_steps, value_steps: of each layer, [kv_heads] float32 where they were measured; otherwise empty.
@@ -61,7 +65,7 @@ class KVCache:
             rows: sequences.
             kv_heads: of a layer.
             capacity: columns.
-            head_dim: features of a head.
+            head_dim: features of a head, an even number for bfloat16.
             scales: of each layer, as they were measured for this kind; or none.
 
         Raises:
@@ -76,8 +80,11 @@ class KVCache:
         self.kind, self.capacity = kind, blocks * LANES
         self.clear(rows)
         heads, dtype = (rows, kv_heads), KINDS[kind]
-        self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]
+        keys, values = [blocks, head_dim, LANES], [self.capacity, head_dim]
+        if kind == "bfloat16":
+            keys, values = [blocks, head_dim // 2, LANES, 2], [self.capacity // 2, head_dim, 2]
+        self.keys = [torch.empty(*heads, *keys, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.empty(*heads, *values, dtype=dtype) for _ in range(layers)]
         self.key_steps = [scale.keys.expand(kv_heads).contiguous() for scale in scales]
         self.value_steps = [scale.values.expand(kv_heads).contiguous() for scale in scales]
         count = layers if kind == "int8" and not scales else 0

@@ -2,6 +2,7 @@
 
 No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it knows, and what they compute.
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
+With bfloat16 attention over a bfloat16 cache multiplies queries and shares in it too, where the CPU can.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,8 @@ class LeanDecoder:
             self._embed = ranks.embedding(embedding, made.names.embedding)
             self._head = ranks.joined(self._head, artifact.head)
         self._blocks = blocks
-        self._operations = Operations(made.heads, blocks, made.form)
+        self._rounds = artifact.dtype == torch.bfloat16
+        self._operations = Operations(made.heads, blocks, made.form, rounds=self._rounds)
         self._row_adapters: tuple[RowAdapters, Operations] | None = None  # and the layers with them
         foreign = {linear.backend.name for linear in artifact.linears.values() if linear.backend.linear is not kernels.linear}
         self.why_not_invariant: str | None = None
@@ -132,7 +134,7 @@ class LeanDecoder:
             ]
             blocks.append(replace(block, products=tuple(products)))
         adapters.require_used()
-        self._row_adapters = adapters, Operations(made.heads, blocks, made.form)
+        self._row_adapters = adapters, Operations(made.heads, blocks, made.form, rounds=self._rounds)
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""

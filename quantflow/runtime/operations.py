@@ -136,7 +136,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("padding", "first", "start", "table", "tiles")]
         + [(name, ctypes.c_int64) for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")]
-        + [(name, ctypes.c_int64) for name in ("whole_norms", "centered", "parallel", "activation", "gated")]
+        + [(name, ctypes.c_int64) for name in ("whole_norms", "centered", "parallel", "activation", "gated", "rounds")]
         + [(name, ctypes.c_float) for name in ("scale", "eps", "cap", "residual")]
     )
 
@@ -213,13 +213,27 @@ def release_threads() -> None:
 class Operations:
     """The layers, and the operations on one batch."""
 
-    def __init__(self, heads: Heads, blocks: Sequence[DecoderBlock], form: Form | None = None) -> None:
-        """Take the shapes and the layers of a model; without a form they are Llama's.
+    def __init__(
+        self,
+        heads: Heads,
+        blocks: Sequence[DecoderBlock],
+        form: Form | None = None,
+        *,
+        rounds: bool = False,
+    ) -> None:
+        """Take the shapes and the layers of a model.
+
+        Args:
+            heads: of attention.
+            blocks: the layers.
+            form: None: Llama's.
+            rounds: over a bfloat16 cache, queries and shares may be rounded to bfloat16.
 
         Raises:
             UnsupportedError: see `compiled`.
         """
         self._heads, self._form, self._blocks, self._library = heads, form or Form(), blocks, compiled()
+        self._rounds = rounds
         self._rooms: dict[str, Tensor] = {}
         self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
         found: list[Any] = [product for block in blocks for product in block.products]
@@ -243,9 +257,9 @@ class Operations:
         heads, form = self._heads, self._form
         self._cache, self._rotations = cache, rotations  # C has their addresses: they must live on
         sizes = (cache.rows, cache.capacity, 1, heads.query, heads.shared, heads.dim, tuple(KINDS).index(cache.kind))
-        form_ = (heads.whole_norms, form.centered, form.parallel, ACTIVATIONS.index(form.activation), form.gated)
+        flags = (heads.whole_norms, form.centered, form.parallel, ACTIVATIONS.index(form.activation), form.gated)
         floats = (heads.scale, heads.eps, heads.cap, form.residual)
-        self._step = _Step(native.address(cache.padding), *[None] * 4, *sizes, *form_, *floats)
+        self._step = _Step(native.address(cache.padding), *[None] * 4, *sizes, *flags, self._rounds, *floats)
         self._count = 0  # columns of each sequence that the last step had
         structures = [self._structure(block, cache.of(index), rotations) for index, block in enumerate(self._blocks)]
         self._structures = (_Layer * len(structures))(*structures)

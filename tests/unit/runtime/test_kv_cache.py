@@ -33,11 +33,14 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
 
 def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the codes of the first columns stand for, keys and values [rows, kv_heads, end, DIM] float32."""
-    keys = kept.keys[layer].transpose(3, 4).flatten(2, 3)  # 16 columns lie side by side
+    keys, values = kept.keys[layer], kept.values[layer]
+    if kept.kind == "bfloat16":  # by twos
+        keys, values = keys.transpose(4, 5).flatten(3, 4), values.transpose(3, 4).flatten(2, 3)
+    keys = keys.transpose(3, 4).flatten(2, 3)  # 16 columns lie side by side
     found = []
     for codes, scales, steps in (
         (keys, kept.key_scales, kept.key_steps),
-        (kept.values[layer], kept.value_scales, kept.value_steps),
+        (values, kept.value_scales, kept.value_steps),
     ):
         codes = codes[: kept.rows, :, :end]
         x = (codes.view(torch.float8_e4m3fn) if kept.kind == "float8" else codes).float()
