@@ -7,8 +7,8 @@
  * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
  * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
  * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
- * Where a model's inputs are bfloat16 as its cache is (`rounds`), CPUs that multiply pairs of them do so in attention as well:
- * queries and shares are rounded there, sums are not.
+ * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities (`shares`) to bfloat16. CPUs that
+ * multiply pairs of bfloat16 do so then; sums stay float32.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -72,7 +72,7 @@ typedef struct { /* one step: new columns of several sequences, one sequence aft
     int64_t centered;                  /* norms subtract the mean first (LayerNorm) */
     int64_t parallel;                  /* the MLP reads what attention reads, not what it added to */
     int64_t activation, gated;         /* of the MLP; activation(gate) * up, or activation(up) */
-    int64_t rounds;                    /* queries and shares may be rounded to bfloat16 where the cache is */
+    int64_t rounds;                    /* queries and attention probabilities may be rounded to bfloat16 */
     float scale, eps;                  /* of scores; of norms */
     float cap;                         /* scores become cap * tanh(score / cap); 0: they stay */
     float residual;                    /* times what a branch adds */
@@ -327,14 +327,17 @@ static inline __attribute__((always_inline)) vf operand(const void *from, int64_
     return (vf)bits;
 }
 
+/* The first and the second of two bfloat16 in each lane, as floats. */
+static inline vf lower(vf pairs) { return (vf)((vu)pairs << 16); }
+static inline vf upper(vf pairs) { return (vf)((vu)pairs & 0xFFFF0000); }
+
 /* Return sum + x * w in each lane; where a lane has two numbers, of both of them. */
 static inline __attribute__((always_inline)) vf add_product(vf sum, vf x, vf w, const int paired) {
     if (!paired) return plus_product(sum, x, w);
 #ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
-    sum = plus_product(sum, (vf)((vu)x << 16), (vf)((vu)w << 16));
-    return plus_product(sum, (vf)((vu)x & 0xFFFF0000), (vf)((vu)w & 0xFFFF0000));
+    return plus_product(plus_product(sum, lower(x), lower(w)), upper(x), upper(w));
 #endif
 }
 
@@ -463,8 +466,8 @@ static void store_keys(const float *x, uint32_t *cache, int64_t dim) {
     for (int64_t i = 0; i < dim; i += 2) cache[i / 2 * SIDE] = to_bfloat(x[i]) | (uint32_t)to_bfloat(x[i + 1]) << 16;
 }
 
-/* Write the values of a column in bfloat16 beside its neighbour's. cache: [dim, 2], the place of both. Where nothing was written
- * on an even column's right yet, zeros are: attention multiplies both, one of them by 0. */
+/* Write the values of a column in bfloat16 beside its neighbour's. cache: [dim, 2], the place of both. The `last` column of a step
+ * writes zeros for a neighbour that does not exist yet: attention multiplies it by 0, and what the memory held may be NaN. */
 static void store_values(const float *x, uint16_t *cache, int64_t column, int last, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) cache[2 * i + column % 2] = to_bfloat(x[i]);
     for (int64_t i = 0; last && column % 2 == 0 && i < dim; i++) cache[2 * i + 1] = 0;
@@ -556,16 +559,12 @@ enum { HAS_PAIRS = 1 }; /* pairs of bfloat16 can be multiplied as they are */
 enum { HAS_PAIRS = 0 };
 #endif
 
-/* Let a sum be in a register: gcc keeps some of them in memory otherwise. */
-#ifdef __x86_64__
+/* Keep a sum in a register: gcc keeps some of them in memory otherwise. */
+#ifdef __AVX2__
 #define IN_REGISTER(X) __asm__("" : "+v"(X))
 #else
 #define IN_REGISTER(X) ((void)0)
 #endif
-
-/* Both halves of pairs of bfloat16. */
-static inline vf lower(vf pairs) { return (vf)((vu)pairs << 16); }
-static inline vf upper(vf pairs) { return (vf)((vu)pairs & 0xFFFF0000); }
 
 /* Where the first feature of LANES columns lies among the keys, from where they lie in the cache. */
 static inline int64_t keys_of(const Step *s, int64_t at, int64_t kind) {
@@ -645,7 +644,8 @@ static inline __attribute__((always_inline)) void mix(const Step *s, const Layer
     for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(vf *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
 }
 
-/* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  LANES of 2 * pairs; where CPUs multiply them */
+/* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  2 * pairs is a multiple of LANES. Called where
+ * HAS_PAIRS is 1 alone. */
 static inline __attribute__((always_inline)) void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
 #ifdef __AVX512BF16__
     for (int64_t i = 0; i < pairs; i += LANES / 2) {

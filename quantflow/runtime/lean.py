@@ -2,7 +2,7 @@
 
 No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it knows, and what they compute.
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
-With bfloat16 attention over a bfloat16 cache multiplies queries and shares in it too, where the CPU can.
+With dtype bfloat16 and a bfloat16 cache, attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
 """
 
 from collections.abc import Mapping, Sequence

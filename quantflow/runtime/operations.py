@@ -227,7 +227,7 @@ class Operations:
             heads: of attention.
             blocks: the layers.
             form: None: Llama's.
-            rounds: over a bfloat16 cache, queries and shares may be rounded to bfloat16.
+            rounds: over a bfloat16 cache, queries and attention probabilities may be rounded to bfloat16.
 
         Raises:
             UnsupportedError: see `compiled`.

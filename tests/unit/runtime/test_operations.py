@@ -80,7 +80,7 @@ def test_every_query_attends_to_what_it_sees(counts, heads, window, padding, see
 @pytest.mark.parametrize("rounds", [False, True])
 @settings(max_examples=25)
 @texts
-def test_over_a_bfloat16_cache_queries_and_shares_are_rounded_to_it_where_they_may_be(
+def test_over_a_bfloat16_cache_queries_and_attention_probabilities_are_rounded_where_they_may_be(
     rounds, counts, heads, window, padding, seed
 ):
     query, shared = heads
