@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,13 +53,24 @@ class Work:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a client saw, in seconds since the load began."""
+    """What a client saw, in seconds since the load began.
+
+    Attributes:
+        due: when the request was to be sent.
+        new: tokens that it asked for.
+        first, last: when its tokens came.
+        tokens: how many.
+        error: why it failed.
+        reply: what `first` and the others are read from.
+    """
 
     due: float
+    new: int
     first: float = math.nan
     last: float = math.nan
     tokens: int = 0
     error: str | None = None
+    reply: "Reply | None" = None
 
     @property
     def ttft(self) -> float:
@@ -122,35 +133,74 @@ class Server:
             self.process.wait()
 
 
-async def ask(server: Server, work: Work, seen: Seen, begin: float, end_token: int) -> None:
-    """Send one request and note when its tokens come."""
+class Reply(asyncio.Protocol):
+    """What a server sent to one request, and when.
+
+    It is read when the load is over: clients and server share the cores, so what clients compute meanwhile slows the server.
+
+    Attributes:
+        pieces: seconds of `time.monotonic`, and bytes.
+        over: done when the connection has ended.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.pieces: list[tuple[float, bytes]] = []
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        """Keep a piece."""
+        self.pieces.append((time.monotonic(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End; what came before stays."""
+        if exc is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(exc)
+
+    def lines(self) -> Iterator[tuple[float, bytes]]:
+        """Yield the lines, each with when its end came."""
+        rest = b""
+        for when, piece in self.pieces:
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from ((when, line) for line in lines)
+
+
+async def ask(server: Server, work: Work, seen: Seen, end_token: int) -> None:
+    """Send one request and keep what comes."""
     body = {"model": server.model, "prompt": work.prompt, "max_tokens": work.new, "temperature": 0, "stream": True}
     body["logit_bias"] = {str(end_token): -100}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nConnection: close"
     try:
-        reader, writer = await asyncio.open_connection(HOST, server.port)
-        writer.write(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-        status = await reader.readline()
-        async for line in reader:
-            if not line.startswith(b"data:") or b"[DONE]" in line:
-                continue
-            now, event = time.monotonic() - begin, json.loads(line[5:])
-            if "error" in event:
-                seen.error = str(event["error"])
-            elif event.get("choices"):
-                seen.first = now if math.isnan(seen.first) else seen.first
-                seen.last, seen.tokens = now, seen.tokens + 1
-        writer.close()
-        if b" 200 " not in status:
-            seen.error = status.decode().strip()
+        transport, seen.reply = await asyncio.get_running_loop().create_connection(Reply, HOST, server.port)
+        transport.write(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        await seen.reply.over
     except OSError as error:
         seen.error = str(error)
+
+
+def note_tokens(seen: Seen, begin: float) -> None:
+    """Note when the tokens of a request came, in seconds after `begin`."""
+    lines = [] if seen.reply is None else list(seen.reply.lines())
+    status = lines[0][1] if lines else b"no answer"
+    for when, line in lines:
+        if not line.startswith(b"data:") or b"[DONE]" in line:
+            continue
+        event = json.loads(line[5:])
+        if "error" in event:
+            seen.error = str(event["error"])
+        elif event.get("choices"):
+            seen.last, seen.tokens = when - begin, seen.tokens + 1
+            seen.first = seen.last if math.isnan(seen.first) else seen.first
+    if b" 200 " not in status:
+        seen.error = seen.error or status.decode().strip()
     if seen.error is None and not seen.tokens:
         seen.error = "no token came"
     # A token whose character is not whole comes with the next one, so events are fewer than tokens; none ended early.
     if seen.error is None:
-        seen.tokens = work.new
+        seen.tokens = seen.new
 
 
 async def closed_loop(server: Server, works: Sequence[Work], clients: int, end_token: int) -> list[Seen]:
@@ -159,25 +209,28 @@ async def closed_loop(server: Server, works: Sequence[Work], clients: int, end_t
 
     async def client() -> None:
         while queue:
-            work, seen = queue.pop(), Seen(due=time.monotonic() - begin)
-            found.append(seen)
-            await ask(server, work, seen, begin, end_token)
+            work = queue.pop()
+            found.append(Seen(due=time.monotonic() - begin, new=work.new))
+            await ask(server, work, found[-1], end_token)
 
     await asyncio.gather(*(client() for _ in range(clients)))
+    for seen in found:
+        note_tokens(seen, begin)
     return found
 
 
 async def open_loop(server: Server, works: Sequence[Work], rate: float, end_token: int) -> list[Seen]:
     """Ask at the moments at which requests are due, whether earlier ones were answered or not."""
-    begin = time.monotonic()
+    begin, found = time.monotonic(), [Seen(due=work.due / rate, new=work.new) for work in works]
 
-    async def one(work: Work) -> Seen:
-        seen = Seen(due=work.due / rate)
+    async def one(work: Work, seen: Seen) -> None:
         await asyncio.sleep(max(0.0, seen.due - (time.monotonic() - begin)))
-        await ask(server, work, seen, begin, end_token)
-        return seen
+        await ask(server, work, seen, end_token)
 
-    return list(await asyncio.gather(*(one(work) for work in works)))
+    await asyncio.gather(*map(one, works, found))
+    for seen in found:
+        note_tokens(seen, begin)
+    return found
 
 
 def draw(given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float) -> list[Work]:
@@ -212,12 +265,26 @@ def summary(found: Sequence[Seen], given: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def quantflow_server(artifact: Path, options: Sequence[str] = (), *, longest: int) -> Server:
+    """Return our own server, for requests of so many tokens."""
+    words = [sys.executable, "-m", "quantflow", "serve", str(artifact), "--port", "{port}", "--max-total-tokens", str(longest)]
+    words += ["--max-concurrent-requests", "512", *options]
+    return Server(name="quantflow", command=words, environment={"PYTHONPATH": str(ROOT)})
+
+
+def words_and_end(artifact: Path) -> tuple[float, int]:
+    """Return how many tokens a word has on average, and the end token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    end = json.loads((artifact / "config.json").read_text())["eos_token_id"]
+    return len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS), end if isinstance(end, int) else end[0]
+
+
 def servers_of(given: argparse.Namespace) -> list[Server]:
     """Return the programs that take part."""
     longest = str(given.max_total_tokens)
-    ours = [sys.executable, "-m", "quantflow", "serve", str(given.quantflow), "--port", "{port}", "--max-total-tokens", longest]
-    ours += ["--max-concurrent-requests", "512", *given.quantflow_options]
-    found = [Server(name="quantflow", command=ours, environment={"PYTHONPATH": str(ROOT)})]
+    found = [quantflow_server(given.quantflow, given.quantflow_options, longest=given.max_total_tokens)]
     if given.vllm:
         words = [str(given.vllm), "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}", "--host", HOST]
         words += ["--model", str(given.vllm_model or given.quantflow)]
@@ -253,12 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefixes", default="0,512", metavar="N,N", help="tokens that all prompts begin with")
     parser.add_argument("--results", type=Path, default=Path("artifacts/serving"))
     given = parser.parse_args(arguments)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(given.quantflow)
-    config = json.loads((given.quantflow / "config.json").read_text())
-    end_token = config["eos_token_id"] if isinstance(config["eos_token_id"], int) else config["eos_token_id"][0]
-    per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
+    per_word, end_token = words_and_end(given.quantflow)
     given.results.mkdir(parents=True, exist_ok=True)
     loads: list[tuple[str, float]] = [("clients", float(n)) for n in given.clients.split(",") if n]
     loads += [("requests/s", float(x)) for x in given.rates.split(",") if x]

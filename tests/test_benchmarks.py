@@ -1,5 +1,6 @@
 """The benchmarks without their peers: how bits are counted, rows scored, bars judged, tables printed, folders locked."""
 
+import asyncio
 import json
 import os
 import random
@@ -605,3 +606,41 @@ def test_what_a_soak_asks_is_drawn_from_the_seed_alone(part):
         "/v1/completions",
         "/tokenize",
     }
+
+
+@pytest.fixture
+def serving(part) -> ModuleType:
+    return part("serving")
+
+
+def seen_of(serving: ModuleType, pieces: list[tuple[float, bytes]]):
+    """Return what a client of 3 tokens notes that began at second 100 and got these pieces."""
+
+    async def reply():
+        return serving.Reply()
+
+    seen = serving.Seen(due=0.0, new=3, reply=asyncio.run(reply()))
+    seen.reply.pieces = pieces
+    serving.note_tokens(seen, 100.0)
+    return seen
+
+
+def test_a_token_of_a_server_came_when_the_last_byte_of_its_line_did(serving):
+    event = b'data: {"choices": [{"text": "a"}]}\n\n'
+    pieces = [(101.0, b"HTTP/1.1 200 OK\r\n\r\n" + event + event[:9]), (103.0, event[9:]), (104.0, b"data: [DONE]\n\n")]
+    seen = seen_of(serving, pieces)
+    assert (seen.first, seen.last, seen.tokens, seen.error) == (1.0, 3.0, 3, None)  # two events of three tokens
+    assert (seen.ttft, seen.tpot) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ([(101.0, b"HTTP/1.1 429 Too Many Requests\r\n\r\n{}")], "HTTP/1.1 429 Too Many Requests"),
+        ([(101.0, b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": "overloaded"}\n\n')], "overloaded"),
+        ([(101.0, b"HTTP/1.1 200 OK\r\n\r\ndata: [DONE]\n\n")], "no token came"),
+        ([], "no answer"),
+    ],
+)
+def test_a_request_that_a_server_does_not_answer_has_its_reason(serving, pieces, error):
+    assert seen_of(serving, pieces).error == error
