@@ -196,7 +196,7 @@ class LeanDecoder:
             first: [B + 1] int64, where the tokens of each sequence begin, and N.
             start: [B] int64, the position of the first of them.
             table: [B, W] int64, the blocks of each sequence.
-            wanted: [M] int64, of which of the N positions logits are returned.
+            wanted: [M] int64, of which of the N positions logits are returned, in their order.
             adapters: of each sequence, one of `adapters` or None; none at all where no sequence has one.
 
         Returns:
@@ -208,7 +208,8 @@ class LeanDecoder:
         operations.step_rows(first, start, table, torch.zeros_like(start))
         x = self._embedded(input_ids)  # [N, H]
         delta = operations.run(x)
-        x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
+        if len(wanted) < len(x):
+            x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
         return self._logits(operations.last_norm(x, delta, self._norm))
 
     def keep(self, rows: Tensor) -> None:

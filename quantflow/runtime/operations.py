@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -235,17 +236,18 @@ class Operations:
         self._heads, self._form, self._blocks, self._library = heads, form or Form(), blocks, compiled()
         self._rounds = rounds
         self._rooms: dict[str, Tensor] = {}
-        self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
+        # What decode.c's `run` computes of a layer goes into these; no widths where Python calls it step by step.
+        self._widths: tuple[int, ...] = ()
+        self._between: list[Tensor] = []
+        self._addresses: list[int | None] = []
         found: list[Any] = [product for block in blocks for product in block.products]
         sparse = any(block.experts is not None for block in blocks)
         if found and not sparse and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
             # those of the other layers are like the first's
             qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
-            self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
-            self._widths |= {"up": up.rows, "gate": down.columns}
             words = (product.keywords for product in found)
             ordered = max((each["prepared"].weight.columns for each in words if each["order"] is not None), default=0)
-            self._widths |= {"ordered": ordered, "delta": down.rows}
+            self._widths = (qkv.columns, qkv.rows, output.columns, up.rows, down.columns, ordered, down.rows)
 
     def begin(self, cache: KVCache, rotations: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take a cache, or one whose storage has changed.
@@ -281,10 +283,9 @@ class Operations:
             table: [B, W] int64, the cache's rows that hold the columns of each, `cache.capacity` to a row.
             padding: [B] int64, columns at the left of each that are no text.
         """
-        step, heads = self._step, self._heads
-        queries = first.diff() * (heads.query // heads.shared)
-        tiles = torch.zeros_like(first)
-        torch.cumsum((queries + (_TILE - 1)) // _TILE, dim=0, out=tiles[1:])
+        step, group = self._step, self._heads.query // self._heads.shared
+        counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
+        tiles = torch.tensor([*accumulate(counts, initial=0)])
         self._rows = tensors = (padding, first, start, table, tiles)  # they must live on
         step.padding, step.first, step.start, step.table, step.tiles = map(native.address, tensors)
         step.rows, step.width = table.shape
@@ -292,10 +293,13 @@ class Operations:
     def run(self, x: Tensor) -> Tensor | None:
         """Run the layers on x [N, H], changed; return what is still to be added to it, valid until the next call."""
         if self._widths:
-            rooms = [self._room(name, len(x), width) for name, width in self._widths.items()]
-            if self._library.run(self._step, self._structures, len(self._structures), *map(native.address, [x, *rooms])):
-                raise MemoryError(f"inputs of {len(x)} tokens")
-            return rooms[-1]
+            rows = len(x)
+            if not self._between or len(self._between[-1]) < rows:
+                self._between = [torch.empty(rows, width) for width in self._widths]
+                self._addresses = [*map(native.address, self._between)]
+            if self._library.run(self._step, self._structures, len(self._structures), x.data_ptr(), *self._addresses):
+                raise MemoryError(f"inputs of {rows} tokens")
+            return self._between[-1][:rows]
         delta, after = None, NO_NORM
         for index, block in enumerate(self._blocks):
             qkv, output, *mlp = block.products

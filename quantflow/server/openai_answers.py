@@ -11,6 +11,7 @@ from quantflow.server import tools as tooling
 from quantflow.server.generation import Answer, AnswerPiece, Continuation
 from quantflow.server.models import ServedModel
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReason.STOP: "stop"}
 
 
@@ -33,8 +34,16 @@ class AnswerWriter(Protocol):
 class Head:
     """What all JSON of one answer begins with."""
 
-    def __init__(self, model: ServedModel, *, name: str, prefix: str) -> None:
-        """Name the answer, and what answers."""
+    def __init__(self, model: ServedModel, *, name: str, prefix: str, whole: str, piece: str) -> None:
+        """Name the answer, and what answers.
+
+        Args:
+            model: that answers.
+            name: of the model or of its adapter, as the request has it.
+            prefix: of the answer's id.
+            whole: what kind of object a whole answer is.
+            piece: what kind of object an event of a stream is.
+        """
         digest = str(model.manifest.get("digest", ""))[:16]
         self._head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -42,16 +51,18 @@ class Head:
             "model": name,
             "system_fingerprint": f"fp_{digest}",
         }
+        self._whole = whole
+        self._event = _encode({"object": piece, **self._head}).removesuffix("}")  # the same for every token
 
-    def whole(self, kind: str, choices: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a whole answer."""
         numbered = [{"index": index, **choice} for index, choice in enumerate(choices)]
-        return {"object": kind, **self._head, "choices": numbered, "usage": usage(answers)}
+        return {"object": self._whole, **self._head, "choices": numbered, "usage": usage(answers)}
 
-    def event(self, kind: str, choices: list[dict[str, Any]], usage: Any) -> str:
+    def event(self, choices: list[dict[str, Any]], usage: Any) -> str:
         """Return an event of a stream."""
         more = {} if usage is None else {"usage": usage}
-        return json.dumps({"object": kind, **self._head, "choices": choices, **more}, ensure_ascii=False)
+        return f"{self._event}, {_encode({'choices': choices, **more}).removeprefix('{')}"
 
 
 class ChatWriter:
@@ -72,12 +83,13 @@ class ChatWriter:
         """
         self._model, self._tools, self._holds_back = model, tools, holds_back
         self._parallel, self._logprobs = parallel, logprobs
-        self._head, self._told = Head(model, name=name, prefix="chatcmpl"), dict[int, int]()
+        kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
+        self._head, self._told = Head(model, name=name, prefix="chatcmpl", **kinds), dict[int, int]()
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""
         choices = [self._choice(row) for answer in answers for row in best_rows(answer, count)]
-        return self._head.whole("chat.completion", choices, answers)
+        return self._head.whole(choices, answers)
 
     def begin(self, index: int) -> list[str]:
         """Return the event that says who speaks."""
@@ -104,7 +116,7 @@ class ChatWriter:
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
         """Return one event."""
-        return self._head.event("chat.completion.chunk", choices, usage)
+        return self._head.event(choices, usage)
 
     def _choice(self, row: Continuation) -> dict[str, Any]:
         text, calls = self._parted(row.text.text)
@@ -143,7 +155,8 @@ class CompletionWriter:
             logprobs: tokens have their log-probabilities.
         """
         self._model, self._echo, self._logprobs = model, echo, logprobs
-        self._head, self._places = Head(model, name=name, prefix="cmpl"), dict[int, int]()
+        kinds = dict.fromkeys(("whole", "piece"), "text_completion")
+        self._head, self._places = Head(model, name=name, prefix="cmpl", **kinds), dict[int, int]()
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""
@@ -154,7 +167,7 @@ class CompletionWriter:
                 logprobs = self._logprobs_of(len(choices), answer, row.pieces, whole=True) if self._logprobs else None
                 reason = _REASONS[row.finish]
                 choices.append({"text": before + row.text.text, "logprobs": logprobs, "finish_reason": reason})
-        return self._head.whole("text_completion", choices, answers)
+        return self._head.whole(choices, answers)
 
     def begin(self, index: int) -> list[str]:
         """Return nothing: the first token comes first."""
@@ -170,7 +183,7 @@ class CompletionWriter:
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
         """Return one event."""
-        return self._head.event("text_completion", choices, usage)
+        return self._head.event(choices, usage)
 
     def _prompt(self, answer: Answer) -> str:
         return str(answer.model.tokenizer.decode(answer.prompt, skip_special_tokens=True)) if self._echo else ""

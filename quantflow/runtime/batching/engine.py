@@ -271,7 +271,7 @@ class Engine:
             self._changed.notify_all()
         told = EngineError(f"the engine has failed: {error!r}", "start another")
         for row in rows:
-            row.stream.put(TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=told), self._readers)
+            row.stream.put(TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=told), self._readers)
 
     def _take_in(self) -> bool:
         """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
@@ -287,7 +287,7 @@ class Engine:
                 self._scheduler.add(row)
             rows = [self._open[stream] for stream in dict.fromkeys(gone) if stream in self._open]
         for row in rows:
-            self._end(row, TokenEvent(index=len(row.generated), finish=FinishReason.CANCELLED))
+            self._end(row, TokenEvent(index=row.new_tokens, finish=FinishReason.CANCELLED))
         return not self._closing
 
     def _step(self) -> None:
@@ -337,7 +337,7 @@ class Engine:
             if event.finish is None and self._runner.guesses:
                 row.propose()
         except Exception as error:  # of the request's own mask, rules or sampling
-            self._end(row, TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=error))
+            self._end(row, TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=error))
             return
         if event.finish is not None:
             self._end(row, event)

@@ -5,6 +5,7 @@ every output in an order of its own. Where an artifact's linears run in torch's 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -109,8 +110,8 @@ class BlockRunner:
             self._pool.publish(lease, part.row.tokens, computed=min(part.row.computed + part.count, len(part.row.tokens)))
         pairs = zip(*summarize(logits), strict=True)
         scores = [Scores(logits=logits[i : i + 1], best=best, log_total=total) for i, (best, total) in enumerate(pairs)]
-        ends = torch.tensor([0, *(part.wanted for part in parts)]).cumsum(dim=0).tolist()
-        return [scores[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+        ends = accumulate((part.wanted for part in parts), initial=0)
+        return [scores[begin:end] for begin, end in pairwise(ends)]
 
     def close(self, row: BatchRow) -> None:
         """Free the row's blocks; those that are full may still be taken over."""

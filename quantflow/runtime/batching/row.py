@@ -84,11 +84,11 @@ class BatchRow:
         self._biases = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
         self._plain = request.sampling is None and request.mask is None and request.rules == Rules()
         self._prompt: list[PromptToken] = []
-        # What quantflow/runtime/decoding computes on; the canvas is the text so far and room for the rest.
+        # What quantflow/runtime/decoding computes on; the canvas is the text up to the last look, and room for the rest.
         self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
-        self._canvas[0, : self.input_tokens] = torch.tensor(request.input_ids)
+        self._drawn = 0
         self._decoding = Request(
-            input_ids=self._canvas[:, : self.input_tokens],
+            input_ids=self._text(),
             max_new_tokens=max(1, request.max_new_tokens),
             sampling=request.sampling,
             rules=request.rules,
@@ -107,6 +107,11 @@ class BatchRow:
         return len(self.tokens) - self.computed + len(self.guess)
 
     @property
+    def new_tokens(self) -> int:
+        """How many tokens are generated."""
+        return len(self.tokens) - self.input_tokens
+
+    @property
     def generated(self) -> list[int]:
         """The new tokens."""
         return self.tokens[self.input_tokens :]
@@ -121,8 +126,7 @@ class BatchRow:
         """Guess what follows a text that is being decoded."""
         request = self.stream.request
         if request.lookup is not None:
-            text = self._canvas[0, : len(self.tokens)]
-            self.guess = look_up(text, request.lookup, request.max_new_tokens - len(self.generated) - 1).tolist()
+            self.guess = look_up(self._text()[0], request.lookup, request.max_new_tokens - self.new_tokens - 1).tolist()
 
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
         """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
@@ -144,12 +148,11 @@ class BatchRow:
             UsageError: every token is forbidden.
             Exception: whatever the request's mask raises.
         """
-        request, index = self.stream.request, len(self.generated)
+        request, index = self.stream.request, self.new_tokens
         if request.max_new_tokens == 0:
             return TokenEvent(index=0, finish=FinishReason.LENGTH)
         token = self._choose(scores)
         event = TokenEvent(index=index, id=token, logprob=scores.logprob(token), top=scores.top(request.top_n))
-        self._canvas[0, len(self.tokens)] = token
         self.tokens.append(token)
         if request.mask is not None:
             request.mask.advance(token)
@@ -158,11 +161,18 @@ class BatchRow:
             return event
         return TokenEvent(index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop)
 
+    def _text(self) -> Tensor:
+        """Return the tokens, [1, L] int64."""
+        count = len(self.tokens)
+        self._canvas[0, self._drawn : count] = torch.tensor(self.tokens[self._drawn :], dtype=torch.int64)
+        self._drawn = count
+        return self._canvas[:, :count]
+
     def _choose(self, scores: Scores) -> int:
         bias = self.stream.request.logit_bias
         if self._plain and scores.best not in bias and math.isfinite(scores.log_total):
             return self._best(scores)
-        ruled = allowed(self._biased(scores.logits), self._canvas[:, : len(self.tokens)], self._decoding)
+        ruled = allowed(self._biased(scores.logits), self._text(), self._decoding)
         return int(choose(ruled, self._decoding, self._generator))
 
     def _best(self, scores: Scores) -> int:
@@ -199,7 +209,7 @@ class BatchRow:
         stop = None if self._stop is None else self._stop(self.generated)
         if stop is not None:
             return FinishReason.STOP, stop
-        return (FinishReason.LENGTH if len(self.generated) == request.max_new_tokens else None), None
+        return (FinishReason.LENGTH if self.new_tokens == request.max_new_tokens else None), None
 
 
 def unpacked(bits: Tensor, vocab_size: int) -> Tensor:

@@ -456,3 +456,5 @@ def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(fam
     found = decoder.forward_rows(torch.cat([text[0] for text in texts]), **places)
     expected = torch.cat([model(text).logits[:, -1] for text in texts])
     assert torch.allclose(found, expected, atol=2e-5, rtol=2e-5)
+    everywhere = decoder.forward_rows(torch.cat([text[0] for text in texts]), **places | {"wanted": torch.arange(31)})
+    assert len(everywhere) == 31 and torch.equal(everywhere[[10, 30]], found)

@@ -63,7 +63,9 @@ def test_a_stream_joins_to_the_whole_answer_and_ends_with_its_usage(client):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert len({chunk.id for chunk in chunks}) == 1
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.system_fingerprint) for chunk in chunks}) == 1
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and whole.object == "chat.completion"
+    assert (chunks[0].model, chunks[0].system_fingerprint) == (whole.model, whole.system_fingerprint)
 
 
 def test_stop_strings_are_no_part_of_the_answer(client):
