@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _report import machine, table
-from serving import closed_loop, draw, quantflow_server, words_and_end
+from serving import closed_loop, draw, end_token_of, quantflow_server, tokens_per_word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(given.threads)
     loaded = load(given.artifact, dtype=getattr(torch, given.dtype), decoder="auto")
-    per_word, end_token = words_and_end(given.artifact)
-    works = draw(given, prefix=0, load="pairs", tokens_per_word=per_word)
+    works = draw(given, prefix=0, load="pairs", tokens_per_word=tokens_per_word(given.artifact))
+    end_token = end_token_of(given.artifact)
     longest = 2 * (given.prompt_tokens + given.new_tokens)
     server = quantflow_server(given.artifact, ["--dtype", given.dtype], longest=longest)
     given.results.mkdir(parents=True, exist_ok=True)

@@ -272,13 +272,17 @@ def quantflow_server(artifact: Path, options: Sequence[str] = (), *, longest: in
     return Server(name="quantflow", command=words, environment={"PYTHONPATH": str(ROOT)})
 
 
-def words_and_end(artifact: Path) -> tuple[float, int]:
-    """Return how many tokens a word has on average, and the end token."""
+def tokens_per_word(artifact: Path) -> float:
+    """Return how many tokens a word of the prompts has on average."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    return len(AutoTokenizer.from_pretrained(artifact)(" ".join(WORDS))["input_ids"]) / len(WORDS)
+
+
+def end_token_of(artifact: Path) -> int:
+    """Return the end token, the first of several."""
     end = json.loads((artifact / "config.json").read_text())["eos_token_id"]
-    return len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS), end if isinstance(end, int) else end[0]
+    return end if isinstance(end, int) else int(end[0])
 
 
 def servers_of(given: argparse.Namespace) -> list[Server]:
@@ -320,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefixes", default="0,512", metavar="N,N", help="tokens that all prompts begin with")
     parser.add_argument("--results", type=Path, default=Path("artifacts/serving"))
     given = parser.parse_args(arguments)
-    per_word, end_token = words_and_end(given.quantflow)
+    per_word, end_token = tokens_per_word(given.quantflow), end_token_of(given.quantflow)
     given.results.mkdir(parents=True, exist_ok=True)
     loads: list[tuple[str, float]] = [("clients", float(n)) for n in given.clients.split(",") if n]
     loads += [("requests/s", float(x)) for x in given.rates.split(",") if x]
