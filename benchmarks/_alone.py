@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from quantflow.artifact.stage_folder import locked
 from quantflow.errors import ResourceError
+from quantflow.files.stage_folder import locked
 
 
 def alone(run: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping
 
-from quantflow.evaluation.generation_speed import TimedRun, random_prompts, time_run
+from quantflow.benching.generation_speed import TimedRun, random_prompts, time_run
 from quantflow.runtime.decoder import Decoder
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.calibration.text import read_documents, select
 from quantflow.core.scheme import preset, with_group_size
+from quantflow.measuring.text import read_documents, select
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import watch

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process_memory.take_huge_pages()  # as the command line does
     import torch
 
-    from quantflow.evaluation.generation_speed import random_prompts, time_run
+    from quantflow.benching.generation_speed import random_prompts, time_run
     from quantflow.runtime.load import load
 
     torch.set_num_threads(given.threads)

@@ -21,10 +21,10 @@ from _watch import Failed, need_tools, run
 from torch import Tensor
 from transformers import LlamaConfig
 
-from quantflow.measurements.placement import channels, layout
-from quantflow.measurements.record import Measurement, write_measurement
+from quantflow.distributed.placement import channels, layout
+from quantflow.distributed.sharding import placements
+from quantflow.measuring.record import Measurement, write_measurement
 from quantflow.models.graph import graph_for
-from quantflow.models.sharding import placements
 from quantflow.observers.histogram import BINS
 
 SECONDS, PEAK = 10.0, 500e6  # the bars, for the default sizes

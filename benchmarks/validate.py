@@ -82,9 +82,9 @@ def forward(arguments: Sequence[str]) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from quantflow.calibration.text import read_documents
-    from quantflow.evaluation.windows import evaluation_sequences
+    from quantflow.measuring.text import read_documents
     from quantflow.models.tokenizer import load_tokenizer
+    from quantflow.validating.windows import evaluation_sequences
 
     documents = read_documents(given.text, load_tokenizer(given.model))
     windows = evaluation_sequences(documents, tokens=given.tokens, sequence_length=given.length)

@@ -44,7 +44,7 @@ _HOMES = {
     "quantize": "quantflow.api",
     "unify": "quantflow.api",
     "validate": "quantflow.api",
-    "verify": "quantflow.artifact.verify",
+    "verify": "quantflow.files.verify",
 }
 
 __all__ = list(_HOMES)

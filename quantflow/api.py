@@ -23,15 +23,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantflow.artifact.outputs import beside, output_folder
+from quantflow.files.outputs import beside, output_folder
 from quantflow.planning.recipe import Calibration, Compute, Export, Measure, Quantize, Recipe, Resources, Validate
 from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from quantflow.calibration.continue_job import ContinueJob
-    from quantflow.evaluation.bench_job import BenchJob, KernelJob
+    from quantflow.benching.bench_job import BenchJob, KernelJob
     from quantflow.exporting.proof import Prover
     from quantflow.formats.gaudi.quant_config import GivenConfig
+    from quantflow.measuring.continue_job import ContinueJob
     from quantflow.runtime.chat_job import ChatJob
     from quantflow.runtime.conversation import Partner
     from quantflow.runtime.generate_job import GenerateJob
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 Folder = str | Path
 Model = str | Path  # a folder, a name on the hub (org/name), or a GGUF file: quantflow.sources.models
 _ENGINES = {  # of the jobs that ranks get
-    "MeasureJob": "quantflow.calibration.measure",
-    "QuantizeJob": "quantflow.quantization.quantize",
+    "MeasureJob": "quantflow.measuring.measure",
+    "QuantizeJob": "quantflow.quantizing.quantize",
     "GenerateJob": "quantflow.runtime.generation",
-    "BenchJob": "quantflow.evaluation.latency",
-    "AnswersJob": "quantflow.evaluation.task_answers",
+    "BenchJob": "quantflow.benching.latency",
+    "AnswersJob": "quantflow.validating.task_answers",
 }
 
 
@@ -90,8 +90,8 @@ class QuantizeResult(StageResult):
         Raises:
             InputError: none were.
         """
-        from quantflow.artifact.canonical import read_json
-        from quantflow.quantization.mixed_precision.choose import COLUMNS, PLOT, RECIPE, RECORD, rows
+        from quantflow.files.canonical import read_json
+        from quantflow.quantizing.mixed_precision.choose import COLUMNS, PLOT, RECIPE, RECORD, rows
 
         table = rows(read_json(self.folder / RECORD))
         return SchemeChoice(columns=COLUMNS, rows=table, recipe=self.folder / RECIPE, plot=self.folder / PLOT)
@@ -120,7 +120,7 @@ class UnifyResult(StageResult):
 
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Return the columns and the rows of a table for people."""
-        from quantflow.quantization.unify import report
+        from quantflow.unifying.unify import report
 
         return report(dict(self.summary))
 
@@ -143,7 +143,7 @@ class ValidateResult(StageResult):
         Raises:
             GateError: the gate failed, could not decide, or passed although a failure was expected.
         """
-        from quantflow.validation.verdict import raise_for_verdict
+        from quantflow.validating.verdict import raise_for_verdict
 
         raise_for_verdict(self.values, allow_inconclusive=allow_inconclusive)
 
@@ -182,7 +182,7 @@ def measure(
     Raises:
         QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
     """
-    from quantflow.calibration.measure import DEFAULT_STATS, MeasureJob, run
+    from quantflow.measuring.measure import DEFAULT_STATS, MeasureJob, run
     from quantflow.planning.requirements import statistics_for
 
     stats = measuring.stats
@@ -241,8 +241,8 @@ def quantize(
     Raises:
         QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
     """
-    from quantflow.quantization.missing_statistics import completed
-    from quantflow.quantization.quantize import QuantizeJob, run
+    from quantflow.quantizing.missing_statistics import completed
+    from quantflow.quantizing.quantize import QuantizeJob, run
 
     folder, where = (
         model_folder(model, revision=revision, progress=progress),
@@ -307,7 +307,7 @@ def make_artifact(
         QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
     """
     from quantflow.exporting.proof import CANARY
-    from quantflow.quantization.missing_statistics import needs_measurement
+    from quantflow.quantizing.missing_statistics import needs_measurement
 
     work = work_folder(output)
     check_export(work / "2-quantize", output, options=options)
@@ -349,7 +349,7 @@ def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None 
     Raises:
         QuantflowError: the model is refused, or the artifact does not fit it.
     """
-    from quantflow.quantization import missing_statistics
+    from quantflow.quantizing import missing_statistics
 
     return missing_statistics.needs_measurement(artifact, model_folder(model, revision=revision, progress=progress))
 
@@ -387,7 +387,7 @@ def unify(
     Raises:
         QuantflowError: ranks that are missing, twice, foreign or damaged; groups that no card would hold.
     """
-    from quantflow.quantization.unify import UnifyJob, run, summary
+    from quantflow.unifying.unify import UnifyJob, run, summary
 
     job = UnifyJob(
         measurement=Path(measurement),
@@ -460,7 +460,7 @@ def export(
 
 def _layers(quantized: Path, format: str) -> Path:
     """Return the quantize folder beside an artifact of `make_artifact`, for an artifact's own format; else the folder."""
-    from quantflow.artifact.manifest import MANIFEST_NAME
+    from quantflow.files.manifest import MANIFEST_NAME
     from quantflow.formats import DEFAULT
 
     layers = work_folder(quantized) / "2-quantize"
@@ -536,7 +536,7 @@ def validate(
     Raises:
         QuantflowError: an input that cannot be used. A gate that fails raises nothing here: `raise_for_verdict` does.
     """
-    from quantflow.validation.validate import ValidateJob, run
+    from quantflow.validating.validate import ValidateJob, run
 
     given = beside(artifact, "-validation") if report is None else report
     folder = output_folder(given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline})
@@ -575,7 +575,7 @@ def gate(
     Raises:
         QuantflowError: a file that cannot be read, or validations of different models or texts.
     """
-    from quantflow.validation.recorded import GateJob, run
+    from quantflow.validating.recorded import GateJob, run
 
     path = Path(validation)
     job = GateJob(
@@ -590,21 +590,21 @@ def gate(
 
 def task_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Return the columns and the rows of what both models scored in tasks, where there were any."""
-    from quantflow.validation.task_table import COLUMNS, cells
+    from quantflow.validating.task_table import COLUMNS, cells
 
     return (COLUMNS, cells(result.values["tasks"])) if "tasks" in result.values else None
 
 
 def diagnosis_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Return the columns and the rows of the linears that cost an artifact most, where a diagnosis was asked for."""
-    from quantflow.validation.diagnosis_table import COLUMNS, cells
+    from quantflow.validating.diagnosis_table import COLUMNS, cells
 
     return (COLUMNS, cells(result.values["diagnosis"])) if "diagnosis" in result.values else None
 
 
 def mend_hint(result: ValidateResult) -> str | None:
     """Return what would mend an artifact, a sentence, where a diagnosis was asked for."""
-    from quantflow.validation.diagnosis_table import hint
+    from quantflow.validating.diagnosis_table import hint
 
     return hint(result.values) if "diagnosis" in result.values else None
 
@@ -616,28 +616,28 @@ def write_tasks(path: Folder, result: ValidateResult) -> None:
         path: of the file that is written.
         result: of a validation with tasks.
     """
-    from quantflow.artifact import disk
+    from quantflow.files import disk
 
     disk.write_atomic(Path(path), (result.folder / "tasks.json").read_bytes())
 
 
 def write_junit(path: Folder, result: ValidateResult) -> None:
     """Write a validation as JUnit XML: a test per metric of the gate, and per metric beside an older artifact."""
-    from quantflow.validation import junit
+    from quantflow.validating import junit
 
     junit.write_junit(Path(path), result.values)
 
 
 def regression_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Return the columns and the rows of the comparison with an older artifact, where there was one."""
-    from quantflow.validation.regression import COLUMNS, cells
+    from quantflow.validating.regression import COLUMNS, cells
 
     return (COLUMNS, cells(result.values)) if "regression" in result.values else None
 
 
 def verdict_table(results: Sequence[ValidateResult]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return the columns and the rows of a table for people: size, divergence and verdict of each artifact."""
-    from quantflow.validation.report import COLUMNS, cells
+    from quantflow.validating.report import COLUMNS, cells
 
     return COLUMNS, [cells(result.values) for result in results]
 
@@ -649,8 +649,8 @@ def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
         path: of the page.
         results: the validation of each artifact, by its folder.
     """
-    from quantflow.artifact.manifest import read_manifest
-    from quantflow.validation import report
+    from quantflow.files.manifest import read_manifest
+    from quantflow.validating import report
 
     rows = [report.row_of(result.values, read_manifest(artifact)) for artifact, result in results.items()]
     report.write_report(Path(path), rows)
@@ -667,17 +667,17 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     """
     import dataclasses
 
-    from quantflow.calibration.text import read_documents
-    from quantflow.calibration.text_sources import text_digest
-    from quantflow.evaluation.windows import evaluation_sequences
-    from quantflow.measurements.grouping import parse_groups
+    from quantflow.measuring.merging.grouping import parse_groups
+    from quantflow.measuring.text import read_documents
+    from quantflow.measuring.text_sources import text_digest
     from quantflow.models.graph import graph_for
     from quantflow.models.load import open_source
     from quantflow.models.tokenizer import load_tokenizer
     from quantflow.planning import plan as planning
     from quantflow.planning.requirements import statistics_for
-    from quantflow.validation.gate import check_gate
-    from quantflow.validation.validate import check_compute
+    from quantflow.validating.gate import check_gate
+    from quantflow.validating.validate import check_compute
+    from quantflow.validating.windows import evaluation_sequences
 
     recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
     source = open_source(recipe.model)
@@ -804,8 +804,8 @@ def sample_text(
     Raises:
         QuantflowError: an artifact that cannot be run here, or a text without tokens.
     """
-    from quantflow.calibration.text import read_documents
     from quantflow.errors import InputError
+    from quantflow.measuring.text import read_documents
     from quantflow.models.tokenizer import load_tokenizer
     from quantflow.runtime.generate_job import GenerateJob
     from quantflow.runtime.generation import run
@@ -823,12 +823,12 @@ def sample_text(
 
 
 def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] | None:
-    """Time an artifact or a model as `generate` runs it; see `quantflow.evaluation.latency`.
+    """Time an artifact or a model as `generate` runs it; see `quantflow.benching.latency`.
 
     Returns:
         Seconds of the first and the next tokens per batch size, as plain data. None on a rank that is not the first.
     """
-    from quantflow.evaluation.latency import run
+    from quantflow.benching.latency import run
 
     folder = model_folder(job.artifact, revision=job.revision, progress=progress)
     baseline = None if job.baseline is None else model_folder(job.baseline, progress=progress)
@@ -846,9 +846,9 @@ def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]
     Raises:
         QuantflowError: as the stage.
     """
-    from quantflow.artifact.canonical import read_json
     from quantflow.distributed.job_file import decode
     from quantflow.distributed.launch import JOB, RESULT, launched_rank
+    from quantflow.files.canonical import read_json
 
     job = decode(read_json(Path(order) / JOB)["job"])
     engine = import_module(_ENGINES[type(job).__name__])
@@ -864,7 +864,7 @@ def bench_kernels(job: "KernelJob") -> Mapping[str, Any]:
     Raises:
         UsageError: an unknown scheme, shape or count.
     """
-    from quantflow.evaluation.kernel_speed import run
+    from quantflow.benching.kernel_speed import run
 
     return run(job)
 
@@ -910,7 +910,7 @@ def diff_values(
     tokens: int = 4096,
     progress: Progress = SILENT,
 ) -> Mapping[str, Any]:
-    """Compare two folders tensor by tensor by their values, in whatever layouts; see `quantflow.validation.folder_diff`.
+    """Compare two folders tensor by tensor by their values, in whatever layouts; see `quantflow.validating.folder_diff`.
 
     Args:
         left: an artifact, another program's folder, or a model.
@@ -922,8 +922,8 @@ def diff_values(
     Raises:
         QuantflowError: a folder or the text cannot be read.
     """
-    from quantflow.calibration.text_sources import text_path
-    from quantflow.validation.folder_diff import FolderDiffJob, run
+    from quantflow.measuring.text_sources import text_path
+    from quantflow.validating.folder_diff import FolderDiffJob, run
 
     job = FolderDiffJob(
         left=model_folder(left, progress=progress),
@@ -1006,7 +1006,7 @@ def continue_prompts(job: "ContinueJob", *, progress: Progress = SILENT) -> Mapp
     Raises:
         QuantflowError: the model or the prompts cannot be read, or not be decoded.
     """
-    from quantflow.calibration.continued import run
+    from quantflow.measuring.continued import run
 
     return run(replace(job, model=model_folder(job.model, progress=progress)), progress)
 
@@ -1022,9 +1022,9 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     Raises:
         InputError: text or tokenizer cannot be read.
     """
-    from quantflow.calibration.text import inspect_calibration as inspect
-    from quantflow.calibration.text import read_documents
-    from quantflow.calibration.text_sources import text_path
+    from quantflow.measuring.text import inspect_calibration as inspect
+    from quantflow.measuring.text import read_documents
+    from quantflow.measuring.text_sources import text_path
     from quantflow.models.tokenizer import load_tokenizer
 
     words, path = load_tokenizer(model_folder(tokenizer, progress=SILENT)), text_path(str(file), SILENT)
@@ -1061,7 +1061,7 @@ def _calibration(calibration: Calibration, progress: Progress) -> Calibration:
     """Return a calibration whose source is a file or a folder."""
     import dataclasses
 
-    from quantflow.calibration.text_sources import text_path
+    from quantflow.measuring.text_sources import text_path
     from quantflow.shipped import CALIBRATION
 
     source = CALIBRATION if calibration.source is None else text_path(calibration.source, progress)
@@ -1072,7 +1072,7 @@ def _evaluated(options: Validate, progress: Progress) -> Validate:
     """Return a validation whose text is a file or a folder."""
     import dataclasses
 
-    from quantflow.calibration.text_sources import text_path
+    from quantflow.measuring.text_sources import text_path
     from quantflow.shipped import EVALUATION
 
     text = EVALUATION if options.text is None else text_path(options.text, progress)
@@ -1104,7 +1104,7 @@ def under_quant_config(
         InputError: the model or the measurement cannot be opened.
         UnsupportedError: its family is not known.
     """
-    from quantflow.quantization import quant_config_defaults
+    from quantflow.quantizing import quant_config_defaults
 
     return quant_config_defaults.under_quant_config(entry, given.config, model=Path(model), measurement=measurement)
 
@@ -1116,6 +1116,6 @@ def quant_config_measurement(given: "GivenConfig") -> Path:
         UsageError: both are there.
         InputError: neither is there.
     """
-    from quantflow.quantization import quant_config_defaults
+    from quantflow.quantizing import quant_config_defaults
 
     return quant_config_defaults.quant_config_measurement(given.config)

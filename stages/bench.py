@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from quantflow import api
+from quantflow.benching.bench_job import PERCENTILES, BenchJob, KernelJob
 from quantflow.errors import UsageError
-from quantflow.evaluation.bench_job import PERCENTILES, BenchJob, KernelJob
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import show, table

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.calibration.continue_job import ContinueJob
+from quantflow.measuring.continue_job import ContinueJob
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import outline, show

@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.artifact.diff import diff
-from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
-from quantflow.artifact.verify import verify
 from quantflow.errors import UsageError
+from quantflow.files.diff import diff
+from quantflow.files.manifest import MANIFEST_NAME, read_manifest
+from quantflow.files.verify import verify
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import show, table

@@ -16,8 +16,8 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import GateError, UsageError
+from quantflow.files.required_signature import RequiredSignature
 from quantflow.plain_text import plain
 from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling, echoed
 from quantflow.stages.cli.environment import bars_wanted

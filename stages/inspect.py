@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.artifact.inspect import summarize
-from quantflow.artifact.manifest import MANIFEST_NAME
-from quantflow.artifact.verify import verify
+from quantflow.files.inspect import summarize
+from quantflow.files.manifest import MANIFEST_NAME
+from quantflow.files.verify import verify
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import outline, show, table

@@ -9,8 +9,8 @@ Fails    as the stage; the process that started the ranks passes on the sentence
 import sys
 from pathlib import Path
 
-from quantflow.artifact.canonical import read_json
 from quantflow.distributed.launch import JOB
+from quantflow.files.canonical import read_json
 from quantflow.stages.cli.output import end_failed_rank, exit_code_of
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.signals import Signals

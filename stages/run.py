@@ -19,8 +19,8 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.distributed.launch import rank_folder
 from quantflow.errors import UsageError
+from quantflow.files.rank_folders import rank_folder
 from quantflow.planning.recipe import Recipe, recipe_from
 from quantflow.progress import Progress
 from quantflow.shipped import find_config

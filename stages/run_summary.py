@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quantflow import api
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
-from quantflow.artifact.manifest import read_manifest
 from quantflow.errors import QuantflowError
+from quantflow.files import disk
+from quantflow.files.canonical import canonical_json, digest_of, file_digest, read_json
+from quantflow.files.manifest import read_manifest
 from quantflow.planning.recipe import Recipe
 from quantflow.progress import Progress
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from quantflow.artifact.signing import Signer, sign
 from quantflow.errors import UsageError
+from quantflow.files.signing import Signer, sign
 from quantflow.stages.cli.options import offline
 from quantflow.stages.cli.output import outline, show
 

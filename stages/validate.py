@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from quantflow import api
-from quantflow.artifact.outputs import beside
 from quantflow.errors import UsageError
+from quantflow.files.outputs import beside
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from quantflow.artifact.signing import Trusted, require_signature
-from quantflow.artifact.verify import verify
+from quantflow.files.signing import Trusted, require_signature
+from quantflow.files.verify import verify
 from quantflow.stages.cli.options import offline
 from quantflow.stages.cli.output import outline, show
 

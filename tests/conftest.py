@@ -359,7 +359,7 @@ def proof_by_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def measured_family(family_model, text_files, tmp_path_factory):
     """Return the measurement of a family, taken once."""
-    from quantflow.calibration import measure
+    from quantflow.measuring import measure
     from quantflow.planning.recipe import Calibration
     from quantflow.stages.cli.progress_line import ProgressLine
 
@@ -380,7 +380,7 @@ def measured_family(family_model, text_files, tmp_path_factory):
 @pytest.fixture
 def cards(monkeypatch):
     """Return a function that quantizes as N ranks would, one after the other in this process."""
-    from quantflow.quantization import quantize
+    from quantflow.quantizing import quantize
     from quantflow.stages.cli.progress_line import ProgressLine
 
     def run(

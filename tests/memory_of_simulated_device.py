@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quantflow import api
-from quantflow.calibration import measure
 from quantflow.core.device import HOST, WORKSPACE_BYTES, Device
 from quantflow.core.kv import KVScales
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import ResourceError, UnsupportedError
+from quantflow.measuring import measure
 from quantflow.planning import forecast
 from quantflow.planning.recipe import (
     Calibration,
@@ -32,9 +32,9 @@ from quantflow.planning.recipe import (
     Tune,
     Validate,
 )
-from quantflow.quantization import file_to_file, quantize
+from quantflow.quantizing import file_to_file, quantize
 from quantflow.stages.plan import text
-from quantflow.validation import validate
+from quantflow.validating import validate
 from tests.simulated_gpu import GPU, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")

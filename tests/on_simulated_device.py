@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch.distributed import Backend
 
 from quantflow import api
-from quantflow.calibration import measure, observe
 from quantflow.core import device_scales
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.kv import KVScales
@@ -25,8 +24,8 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scale_rules import SCALE_METHODS
 from quantflow.core.scheme import preset
 from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
-from quantflow.evaluation import layerwise
 from quantflow.exporting.canary import rounder
+from quantflow.measuring import measure, observe
 from quantflow.models import capture, read_ahead, stand_ins
 from quantflow.models.load import Source
 from quantflow.observers import of_gradients
@@ -45,7 +44,7 @@ from quantflow.progress import SILENT
 from quantflow.stages import run
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.validation import validate
+from quantflow.validating import layerwise, validate
 from tests.simulated_gpu import GPU, KIND, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow import api
-from quantflow.calibration import measure
 from quantflow.core.device import HOST, Device
 from quantflow.core.kv import KVScales
 from quantflow.core.parallel import SEQUENTIAL, Workers
@@ -24,6 +23,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.distributed.launch import launched_environment
 from quantflow.errors import QuantflowError, UnsupportedError, UsageError
 from quantflow.exporting import canary, proof_process
+from quantflow.measuring import measure
 from quantflow.models import capture
 from quantflow.planning.recipe import (
     Calibration,
@@ -35,8 +35,8 @@ from quantflow.planning.recipe import (
     SignRound,
     Tune,
 )
-from quantflow.quantization import file_to_file, quantize
-from quantflow.quantization.layer_by_layer import Forward
+from quantflow.quantizing import file_to_file, quantize
+from quantflow.quantizing.layer_by_layer import Forward
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from tests.rank_on_simulated_device import APART

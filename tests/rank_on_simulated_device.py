@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch.distributed import Backend
 
-from quantflow.calibration import measure
 from quantflow.core.device import HOST, Device
 from quantflow.core.kv import KVScales
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.quantization import file_to_file, quantize
+from quantflow.measuring import measure
+from quantflow.quantizing import file_to_file, quantize
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from tests.simulated_gpu import GPU, KIND, SimulatedGpu

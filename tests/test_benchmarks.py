@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.calibration import measure
-from quantflow.evaluation.divergence import score
-from quantflow.evaluation.perplexity import logits_of
 from quantflow.exporting import export
+from quantflow.measuring import measure
 from quantflow.models.load import load_model, open_source
+from quantflow.numerics.divergence import score
+from quantflow.numerics.perplexity import logits_of
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
 
@@ -529,7 +529,7 @@ def test_the_plots_lines_go_down_where_more_bits_help_and_nowhere_else(part):
 HOLD = """
 import sys
 from pathlib import Path
-from quantflow.artifact.stage_folder import locked
+from quantflow.files.stage_folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.calibration import measure
 from quantflow.core.scheme import preset
-from quantflow.evaluation.divergence import join, score
-from quantflow.evaluation.perplexity import logits_of
 from quantflow.exporting import export
+from quantflow.measuring import measure
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.numerics.divergence import join, score
+from quantflow.numerics.perplexity import logits_of
 from quantflow.planning.recipe import Calibration, Quantize, SignRound
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantflow.calibration import measure
 from quantflow.exporting import export
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize, Validate, read_yaml, recipe_from
 from quantflow.progress import SILENT
-from quantflow.quantization import quantize
-from quantflow.validation import validate
+from quantflow.quantizing import quantize
+from quantflow.validating import validate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 pytestmark = [

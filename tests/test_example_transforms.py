@@ -12,30 +12,30 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantflow.artifact.canonical import read_json
-from quantflow.calibration import measure
 from quantflow.core.parallel import SEQUENTIAL
-from quantflow.distributed.launch import rank_folder
 from quantflow.distributed.team import ALONE
-from quantflow.evaluation.divergence import join, score
-from quantflow.evaluation.perplexity import logits_of
-from quantflow.measurements.record import read_measurement
+from quantflow.files.canonical import read_json
+from quantflow.files.rank_folders import rank_folder
+from quantflow.measuring import measure
+from quantflow.measuring.record import read_measurement
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.layer_store import layer_path
 from quantflow.models.load import load_model, open_source
 from quantflow.models.parameters import materialize_
-from quantflow.models.rotated import Rotated
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.numerics.divergence import join, score
+from quantflow.numerics.perplexity import logits_of
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize
-from quantflow.quantization.layer_by_layer import read_back
-from quantflow.quantization.layer_traffic import Traffic, collect_traffic
-from quantflow.quantization.open_layer import Execution, LayerText, OpenLayer
-from quantflow.quantization.smoothing import smooth_
-from quantflow.quantization.static_inputs import input_statistics
+from quantflow.quantizing import quantize
+from quantflow.quantizing.layer_by_layer import read_back
+from quantflow.quantizing.layer_traffic import Traffic, collect_traffic
+from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer
+from quantflow.quantizing.rotated import Rotated
+from quantflow.quantizing.smoothing import smooth_
+from quantflow.quantizing.static_inputs import input_statistics
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.transforms import hadamard
 

@@ -60,9 +60,9 @@ LAZY = {
     "quantflow/models/source.py",
     "quantflow/__init__.py",
     "quantflow/api.py",
-    "quantflow/quantization/missing_statistics.py",
-    "quantflow/quantization/quantize.py",
-    "quantflow/validation/task_scores.py",
+    "quantflow/quantizing/missing_statistics.py",
+    "quantflow/quantizing/quantize.py",
+    "quantflow/validating/task_scores.py",
     "quantflow/exporting/proof_process.py",
     "quantflow/runtime/artifact.py",
     "quantflow/runtime/decoding/__init__.py",
@@ -159,14 +159,14 @@ OFFERED = {
     "quantflow.settings",
     "quantflow.shipped",
     "quantflow.process_memory",
-    "quantflow.artifact",
+    "quantflow.files",
     "quantflow.distributed.launch",  # which rank this process is
     "quantflow.planning.recipe",
     "quantflow.formats.gaudi.quant_config",  # the record's type
-    "quantflow.calibration.continue_job",
+    "quantflow.measuring.continue_job",
     "quantflow.runtime.generate_job",
     "quantflow.runtime.chat_job",
-    "quantflow.evaluation.bench_job",
+    "quantflow.benching.bench_job",
     "quantflow.server.serve",
     "quantflow.server.vllm_command",  # the second front door, and its records
     "quantflow.server.settings",
@@ -189,7 +189,7 @@ def test_a_verb_is_a_file_that_says_what_it_reads_and_writes():
 
     for verb in VERBS:
         text = (ROOT / "stages" / f"{verb}.py").read_text()
-        assert "api." in text or "quantflow.artifact" in text or "quantflow.server" in text
+        assert "api." in text or "quantflow.files" in text or "quantflow.server" in text
         if verb not in ("inspect", "verify", "diff"):
             lines = ast.get_docstring(ast.parse(text)).splitlines()
             words = [line.split()[0] for line in lines if line.split() and line[0].isalpha()]

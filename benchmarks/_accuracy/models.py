@@ -10,15 +10,15 @@ from _quantflow import QUANTFLOW
 from _watch import Failed, run
 from torch import Tensor
 
-from quantflow.calibration.text import hash_sequences, read_documents, select
-from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.formats.llama_cpp.tensors import places, row_order
+from quantflow.measuring.text import hash_sequences, read_documents, select
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import Silent
 from quantflow.shipped import CALIBRATION, EVALUATION
 from quantflow.sources.gguf_import import import_gguf
+from quantflow.validating.windows import evaluation_sequences
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"

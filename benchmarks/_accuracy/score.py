@@ -2,7 +2,7 @@
 
     bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
 
-The metrics are those of quantflow.evaluation, of held-out windows, against the original model in float32. Of a GGUF file that
+The metrics are those of quantflow.validating, of held-out windows, against the original model in float32. Of a GGUF file that
 llama.cpp ran the logits are llama.cpp's, with its rounding of inputs, and the bits are those of the whole file.
 """
 
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from quantflow.core.affine import fake_quantize_input
 from quantflow.core.scheme import TensorScheme
-from quantflow.evaluation.bootstrap import bootstrap
-from quantflow.evaluation.divergence import join, score
-from quantflow.evaluation.perplexity import logits_of
 from quantflow.formats.compressed_tensors import tensor_names
 from quantflow.models.graph import graph_for
 from quantflow.models.load import Source, load_model, open_source
 from quantflow.models.names import NameMap
+from quantflow.numerics.divergence import join, score
+from quantflow.numerics.perplexity import logits_of
 from quantflow.runtime.artifact import open_artifact
+from quantflow.validating.bootstrap import bootstrap
 
 NOT_WEIGHTS = ("weight_shape", "input_scale", "input_global_scale", "input_zero_point")
 

@@ -16,9 +16,9 @@ from torch.nn import functional
 from _gpu.record import Found, Place
 from quantflow.backends import BACKENDS, choose
 from quantflow.backends.backend import Backend, Case
+from quantflow.benching.kernel_speed import weight_bytes
 from quantflow.core.qtensor import QTensor, QuantizedLinear, qvalue_dtype
 from quantflow.core.scheme import LinearScheme, preset
-from quantflow.evaluation.kernel_speed import weight_bytes
 
 SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16")
 FLUSH = 256 << 20  # bytes written before each call

@@ -16,9 +16,9 @@ from _gpu.record import Found, Place
 from _gpu.stages import artifact
 from quantflow.backends import choose, cuda
 from quantflow.backends.backend import Case
+from quantflow.benching.generation_speed import random_prompts, time_run
+from quantflow.benching.kernel_speed import weight_bytes
 from quantflow.core.scheme import LinearScheme, preset
-from quantflow.evaluation.generation_speed import random_prompts, time_run
-from quantflow.evaluation.kernel_speed import weight_bytes
 from quantflow.models.load import skeleton
 from quantflow.models.parameters import materialize_
 from quantflow.runtime.decoder import Decoder

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from _serve import Program, Timed, clocked, serve
 
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.evaluation import kernel_speed
+from quantflow.benching import kernel_speed
+from quantflow.files.checkpoint import open_checkpoint
 from quantflow.runtime import load as runtime
 
 CACHE_BYTES = 128 << 20  # read first, so that what is timed comes from memory

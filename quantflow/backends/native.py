@@ -17,8 +17,8 @@ from pathlib import Path
 
 from torch import Tensor  # loads torch's OpenMP runtime, which the library then shares instead of bringing another
 
-from quantflow.artifact.disk import writable_by_others
 from quantflow.errors import UnsupportedError
+from quantflow.files.disk import writable_by_others
 
 _FLAGS = ("-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-Werror=vla")
 _FAST = ("-O3",)

@@ -1,6 +1,6 @@
 """A stage's job as JSON, so that another process does exactly what this one was told.
 
-    {"record": "quantflow.calibration.measure:MeasureJob", "fields": {...}}     a dataclass of this package
+    {"record": "quantflow.measuring.measure:MeasureJob", "fields": {...}}     a dataclass of this package
     {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}                     what JSON has no word for
 
 Nothing of a setting is spelled again as an option of a command line, so nothing can be lost on the way.

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from quantflow import child_process
-from quantflow.distributed import MOST_RANKS
 from quantflow.distributed.job_file import encode
 from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
+from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.progress import Progress
 
 JOB, RESULT, STORE = "job.json", "result.json", "store"  # of the private folder that ranks are started with
@@ -172,22 +172,6 @@ def speaks() -> bool:
     """Return whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
     rank = launched_rank()
     return rank is None or (rank[0] == 0 and launched_folder() is None)
-
-
-def rank_folder(output: Path, rank: int, world: int) -> Path:
-    """Return the folder of one rank."""
-    return output / f"rank-{rank:03d}-of-{world:03d}"
-
-
-def refuse_other_world(output: Path, world: int) -> None:
-    """Refuse to measure into a folder that holds ranks of another number: unify takes those of one measurement alone.
-
-    Raises:
-        UsageError: naming such a folder.
-    """
-    for path in sorted(output.glob("rank-*-of-*")):
-        if path.name.rpartition("-")[2] != f"{world:03d}":
-            raise UsageError(f"{path}: is not one of {world} ranks", "give another -o, or remove that folder")
 
 
 def die_with_parent() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quantflow.artifact.checkpoint import CONFIG
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import UsageError, nearest
+from quantflow.files.checkpoint import CONFIG
+from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.planning.recipe import Export, Resources
 from quantflow.progress import Progress
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.errors import IntegrityError, UnsupportedError
+from quantflow.files.canonical import read_json
+from quantflow.files.safetensors_header import read_header
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRounder

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact import stage_folder
-from quantflow.artifact.safetensors_header import SplitTensor
-from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
+from quantflow.files import stage_folder
+from quantflow.files.safetensors_header import SplitTensor
+from quantflow.files.safetensors_writer import Spec
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import Resources, parse_size

@@ -14,16 +14,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from quantflow import process_memory
-from quantflow.artifact import disk, schema, stage_folder
-from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
-from quantflow.artifact.checkpoint import CONFIG, INDEX
-from quantflow.artifact.digests import NAME as HASHES
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.ledger import FileEntry, Ledger
-from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, with_note, write_manifest
-from quantflow.artifact.safetensors_header import read_header
-from quantflow.artifact.side_files import is_side_file
-from quantflow.artifact.verify import verify
 from quantflow.core.determinism import tools
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError, nearest
 from quantflow.exporting import ExportRequest
@@ -31,6 +21,16 @@ from quantflow.exporting.ledger_entries import tensor_entries
 from quantflow.exporting.model_card import model_card
 from quantflow.exporting.proof import Prover, proving
 from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
+from quantflow.files import disk, schema, stage_folder
+from quantflow.files.canonical import digest_of, file_digest, read_json, readable_json
+from quantflow.files.checkpoint import CONFIG, INDEX
+from quantflow.files.digests import NAME as HASHES
+from quantflow.files.digests import Digests
+from quantflow.files.ledger import FileEntry, Ledger
+from quantflow.files.manifest import MANIFEST_NAME, build_manifest, read_manifest, with_note, write_manifest
+from quantflow.files.safetensors_header import read_header
+from quantflow.files.side_files import is_side_file
+from quantflow.files.verify import verify
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
@@ -44,8 +44,8 @@ from quantflow.planning.recipe import Resources, parse_size
 from quantflow.planning.resources import Allowance, allow_export, compare
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
-from quantflow.quantization import head_file
-from quantflow.quantization.shards.share import refuse_shards
+from quantflow.quantizing import head_file
+from quantflow.quantizing.shards.share import refuse_shards
 
 LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a layer's record, in the manifest
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact import stage_folder
 from quantflow.core.device_scales import DEVICES, Target, target
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
+from quantflow.files import stage_folder
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
 from quantflow.formats.gaudi.files import GaudiFiles, config_table, has_scales, kept, needs_weights, write_ours, write_theirs
@@ -33,12 +33,12 @@ from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
 from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
-from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.measuring.record import Measurement, read_measurement
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles, fingerprint, open_files
 from quantflow.progress import Progress
-from quantflow.quantization.gaudi_measurement import are_gaudis, digests, refuse_other_model
-from quantflow.quantization.unify import rank_folders
+from quantflow.quantizing.gaudi_measurement import are_gaudis, digests, refuse_other_model
+from quantflow.unifying.unify import rank_folders
 
 VERSION = 1
 _CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the toolkit's own words

@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import rtn_mse
-from quantflow.artifact import stage_folder
-from quantflow.artifact.manifest import MANIFEST_NAME
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.block_types import BLOCK_TYPES, SMALLER
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
@@ -33,6 +30,9 @@ from quantflow.core.scheme import MIXTURES, preset
 from quantflow.errors import IntegrityError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.gguf_source import GGUFWeights, open_weights
+from quantflow.files import stage_folder
+from quantflow.files.manifest import MANIFEST_NAME
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.encoding import encode
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.digests import Digests
+from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
 from quantflow.models.reading import check_finite, read_into
-from quantflow.quantization.weight_rows import decoded_rows
+from quantflow.quantizing.weight_rows import decoded_rows
 from quantflow.runtime.artifact import Artifact, open_artifact
 
 FORMAT = FORMATS[DEFAULT]

@@ -19,11 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.safetensors_header import SplitTensor
-from quantflow.artifact.safetensors_writer import Spec
-from quantflow.artifact.torch_file import write_torch_file
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
@@ -31,6 +26,11 @@ from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import readable_json
+from quantflow.files.safetensors_header import SplitTensor
+from quantflow.files.safetensors_writer import Spec
+from quantflow.files.torch_file import write_torch_file
 from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_READS
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from quantflow.artifact.ledger import LedgerEntry
 from quantflow.core.scheme import LinearScheme
+from quantflow.files.ledger import LedgerEntry
 from quantflow.models.graph import Graph
 from quantflow.models.source import ModelFiles
 from quantflow.planning.head import HeadPlan

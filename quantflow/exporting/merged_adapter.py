@@ -17,14 +17,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantflow.artifact import stage_folder
-from quantflow.artifact.canonical import digest_of, file_digest
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.origin import IMPORT, origin_of
 from quantflow.core.determinism import single_threaded
 from quantflow.errors import InputError, UsageError
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.files import stage_folder
+from quantflow.files.canonical import digest_of, file_digest
+from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.digests import Digests
+from quantflow.files.origin import IMPORT, origin_of
 from quantflow.models.identity import identify
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import parse_size

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from quantflow.algorithms import TUNE
-from quantflow.artifact.inspect import output_errors
+from quantflow.files.inspect import output_errors
 from quantflow.planning.finished_plan import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

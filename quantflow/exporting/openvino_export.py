@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
-from quantflow.artifact import stage_folder
 from quantflow.errors import IntegrityError, UnsupportedError, UsageError, first_line, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.plain_files import write_beside
 from quantflow.exporting.quantized_source import identity_of, require_quantized
+from quantflow.files import stage_folder
 from quantflow.formats import openvino_ir
 from quantflow.models.graph import graph_for, moving_rotation, text_config
 from quantflow.models.load import skeleton

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
-from quantflow.artifact.safetensors_writer import Spec, Writer
-from quantflow.artifact.side_files import is_side_file
 from quantflow.core.dtypes import DTYPES
 from quantflow.errors import IntegrityError
+from quantflow.files import disk
+from quantflow.files.canonical import readable_json
+from quantflow.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
+from quantflow.files.safetensors_writer import Spec, Writer
+from quantflow.files.side_files import is_side_file
 from quantflow.models.reading import bytes_of
 from quantflow.progress import Progress
 

@@ -27,21 +27,21 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
-from quantflow.artifact.manifest import read_manifest
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.verify import verify
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import IntegrityError, QuantflowError
 from quantflow.exporting.proof import CANARY, TENSORS
+from quantflow.files.canonical import read_json
+from quantflow.files.checkpoint import Checkpoint, open_checkpoint
+from quantflow.files.manifest import read_manifest
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.verify import verify
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import config_of
-from quantflow.quantization.head_file import record_of
-from quantflow.quantization.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
+from quantflow.quantizing.head_file import record_of
+from quantflow.quantizing.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
 
 FORMAT = FORMATS[DEFAULT]
 COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import UsageError
+from quantflow.files.digests import Digests
+from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.models.identity import identify
 from quantflow.runtime.artifact import Artifact, is_artifact, is_model
 

@@ -6,7 +6,7 @@ tokens. The manifest keeps two mean divergences in nats, both over the whole voc
     kld              KL(artifact || artifact with rounded inputs)
     kld_of_artifact  KL(source || artifact)
 
-A runtime rounds inputs where the first is a twentieth of the second or less (`quantflow.artifact.manifest.rounds_inputs`): it
+A runtime rounds inputs where the first is a twentieth of the second or less (`quantflow.files.manifest.rounds_inputs`): it
 multiplies integers then, for an error that does not show beside that of the weights.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.scheme import with_rounded_inputs
-from quantflow.evaluation.divergence import token_kld
 from quantflow.exporting.canary import rounder
+from quantflow.files.safetensors_header import read_header
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
 from quantflow.models.identity import CANARY_TOKENS
 from quantflow.models.load import open_source
 from quantflow.models.reading import read_tensor
 from quantflow.models.weights import Weights
+from quantflow.numerics.divergence import token_kld
 from quantflow.runtime.artifact import Artifact, Inputs, open_artifact
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.checkpoint import INDEX, SINGLE
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.safetensors_writer import Writer
 from quantflow.core.dtypes import DTYPES
+from quantflow.files import disk
+from quantflow.files.canonical import readable_json
+from quantflow.files.checkpoint import INDEX, SINGLE
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.safetensors_writer import Writer
 from quantflow.models.reading import bytes_of, check_finite, read_into
 from quantflow.planning.sizes import ONE_FILE
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UnsupportedError
+from quantflow.files.safetensors_header import SplitTensor
 from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt, mxfp4
 from quantflow.formats.gptq import auto_round
 from quantflow.formats.gptq import layout as gptq

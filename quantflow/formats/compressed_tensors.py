@@ -35,8 +35,6 @@ from typing import Annotated, Any, TypedDict, cast
 import torch
 from torch import Tensor
 
-from quantflow.artifact.patterns import Pattern
-from quantflow.artifact.schema import Between, check
 from quantflow.core import affine, float8, microscaling, packing
 from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.dtypes import DTYPES
@@ -56,6 +54,8 @@ from quantflow.core.scheme import (
     with_float8,
 )
 from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.files.patterns import Pattern
+from quantflow.files.schema import Between, check
 
 NAME = "compressed-tensors"
 LAYOUT_VERSION = 1

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact.checkpoint import LOW_PRECISION, LOW_PRECISION_NAME
 from quantflow.core import packing
 from quantflow.core.groups import group_size_for, to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.files.checkpoint import LOW_PRECISION, LOW_PRECISION_NAME
 from quantflow.formats.weight_layout import (
     SAME_NAMES,
     Infos,

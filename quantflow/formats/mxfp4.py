@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact.safetensors_header import SplitTensor, TensorInfo, TensorPart
 from quantflow.core import microscaling
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import SplitTensor, TensorInfo, TensorPart
 from quantflow.formats.weight_layout import SAME_NAMES, Infos, checked, matrix, tensor, why_not_mixed
 
 NAME = "mxfp4"

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core import affine
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.files.safetensors_header import TensorInfo
 
 Infos = Mapping[str, TensorInfo]
 SAME_NAMES: Mapping[str, str] = MappingProxyType({})  # no module has another name than its tensors

@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.errors import InputError, UnsupportedError, first_line
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.models.graph import FAMILIES, family_for, text_config
 from quantflow.models.source import require_numbers
 

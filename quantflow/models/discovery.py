@@ -36,8 +36,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from quantflow.artifact.safetensors_header import SplitTensor, TensorPart
 from quantflow.errors import UnsupportedError, first_line
+from quantflow.files.safetensors_header import SplitTensor, TensorPart
 from quantflow.models.carried import Carried
 from quantflow.models.experts import Experts, is_stacked, names_in_files
 from quantflow.models.experts import split as split_experts

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
-from quantflow.artifact.safetensors_header import SplitTensor, TensorPart
+from quantflow.files.safetensors_header import SplitTensor, TensorPart
 from quantflow.models.graph import FAMILIES
 from quantflow.models.names import HubNames
 

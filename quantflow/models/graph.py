@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import SplitTensor
 
 if TYPE_CHECKING:
     from quantflow.models.carried import Carried

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import canonical_json, file_digest, read_json
 from quantflow.core.device import HOST, Device
 from quantflow.errors import InputError, UsageError
+from quantflow.files import disk
+from quantflow.files.canonical import canonical_json, file_digest, read_json
 from quantflow.models.reading import bytes_of, read_into
 
 

@@ -5,9 +5,9 @@ from hashlib import sha256
 from torch import Tensor
 
 from quantflow import process_memory
-from quantflow.artifact.checkpoint import Checkpoint
-from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
+from quantflow.files.checkpoint import Checkpoint
+from quantflow.files.digests import Digests
 from quantflow.models.reading import bytes_of
 from quantflow.models.source import fingerprint
 

@@ -5,7 +5,7 @@
     .inputs.json                what the unfinished result is made from, to say what differs when it is another
     ../.<folder>.hidden/        the hidden states that enter the next layer, removed at the end
     ../.<folder>.tune/          layers whose scales are not tuned yet, and how far tuning is
-    (quantflow/quantization/tuning.py), likewise
+    (quantflow/quantizing/tuning.py), likewise
 
 A layer whose key or hash does not hold is made again, never used.
 """
@@ -17,12 +17,12 @@ from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
-from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
-from quantflow.artifact.safetensors_writer import Writer
-from quantflow.artifact.schema import check
 from quantflow.core.dtypes import NAMES
 from quantflow.errors import InputError
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import canonical_json, digest_of, file_digest, read_json
+from quantflow.files.safetensors_writer import Writer
+from quantflow.files.schema import check
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.reading import bytes_of

@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from quantflow import process_memory
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.core.device import HOST, Device
 from quantflow.errors import InputError, first_line
+from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.models.configuration import load_config
 from quantflow.models.experts import view_
 from quantflow.models.joined import joined_

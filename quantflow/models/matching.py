@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from quantflow.artifact.patterns import Pattern
 from quantflow.errors import InputError, UsageError, nearest
+from quantflow.files.patterns import Pattern
 
 
 def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.core.device import Device
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.models.reading import read_tensor
 
 THREAD = "read-ahead"

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact.checkpoint import Checkpoint
-from quantflow.artifact.folder import reading
-from quantflow.artifact.once import BLOCK, fill
-from quantflow.artifact.safetensors_header import TensorInfo, read_header
 from quantflow.core.dtypes import DTYPES
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import Checkpoint
+from quantflow.files.folder import reading
+from quantflow.files.safetensors_header import TensorInfo, read_header
+from quantflow.models.once import BLOCK, fill
 
 _CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
 _PIECE = 8 << 20  # bytes of a tensor that is only looked at
@@ -170,7 +170,7 @@ def _fill(descriptor: int, view: memoryview, offset: int, *, name: str, file: st
 
 
 def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str) -> Tensor:
-    """Read a tensor, or some of its rows, that nobody will read again soon; see `quantflow.artifact.once`.
+    """Read a tensor, or some of its rows, that nobody will read again soon; see `quantflow.models.once`.
 
     Args:
         path: the file.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantflow.artifact.canonical import digest_of, file_digest
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.canonical import digest_of, file_digest
+from quantflow.files.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.files.digests import Digests
 from quantflow.models.graph import FAMILIES, Graph, NamedLinears, family_for, graph_for, named_graph
 from quantflow.models.matching import matching
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from quantflow.artifact.checkpoint import CONFIG
-from quantflow.artifact.folder import LIMITS
 from quantflow.errors import InputError, first_line
+from quantflow.files.checkpoint import CONFIG
+from quantflow.files.folder import LIMITS
 from quantflow.models.panics import panics_refused
 from quantflow.models.tokenizer_bounds import refuse_bombs
 

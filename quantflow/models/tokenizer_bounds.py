@@ -13,8 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quantflow.artifact.canonical import json_bytes, refuse_many_items
 from quantflow.errors import InputError
+from quantflow.files.canonical import json_bytes, refuse_many_items
 
 MAX_GROWTH = 1024.0  # characters made of one; tokenizers of released models make up to some hundred
 TOKENIZER = "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Experts that calibration reached too seldom: which they are, and what becomes of them.
+"""What becomes of experts that calibration reached too seldom: the policies of a recipe.
 
     policy     weights, by an algorithm that reads statistics    static input
     error      refused                                           refused
@@ -16,35 +16,21 @@ Too seldom is fewer tokens from the router than the recipe's `expert_tokens`, or
 What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy; a transform that cuts ranges for rtn reads some.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from quantflow.algorithms import NEAREST
-from quantflow.core.scheme import LinearScheme
-from quantflow.errors import StatisticsError, UnsupportedError, UsageError
-from quantflow.measurements.record import Measurement
-from quantflow.measurements.routing import routed_key
-from quantflow.models.graph import Graph, Layer, LinearGroup
-from quantflow.observers.amax import AMAX
-from quantflow.observers.min_max import MAX_VAL, MIN_VAL
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.models.graph import Graph
 
 PER_FEATURE = 2  # tokens that a linear needs whose weights are chosen by statistics of its input
-FOR_RANGE = 100  # tokens that a static input needs
-_WIDEST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    AMAX.name: torch.maximum,
-    MIN_VAL.name: torch.minimum,
-    MAX_VAL.name: torch.maximum,
-}
-_DAMP, _SHARE = "damp", "share_max"
-_BECAME = {_DAMP: "Hessian damped by its mean diagonal", NEAREST: "rounded to nearest"}
-ROUTED = "routed"
-_LISTED = 8  # experts that a message names
 
-Statistics = Mapping[str, Mapping[str, Tensor]]  # linear -> statistic of its input -> tensor
+
+FOR_RANGE = 100  # tokens that a static input needs
+
+
+_DAMP, SHARE_MAX = "damp", "share_max"
+
+
+ROUTED = "routed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,32 +56,6 @@ class Policy:
         return max(PER_FEATURE * features if self.weights else 0, FOR_RANGE if self.inputs else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Short:
-    """A group of an expert's linears that got too few tokens."""
-
-    group: LinearGroup
-    tokens: int
-    needed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Treatment:
-    """What a policy makes of a layer.
-
-    Attributes:
-        statistics: of every linear's input, some replaced.
-        rounded: linears that are rounded to nearest, whatever the algorithm.
-        damped: linears whose Hessian is shrunk.
-        decisions: linear -> what to note.
-    """
-
-    statistics: Statistics
-    rounded: frozenset[str]
-    damped: frozenset[str]
-    decisions: Mapping[str, str]
-
-
 def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inputs: bool) -> Policy | None:
     """Return the policy of an artifact of a mixture, None where its experts are quantized without statistics.
 
@@ -109,74 +69,12 @@ def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inp
     Raises:
         UsageError: share_max, which is about inputs, with an algorithm that reads statistics.
     """
-    if policy == _SHARE and weights:
+    if policy == SHARE_MAX and weights:
         raise UsageError(
             f"{name}: experts share_max with an algorithm that reads statistics of each expert's inputs",
             "share_max is about static inputs alone; use error, all, damp or rtn",
         )
     return Policy(name=policy, tokens=tokens, weights=weights, inputs=inputs) if weights or inputs else None
-
-
-def routed_tokens(measurement: Measurement | None, layer: Layer) -> dict[str, int] | None:
-    """Return expert -> tokens that the router sent to it, None where the measurement does not say."""
-    if measurement is None:
-        return None
-    keys = {expert: routed_key(gate) for expert, gate in layer.gates.items()}
-    if not all(key in measurement.statistics for key in keys.values()):
-        return None
-    return {expert: int(measurement.statistics[key]) for expert, key in keys.items()}
-
-
-def short_of_tokens(
-    layer: Layer,
-    policy: Policy,
-    tokens: Mapping[str, int],
-    *,
-    schemes: Mapping[str, LinearScheme | None],
-    shapes: Mapping[str, Sequence[int]],
-) -> list[Short]:
-    """Return the groups of the layer's experts that got too few tokens.
-
-    Args:
-        layer: whose experts.
-        policy: says how few are too few.
-        tokens: expert -> how many it got.
-        schemes: linear -> its scheme, None where it is not quantized.
-        shapes: source tensor name -> shape.
-    """
-    found = []
-    for group in layer.groups:
-        if group.expert is None or all(schemes[name] is None for name in group.linears):
-            continue
-        needed = policy.needed(shapes[f"{group.linears[0]}.weight"][1])
-        if tokens[group.expert] < needed:
-            found.append(Short(group=group, tokens=tokens[group.expert], needed=needed))
-    return found
-
-
-def described(shorts: Sequence[Short]) -> str:
-    """Return which experts got how few tokens, in one line; each once, with the linear that lacks most."""
-    worst: dict[str | None, Short] = {}
-    for short in sorted(shorts, key=lambda short: short.tokens - short.needed):
-        worst.setdefault(short.group.expert, short)
-    named = [f"{expert} ({short.tokens} of {short.needed})" for expert, short in worst.items()]
-    more = f" and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
-    experts = f"{len(named)} expert{'' if len(named) == 1 else 's'}"
-    return f"{experts} got fewer calibration tokens than needed: {', '.join(named[:_LISTED])}{more}"
-
-
-def refuse(name: str, shorts: Sequence[Short]) -> None:
-    """Refuse undercalibrated experts, where there are any.
-
-    Raises:
-        StatisticsError: naming them, with their tokens.
-    """
-    if shorts:
-        raise StatisticsError(
-            f"{name}: {described(shorts)}",
-            "give more or other calibration text, or say what becomes of them: --experts all, damp, rtn or share_max, or fewer "
-            "--expert-tokens",
-        )
 
 
 def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
@@ -191,104 +89,6 @@ def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
         )
 
 
-def check_before(
-    name: str,
-    policy: Policy | None,
-    graph: Graph,
-    measurement: Measurement | None,
-    *,
-    schemes: Mapping[str, LinearScheme | None],
-    shapes: Mapping[str, Sequence[int]],
-) -> list[Short]:
-    """Look at the measurement's ledger of tokens before a layer is quantized, and return the groups that it finds short.
-
-    Raises:
-        StatisticsError: policy `error`, and there are such groups; or static inputs and a measurement that does not say how
-            many tokens an expert got, or did not show every expert every token where the policy is `all`.
-    """
-    if policy is None or measurement is None:
-        return []
-    fed = measurement.meta.get("experts")
-    if policy.inputs and policy.name == "all" and fed != "all":
-        raise StatisticsError(
-            f"{name}: experts all, the measurement showed each expert {fed or 'unknown'} tokens",
-            "measure again with --experts all",
-        )
-    if policy.name == "all" or (fed == "all" and not policy.weights):
-        return []
-    found = []
-    for layer in graph.layers:
-        tokens = routed_tokens(measurement, layer)
-        if tokens is None and policy.inputs and layer.experts:
-            raise StatisticsError(
-                f"{layer.block}: the measurement does not say how many tokens each expert got",
-                "measure with this version of quantflow",
-            )
-        if tokens:
-            found += short_of_tokens(layer, policy, tokens, schemes=schemes, shapes=shapes)
-    if policy.name == "error":
-        refuse(name, found)
-    return found
-
-
-def of_layer(layer: Layer, shorts: Iterable[Short]) -> list[Short]:
-    """Return those of a layer."""
-    experts = set(layer.gates)
-    return [short for short in shorts if short.group.expert in experts]
-
-
-def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable[Short]) -> Treatment:
-    """Return the layer's statistics as the policy wants them, and which linears are rounded to nearest.
-
-    Args:
-        layer: whose experts.
-        policy: one that is not `error`, or no group is short.
-        statistics: of every linear's input.
-        shorts: the groups that got too few tokens.
-    """
-    replaced: dict[str, Mapping[str, Tensor]] = dict(statistics)
-    decisions: dict[str, str] = {}
-    short = {name: item for item in shorts for name in item.group.linears}
-    widened = [name for group in layer.groups if group.expert for name in group.linears] if policy.name == _SHARE else short
-    if policy.inputs and policy.name in (*_BECAME, _SHARE):
-        widest = _widest_of(layer, statistics)
-        for name in widened:
-            replaced[name] = {**statistics.get(name, {}), **widest[_role(name)]}
-            decisions[name] = f"static input of the widest range among {layer.experts} experts"
-    became = _BECAME.get(policy.name) if policy.weights else None
-    for name, item in short.items() if became else ():
-        told = [f"{item.tokens} of {item.needed} tokens: {became}", decisions.get(name)]
-        decisions[name] = "; ".join(filter(None, told))
-    chosen = {of: frozenset(short if policy.weights and policy.name == of else ()) for of in _BECAME}
-    return Treatment(statistics=replaced, rounded=chosen[NEAREST], damped=chosen[_DAMP], decisions=decisions)
-
-
-def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:
-    """Return, per role of a linear in an expert, the widest of each range among the layer's experts."""
-    widest: dict[str, dict[str, Tensor]] = {}
-    for group in layer.groups:
-        for name in group.linears if group.expert is not None else ():
-            role = widest.setdefault(_role(name), {})
-            for statistic, value in statistics.get(name, {}).items():
-                if statistic in _WIDEST:
-                    role[statistic] = _WIDEST[statistic](role[statistic], value) if statistic in role else value
-    return widest
-
-
-def _role(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def fed_by(policy: Policy | None) -> str:
     """Return which tokens an expert is shown while an algorithm's statistics are collected: `routed` to it, or `all`."""
     return "all" if policy is not None and policy.weights and policy.name == "all" else ROUTED
-
-
-def record_of(layer: Layer, tokens: Mapping[str, int] | None, *, fed: str | None, shorts: Iterable[Short]) -> dict[str, Any]:
-    """Return what a layer's record says of its experts: {"experts", "fed", "tokens", "short"}; tokens by number, or None."""
-    return {
-        "experts": f"{layer.block}.experts",
-        "fed": fed,
-        "tokens": None if tokens is None else list(tokens.values()),
-        "short": {short.group.linears[0]: {"tokens": short.tokens, "needed": short.needed} for short in shorts},
-    }

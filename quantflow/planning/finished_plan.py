@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from quantflow.algorithms import TUNE
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.schema import check
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
 from quantflow.core.scale_rules import Rule
 from quantflow.core.scheme import FLOAT8_FLAVOURS, LinearScheme, TensorScheme, scheme_words
 from quantflow.errors import InputError
+from quantflow.files.canonical import read_json
+from quantflow.files.schema import check
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import SignRound, Tune

@@ -15,15 +15,15 @@ from typing import Any
 
 from quantflow import process_memory
 from quantflow.algorithms import TUNE
-from quantflow.artifact.canonical import canonical_json, readable_json
-from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.safetensors_writer import Spec, layout
-from quantflow.artifact.side_files import is_side_file
 from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
+from quantflow.files.canonical import canonical_json, readable_json
+from quantflow.files.checkpoint import CONFIG, INDEX, Checkpoint
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.safetensors_writer import Spec, layout
+from quantflow.files.side_files import is_side_file
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config

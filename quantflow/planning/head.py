@@ -1,7 +1,7 @@
 """The head of a model, where a recipe gives it a scheme: which tensor its weight is, and by which algorithm it is rounded.
 
     <o>/head.safetensors    what it becomes, as the artifact holds it
-    <o>/head.json           its record, as of a layer (quantflow/quantization/file_to_file.py)
+    <o>/head.json           its record, as of a layer (quantflow/quantizing/file_to_file.py)
 
 Whatever the layers do, the head goes from file to file in units of rows: no statistics are taken of what enters it, so
 neither its algorithm nor its scheme may need any. A head that is tied to the embedding is quantized from the embedding's

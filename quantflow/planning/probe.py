@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantflow import process_memory
 from quantflow.algorithms import ALGORITHMS, NEAREST
-from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
+from quantflow.files.checkpoint import Checkpoint
 from quantflow.models.capture import LayerStream
 from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph, text_config

@@ -29,12 +29,12 @@ from typing import Any
 
 import yaml
 
-from quantflow.artifact.folder import reading
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS
 from quantflow.core.scheme import FLOAT8_FLAVOURS, INPUT_OBSERVERS, SCALE_ROUNDINGS, SCHEME_NAMES
-from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError, UsageError, nearest
+from quantflow.files.folder import reading
+from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.settings import check_numbers, device_flag, setting
 from quantflow.shipped import TEXTS, shipped_texts
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantflow import process_memory
-from quantflow.artifact.disk import free_bytes
 from quantflow.core.device import HOST, Device
 from quantflow.errors import ResourceError
+from quantflow.files.disk import free_bytes
 from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.patterns import Pattern
-from quantflow.artifact.schema import Between, check
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.files.canonical import read_json
+from quantflow.files.patterns import Pattern
+from quantflow.files.schema import Between, check
 from quantflow.models.reading import read_file
 
 CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

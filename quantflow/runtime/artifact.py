@@ -15,18 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import (
-    CONFIG,
-    Checkpoint,
-    is_of_text,
-    low_precision_file,
-    open_checkpoint,
-    quantization_in,
-    refuse_quantized,
-)
-from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
-from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose, reference
 from quantflow.backends.backend import Backend, Case
 from quantflow.core.device import HOST, Device
@@ -35,6 +23,18 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
+from quantflow.files.canonical import read_json
+from quantflow.files.checkpoint import (
+    CONFIG,
+    Checkpoint,
+    is_of_text,
+    low_precision_file,
+    open_checkpoint,
+    quantization_in,
+    refuse_quantized,
+)
+from quantflow.files.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
+from quantflow.files.verify import verify as verify_artifact
 from quantflow.formats import CACHES, compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
+from quantflow.files.required_signature import RequiredSignature
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     DECODER_HELP,

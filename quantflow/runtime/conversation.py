@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from quantflow.artifact.origin import origin_of
 from quantflow.errors import InputError, ResourceError, UsageError
+from quantflow.files.origin import origin_of
 from quantflow.models.chat_template import chat_tokens
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
 from quantflow.runtime.chat_job import ChatJob

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
+from quantflow.files.required_signature import RequiredSignature
 from quantflow.settings import device_flag, setting
 
 Words = tuple[tuple[int, ...], ...]

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.disk import write_atomic
-from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.distributed.wire import Wire
 from quantflow.errors import InputError, UsageError
+from quantflow.files.canonical import read_json
+from quantflow.files.disk import write_atomic
+from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress
-from quantflow.runtime import rank_processes
 from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Draft, Method, generate, load_medusa
@@ -33,7 +33,7 @@ from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, w
 from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup, echoed
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
-from quantflow.runtime.tensor_parallel import Wire
+from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.runtime.timed_decoder import Timed
 from quantflow.settings import check_numbers
 

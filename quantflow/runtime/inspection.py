@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import open_checkpoint
 from quantflow.formats import layout_of
 from quantflow.formats.llama_cpp import blocks, gguf
 from quantflow.formats.programs import program_of

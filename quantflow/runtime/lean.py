@@ -24,9 +24,9 @@ from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
 from quantflow.runtime.operations import NO_NORM, DecoderBlock, Norm, Operations, Projection, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
+from quantflow.runtime.ranks.tensor_parallel import Ranks
 from quantflow.runtime.routed_experts import Expert, RoutedExperts
 from quantflow.runtime.row_adapters import RowAdapters
-from quantflow.runtime.tensor_parallel import Ranks
 
 
 def why_not(artifact: Artifact) -> str | None:

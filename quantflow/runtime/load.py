@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.artifact import signing
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint
-from quantflow.artifact.manifest import read_manifest, rounds_inputs
-from quantflow.artifact.outputs import beside
-from quantflow.artifact.schema import Between, check
-from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.core import scheme
+from quantflow.distributed.wire import Wire
 from quantflow.errors import UnsupportedError, UsageError
+from quantflow.files import signing
+from quantflow.files.canonical import read_json
+from quantflow.files.checkpoint import CONFIG, Checkpoint
+from quantflow.files.manifest import read_manifest, rounds_inputs
+from quantflow.files.outputs import beside
+from quantflow.files.schema import Between, check
+from quantflow.files.verify import verify as verify_artifact
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
 from quantflow.runtime.decoder import Decoder
-from quantflow.runtime.tensor_parallel import Ranks, Wire
+from quantflow.runtime.ranks.tensor_parallel import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +102,7 @@ def load(
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
         exact: leave inputs that the schemes leave alone as they are, though the manifest says that rounding them costs next to
-            nothing (`quantflow.artifact.manifest.rounds_inputs`).
+            nothing (`quantflow.files.manifest.rounds_inputs`).
         compiled: transformers' modules run, and torch.compile compiles them at the first token; `auto` then means them.
         require_signature: a public key, PEM, or whom else the signature beside the artifact has to be of; checked first.
         wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.

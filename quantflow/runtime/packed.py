@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk
-from quantflow.artifact.folder import reading
-from quantflow.artifact.safetensors_header import read_header
-from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import InputError, IntegrityError
+from quantflow.files import disk
+from quantflow.files.folder import reading
+from quantflow.files.safetensors_header import read_header
+from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.models.reading import bytes_of
 
 Parts = dict[str, Tensor]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantflow.backends import kernels
 from quantflow.backends.backend import Backend, Case
-from quantflow.core import joining
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.distributed import joining
 from quantflow.errors import IntegrityError
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.operations import Projection, product

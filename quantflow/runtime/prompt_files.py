@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.artifact.canonical import parse_json, read_json
-from quantflow.artifact.folder import reading
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.files.canonical import parse_json, read_json
+from quantflow.files.folder import reading
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.token_ids import tokens_of
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantflow.artifact.origin import origin_of
-from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
+from quantflow.files.origin import origin_of
+from quantflow.files.required_signature import RequiredSignature
 from quantflow.planning.recipe import parse_size
 from quantflow.process_memory import available_bytes
 from quantflow.runtime.generate_job import (

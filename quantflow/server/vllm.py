@@ -9,9 +9,9 @@ import shutil
 import sys
 from typing import Any
 
-from quantflow.artifact.canonical import read_json
-from quantflow.artifact.manifest import read_manifest
 from quantflow.errors import UnsupportedError, UsageError
+from quantflow.files.canonical import read_json
+from quantflow.files.manifest import read_manifest
 from quantflow.server.settings import ServeJob
 from quantflow.settings import KEY as SETTING
 

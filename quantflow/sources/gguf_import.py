@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.checkpoint import CONFIG, SINGLE
-from quantflow.artifact.digests import NAME as HASHES
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.origin import IMPORT
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.safetensors_writer import Writer
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import readable_json
+from quantflow.files.checkpoint import CONFIG, SINGLE
+from quantflow.files.digests import NAME as HASHES
+from quantflow.files.digests import Digests
+from quantflow.files.origin import IMPORT
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.safetensors_writer import Writer
 from quantflow.formats.llama_cpp.blocks import read_rows, readable
 from quantflow.formats.llama_cpp.configuration import config_from
 from quantflow.formats.llama_cpp.gguf import Header, part_of, read_header

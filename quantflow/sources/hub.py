@@ -23,10 +23,10 @@ from huggingface_hub.errors import (
 )
 from tqdm import tqdm
 
-from quantflow.artifact import disk
-from quantflow.artifact.checkpoint import PICKLES
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError
+from quantflow.files import disk
+from quantflow.files.checkpoint import PICKLES
+from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.progress import Progress
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

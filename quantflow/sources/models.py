@@ -12,8 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from quantflow.artifact.checkpoint import PICKLES
 from quantflow.errors import InputError
+from quantflow.files.checkpoint import PICKLES
 from quantflow.progress import Progress
 from quantflow.sources import hub
 from quantflow.sources.gguf_import import SUFFIX, import_gguf

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from quantflow.artifact import disk
+from quantflow.files import disk
 from quantflow.plain_text import plain
 from quantflow.process_memory import usage
 from quantflow.units import duration, size

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quantflow.planning.recipe import Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
 
 SERVER = Path(__file__).with_name("server.py")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.calibration import measure
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
 
 SEQUENCES = 200  # enough for seconds of work

@@ -41,15 +41,15 @@ import torch
 from isolated import SECONDS, Outcome, isolated
 from safetensors.torch import load_file, save
 
-from quantflow.artifact.canonical import digest_of, readable_json
-from quantflow.artifact.ledger import Ledger
-from quantflow.artifact.manifest import build_manifest, write_manifest
-from quantflow.artifact.safetensors_header import read_header
-from quantflow.artifact.stage_folder import DONE
 from quantflow.core.parallel import Workers
 from quantflow.errors import QuantflowError
 from quantflow.exporting import export as export_stage
 from quantflow.exporting import proof_process
+from quantflow.files.canonical import digest_of, readable_json
+from quantflow.files.ledger import Ledger
+from quantflow.files.manifest import build_manifest, write_manifest
+from quantflow.files.safetensors_header import read_header
+from quantflow.files.stage_folder import DONE
 from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model

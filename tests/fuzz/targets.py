@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from quantflow.artifact import torch_file
-from quantflow.artifact.canonical import digest_of, parse_json, readable_json
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.artifact.inspect import summarize
-from quantflow.artifact.ledger import Ledger
-from quantflow.artifact.manifest import read_manifest
-from quantflow.artifact.safetensors_header import TensorInfo, read_header
-from quantflow.calibration.text import read_documents
+from quantflow.files import torch_file
+from quantflow.files.canonical import digest_of, parse_json, readable_json
+from quantflow.files.checkpoint import open_checkpoint
+from quantflow.files.inspect import summarize
+from quantflow.files.ledger import Ledger
+from quantflow.files.manifest import read_manifest
+from quantflow.files.safetensors_header import TensorInfo, read_header
 from quantflow.formats import compressed_tensors, layout_of
 from quantflow.formats.gaudi import restricted_npz
 from quantflow.formats.gaudi.quant_config import quant_config
 from quantflow.formats.gaudi.triple import _parse
 from quantflow.formats.llama_cpp import gguf
-from quantflow.measurements.record import META_NAME, read_meta
+from quantflow.measuring.record import META_NAME, read_meta
+from quantflow.measuring.text import read_documents
 from quantflow.models.token_ids import tokens_of
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
@@ -45,10 +45,10 @@ from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
-from quantflow.validation.gate import check_gate
-from quantflow.validation.junit import write_junit
-from quantflow.validation.recorded import GateJob
-from quantflow.validation.recorded import run as run_gate
+from quantflow.validating.gate import check_gate
+from quantflow.validating.junit import write_junit
+from quantflow.validating.recorded import GateJob
+from quantflow.validating.recorded import run as run_gate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from quantflow.exporting import export
 from quantflow.planning.recipe import Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from quantflow.exporting import export
 from quantflow.planning.recipe import Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli.progress_line import ProgressLine
 

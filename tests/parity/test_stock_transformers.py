@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.calibration import measure
 from quantflow.exporting import export
+from quantflow.measuring import measure
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, HeadSettings, KVCacheSettings, Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.artifact.manifest import read_manifest
+from quantflow.files.manifest import read_manifest
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_folder
 from quantflow.stages.cli import cli

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.calibration.text import read_documents
+from quantflow.measuring.text import read_documents
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.load import load

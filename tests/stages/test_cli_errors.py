@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantflow.calibration import measure as measure_stage
 from quantflow.exporting import export as export_stage
+from quantflow.measuring import measure as measure_stage
 from quantflow.planning.recipe import Calibration
-from quantflow.quantization import missing_statistics
+from quantflow.quantizing import missing_statistics
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quantflow.calibration import measure
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize, recipe_from
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.stages import run
 from quantflow.stages.cli.progress_line import ProgressLine
 

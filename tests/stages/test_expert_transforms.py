@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.files.rank_folders import rank_folder
 from quantflow.models.load import load_model, open_source
 from quantflow.observers.rows import RowSample
 from quantflow.planning import plan
 from quantflow.planning.recipe import Quantize
-from quantflow.quantization import layer_traffic, quantize
+from quantflow.quantizing import layer_traffic, quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
 
@@ -120,7 +120,7 @@ def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
 def test_the_text_that_hessians_see_is_counted_where_the_measurement_is_not_believed(
     family_model, measured_family, tmp_path, monkeypatch, algorithm
 ):
-    monkeypatch.setattr("quantflow.quantization.layer_by_layer.routed_tokens", lambda *_: None)
+    monkeypatch.setattr("quantflow.quantizing.layer_by_layer.routed_tokens", lambda *_: None)
     entry = {**AWQ, "algorithm": algorithm, "expert_tokens": 0}
     folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
     ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]

@@ -9,24 +9,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from quantflow import process_memory
-from quantflow.artifact.inspect import summarize
-from quantflow.artifact.verify import verify
-from quantflow.calibration import measure
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.files.inspect import summarize
+from quantflow.files.rank_folders import rank_folder
+from quantflow.files.verify import verify
 from quantflow.formats import compressed_tensors
+from quantflow.measuring import measure
 from quantflow.models.graph import graph_for
 from quantflow.planning import forecast
-from quantflow.planning.experts import Policy, Short, described, policy_for, short_of_tokens, treat
+from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.recipe import Calibration, Quantize, recipe_from
-from quantflow.quantization import quantize, unify
+from quantflow.quantizing import quantize
+from quantflow.quantizing.undercalibrated import Short, described, short_of_tokens, treat
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.unifying import unify
 
 UNREACHED = 4  # of five experts, two per token
 QUIET = ProgressLine(quiet=True)

@@ -13,16 +13,16 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig, XLMConfig
 
-from quantflow.artifact.verify import verify
-from quantflow.calibration import measure
 from quantflow.errors import GateError, UnsupportedError
 from quantflow.exporting import export
+from quantflow.files.verify import verify
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize, Validate
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
-from quantflow.validation import validate
-from quantflow.validation.verdict import raise_for_verdict
+from quantflow.validating import validate
+from quantflow.validating.verdict import raise_for_verdict
 
 QUIET = ProgressLine(quiet=True)
 LAX = {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.artifact.verify import verify
-from quantflow.calibration import measure
 from quantflow.core.scheme import preset
 from quantflow.errors import StatisticsError
 from quantflow.exporting import export
+from quantflow.files.verify import verify
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.planning.requirements import statistics_for
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code

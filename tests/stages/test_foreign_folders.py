@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.algorithms import rtn
-from quantflow.calibration.text import read_documents
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named, preset, with_group_size
 from quantflow.formats import LAYOUTS
 from quantflow.formats.llama_cpp import blocks, gguf
 from quantflow.formats.weight_layout import integers
+from quantflow.measuring.text import read_documents
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load

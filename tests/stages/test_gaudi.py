@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.artifact.manifest import read_manifest
 from quantflow.core.scale_rules import SCALE_METHODS
+from quantflow.files.manifest import read_manifest
 from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.quant_config import read_quant_config
 from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
-from quantflow.measurements.record import read_measurement
+from quantflow.measuring.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code

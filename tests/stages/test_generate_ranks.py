@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantflow.benching import latency
 from quantflow.distributed.binding import cores_of
-from quantflow.evaluation import latency
 from quantflow.exporting import export as export_stage
-from quantflow.runtime import rank_processes
+from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 

@@ -9,28 +9,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from quantflow.artifact.ledger import Ledger
-from quantflow.artifact.manifest import build_manifest, read_manifest, write_manifest
-from quantflow.artifact.verify import verify
 from quantflow.core.parallel import SEQUENTIAL
 from quantflow.errors import IntegrityError, UsageError
 from quantflow.exporting import export as export_stage
 from quantflow.exporting.proof_process import prove
+from quantflow.files.ledger import Ledger
+from quantflow.files.manifest import build_manifest, read_manifest, write_manifest
+from quantflow.files.verify import verify
 from quantflow.formats.llama_cpp import gguf
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.head import head_of
 from quantflow.planning.recipe import HeadSettings, Quantize
-from quantflow.quantization import weight_rows
-from quantflow.quantization.weight_rows import head_block, units_of
+from quantflow.quantizing import weight_rows
+from quantflow.quantizing.weight_rows import head_block, units_of
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.validation.validate import bits_per_weight
+from quantflow.validating.validate import bits_per_weight
 
 VOCABULARY = 323  # no multiple of 16: kernels pad their rows
 SHAPE = {
@@ -353,7 +353,7 @@ def test_another_head_is_another_result_and_is_not_replaced_unasked(models, tmp_
 
 
 def test_a_large_head_is_cut_into_units_that_hold_every_row_once():
-    from quantflow.artifact.safetensors_header import TensorInfo
+    from quantflow.files.safetensors_header import TensorInfo
 
     rows, columns = 128_001, 8192
     info = TensorInfo(

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
-from quantflow.artifact.manifest import build_manifest, write_manifest
 from quantflow.backends import native
 from quantflow.exporting import export as export_stage
 from quantflow.exporting.model_card import model_card
+from quantflow.files.manifest import build_manifest, write_manifest
 from quantflow.models import chat_template
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.panics import panics_refused
@@ -528,7 +528,7 @@ def test_names_reach_a_terminal_spelled_out(artifact, refused, capsys):
 
 
 def reseal_manifest(folder):
-    from quantflow.artifact.canonical import digest_of, readable_json
+    from quantflow.files.canonical import digest_of, readable_json
 
     path = folder / "quantflow.json"
     body = json.loads(path.read_text())

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from quantflow.artifact.inspect import summarize
-from quantflow.artifact.manifest import read_manifest
-from quantflow.artifact.verify import verify
-from quantflow.calibration import measure
 from quantflow.errors import IntegrityError, QuantflowError, StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
-from quantflow.measurements.record import read_measurement
+from quantflow.files.inspect import summarize
+from quantflow.files.manifest import read_manifest
+from quantflow.files.verify import verify
+from quantflow.measuring import measure
+from quantflow.measuring.record import read_measurement
 from quantflow.planning import forecast
 from quantflow.planning.recipe import (
     Calibration,
@@ -30,14 +30,14 @@ from quantflow.planning.recipe import (
     read_yaml,
     recipe_from,
 )
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
-from quantflow.validation import validate
+from quantflow.validating import validate
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"

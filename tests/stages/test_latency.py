@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from quantflow.evaluation import latency
-from quantflow.evaluation.generation_speed import time_run
-from quantflow.evaluation.latency import ratios
+from quantflow.benching import latency
+from quantflow.benching.generation_speed import time_run
+from quantflow.benching.latency import ratios
 from quantflow.exporting import export as export_stage
 from quantflow.stages.bench import latency_text
 from quantflow.stages.cli import cli

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.calibration import measure
-from quantflow.calibration.text import read_documents
-from quantflow.evaluation.windows import evaluation_sequences
+from quantflow.measuring import measure
+from quantflow.measuring.text import read_documents
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Candidate, Quantize, Resources
-from quantflow.quantization import quantize
-from quantflow.quantization.mixed_precision.measured_divergence import divergence
+from quantflow.quantizing import quantize
+from quantflow.quantizing.mixed_precision.measured_divergence import divergence
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validating.windows import evaluation_sequences
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
 QUIET = ProgressLine(quiet=True)

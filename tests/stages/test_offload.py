@@ -17,7 +17,7 @@ from quantflow.runtime.generation import run as generate
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
-from quantflow.validation import validate as stage
+from quantflow.validating import validate as stage
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow import api
-from quantflow.artifact.manifest import read_manifest
-from quantflow.calibration import measure as measuring
-from quantflow.calibration.text import read_documents
+from quantflow.files.manifest import read_manifest
+from quantflow.measuring import measure as measuring
+from quantflow.measuring.text import read_documents
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize as quantizing
+from quantflow.quantizing import quantize as quantizing
 from quantflow.shipped import CALIBRATION, EVALUATION
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code

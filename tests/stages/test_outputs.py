@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.outputs import beside, output_folder
-from quantflow.artifact.verify import verify
 from quantflow.errors import UsageError
 from quantflow.exporting import export as export_stage
+from quantflow.files import disk, stage_folder
+from quantflow.files.outputs import beside, output_folder
+from quantflow.files.verify import verify
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.log import logged
 from quantflow.stages.cli.output import exit_code

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quantflow import process_memory
-from quantflow.artifact import checkpoint as checkpoint_module
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.exporting import export as export_stage
+from quantflow.files import checkpoint as checkpoint_module
 from quantflow.models import reading
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from quantflow.planning.card_splits import cut_columns, obstacles

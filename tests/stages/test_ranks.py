@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantflow.calibration import measure
 from quantflow.errors import QuantflowError
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize, unify
+from quantflow.quantizing import quantize
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.unifying import unify
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 9  # odd, so that the ranks get 5 and 4

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from quantflow.exporting import export as export_stage
-from quantflow.runtime import rank_processes
+from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 

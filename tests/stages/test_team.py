@@ -16,12 +16,13 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantflow.calibration import measure
 from quantflow.errors import InputError
 from quantflow.exporting import export
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize, unify
+from quantflow.quantizing import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.unifying import unify
 
 QUIET = ProgressLine(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
@@ -35,7 +36,7 @@ import json, os, signal, sys, time
 import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
-import quantflow.quantization.layer_by_layer, quantflow.quantization.quantize
+import quantflow.quantizing.layer_by_layer, quantflow.quantizing.quantize
 from quantflow.distributed.launch import launched_environment
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli import cli
@@ -250,7 +251,7 @@ def test_the_source_is_not_needed_to_put_the_shards_together(shards, alone, tmp_
     def nothing(*_args, **_options):
         raise AssertionError("the source was opened")
 
-    monkeypatch.setattr("quantflow.quantization.shards.join.open_files", nothing)
+    monkeypatch.setattr("quantflow.unifying.shards.open_files", nothing)
     assert hashes(together(shards(2), tmp_path / "made")) == hashes(alone(GPTQ))
 
 

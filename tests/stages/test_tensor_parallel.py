@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantflow.calibration import measure
 from quantflow.errors import StatisticsError, UsageError
-from quantflow.measurements.record import open_measurements, read_measurement, read_meta
-from quantflow.measurements.unify import unify as unify_measurements
+from quantflow.measuring import measure
+from quantflow.measuring.merging.ranks import unify as unify_measurements
+from quantflow.measuring.record import open_measurements, read_measurement, read_meta
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize, unify
+from quantflow.quantizing import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.unifying import unify
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 6

@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.artifact.verify import verify
-from quantflow.calibration import measure
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
 from quantflow.exporting.gguf_source import open_weights
-from quantflow.models import layer_store, rotated
+from quantflow.files.verify import verify
+from quantflow.measuring import measure
+from quantflow.models import layer_store
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize
+from quantflow.quantizing import quantize, rotated
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.artifact.canonical import digest_of, readable_json
-from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
-from quantflow.measurements.unify import unify_each
-from quantflow.quantization import unify
+from quantflow.files.canonical import digest_of, readable_json
+from quantflow.measuring.merging.ranks import unify_each
+from quantflow.measuring.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from quantflow.unifying import unify
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
@@ -299,7 +299,7 @@ def test_a_damaged_rank_is_refused_with_its_file(refused, tmp_path):
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(refused, tmp_path, monkeypatch, value, message, place):
     """`max` of Python takes NaN or drops it, depending on which comes first."""
-    from quantflow.measurements import record
+    from quantflow.measuring import record
 
     with monkeypatch.context() as patch:
         patch.setattr(record, "_check_statistics", lambda _measurement: None)  # a writer that did not look

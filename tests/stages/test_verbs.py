@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.calibration import measure as measure_stage
 from quantflow.exporting import export as export_stage
+from quantflow.measuring import measure as measure_stage
 from quantflow.planning import resources
 from quantflow.planning.recipe import Calibration
 from quantflow.stages.cli import cli

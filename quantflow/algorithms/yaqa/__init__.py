@@ -5,7 +5,7 @@ model moves, and near the original model that is its KL divergence
 
     1/2 sum_t g_t^T E x_t x_t^T E^T g_t  ~  1/2 tr(G E H E^T),    G = mean over t of g_t g_t^T,    H = sum over t of x_t x_t^T
 
-with g_t the gradient of the model's own loss by the linear's output (quantflow/models/backward.py) and E = W - Q. The
+with g_t the gradient of the model's own loss by the linear's output (quantflow/measuring/backward.py) and E = W - Q. The
 outputs of queries and keys, and what is written to the residual stream, are far from alike: an error in one of them can make
 up for that in another, as one of a column can for that of another in GPTQ.
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError
+from quantflow.files.rank_folders import MOST_RANKS
 
 GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}  # device -> the folder that vLLM's calibration keeps its files in
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import readable_json
 from quantflow.core.device_scales import Target
+from quantflow.files import disk
+from quantflow.files.canonical import readable_json
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, FileName
 from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, selected

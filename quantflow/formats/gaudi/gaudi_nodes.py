@@ -22,9 +22,9 @@ from torch import Tensor
 
 from quantflow.errors import StatisticsError
 from quantflow.formats.gaudi.triple import Node
-from quantflow.measurements.keys import Key, by_site
 from quantflow.observers.amax import AMAX
 from quantflow.observers.channel_amax import CHANNEL_AMAX
+from quantflow.observers.keys import Key, by_site
 
 LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
 SOFTMAX, ATTENTION, BLOCKS = "Softmax", "ModuleFusedSDPA", "B2BMatmul"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from quantflow.artifact.patterns import Pattern
 from quantflow.errors import InputError, UsageError
+from quantflow.files.patterns import Pattern
 
 _CLASS_OF_NUMBERS = re.compile(r"\[(\d+)-(\d+)\]")
 _LONGEST = 256

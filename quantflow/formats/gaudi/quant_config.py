@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from quantflow.artifact.canonical import read_json
 from quantflow.core.device_scales import ARITHMETICS
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.files.canonical import read_json
 from quantflow.formats.gaudi.file_names import OBSERVERS
 from quantflow.formats.gaudi.module_patterns import ModuleList, module_list
 from quantflow.formats.gaudi.scale_methods import DEFAULT_METHOD, MethodConfig, method_config, spelled

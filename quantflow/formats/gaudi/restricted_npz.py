@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quantflow.artifact.folder import reading
-from quantflow.artifact.pickle_steps import scan
 from quantflow.errors import InputError
+from quantflow.files.folder import reading
+from quantflow.files.pickle_steps import scan
 
 MEMBER = "arr_0.npy"
 MAX_BYTES = 1 << 30

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import read_json, readable_json
 from quantflow.errors import InputError, StatisticsError
+from quantflow.files import disk
+from quantflow.files.canonical import read_json, readable_json
 from quantflow.formats.gaudi.file_names import FileName, TripleFiles
 from quantflow.formats.gaudi.restricted_npz import npz_bytes, read_npz
 

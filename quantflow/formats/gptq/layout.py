@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact.patterns import Pattern
 from quantflow.core import packing
 from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.files.patterns import Pattern
 from quantflow.formats.weight_layout import (
     SAME_NAMES,
     Infos,

@@ -13,8 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.dtypes import DTYPES
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp.gguf import PLAIN, Type
 from quantflow.models.reading import check_finite, read_into
 

@@ -23,10 +23,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from quantflow.artifact import disk
-from quantflow.artifact.folder import POINTER_START, reading, refuse_pointer
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files import disk
+from quantflow.files.folder import POINTER_START, reading, refuse_pointer
+from quantflow.files.safetensors_header import TensorInfo
 
 NAME = "gguf"
 LAYOUT_VERSION = 3

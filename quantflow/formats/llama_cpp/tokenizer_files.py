@@ -13,8 +13,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from quantflow.artifact import disk
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files import disk
 from quantflow.formats.llama_cpp.pieces import SPACE
 from quantflow.formats.llama_cpp.tokenizer import DIGITS, PRE_TOKENIZERS
 from quantflow.formats.llama_cpp.tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED

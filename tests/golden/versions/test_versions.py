@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantflow.artifact.inspect import summarize
-from quantflow.artifact.verify import verify
 from quantflow.exporting import export as export_stage
-from quantflow.measurements.record import read_measurement
+from quantflow.files.inspect import summarize
+from quantflow.files.verify import verify
+from quantflow.measuring.record import read_measurement
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
@@ -66,7 +66,7 @@ def test_a_half_finished_folder_goes_on_or_says_that_its_layers_are_made_again(v
 
 
 def test_a_newer_layout_is_refused_with_what_to_do(version, capsys):
-    from quantflow.artifact.canonical import digest_of, read_json, readable_json
+    from quantflow.files.canonical import digest_of, read_json, readable_json
 
     for path, verb in (
         (version / "artifact" / "quantflow.json", ("verify", version / "artifact")),

@@ -8,8 +8,8 @@ import click
 import pytest
 
 from quantflow import api
+from quantflow.benching.bench_job import BenchJob, KernelJob
 from quantflow.errors import UsageError
-from quantflow.evaluation.bench_job import BenchJob, KernelJob
 from quantflow.planning.recipe import Quantize, Recipe, Resources, recipe_from
 from quantflow.progress import SILENT
 from quantflow.runtime.generate_job import GenerateJob

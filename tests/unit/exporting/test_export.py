@@ -12,11 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from quantflow.artifact.canonical import file_digest
-from quantflow.artifact.checkpoint import INDEX
-from quantflow.artifact.manifest import build_manifest, read_manifest, write_manifest
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.verify import verify
 from quantflow.core.parallel import SEQUENTIAL
 from quantflow.errors import InputError, IntegrityError, ResourceError
 from quantflow.exporting import export as export_stage
@@ -24,7 +19,12 @@ from quantflow.exporting import proof_process, weight_files
 from quantflow.exporting.proof import proving
 from quantflow.exporting.proof_process import prove
 from quantflow.exporting.weight_files import Stored, shard_names, shards_for
-from quantflow.quantization import weight_rows
+from quantflow.files.canonical import file_digest
+from quantflow.files.checkpoint import INDEX
+from quantflow.files.manifest import build_manifest, read_manifest, write_manifest
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.verify import verify
+from quantflow.quantizing import weight_rows
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -233,7 +233,7 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
         return real(path, info, first, count)
 
     monkeypatch.setattr(weight_rows, "_rows", record)
-    monkeypatch.setattr("quantflow.quantization.weight_rows.UNIT", 1024)
+    monkeypatch.setattr("quantflow.quantizing.weight_rows.UNIT", 1024)
     prove(artifact, quantized["tensors"], llama, workers=SEQUENTIAL)
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 

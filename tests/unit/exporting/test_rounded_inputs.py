@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.artifact.manifest import read_manifest, rounds_inputs, with_note, write_manifest
 from quantflow.core.scheme import PRESETS, with_group_size, with_rounded_inputs
+from quantflow.files.manifest import read_manifest, rounds_inputs, with_note, write_manifest
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.artifact import inspect
-from quantflow.artifact.manifest import read_manifest
-from quantflow.calibration import measure
 from quantflow.errors import StatisticsError
 from quantflow.exporting import export
+from quantflow.files import inspect
+from quantflow.files.manifest import read_manifest
+from quantflow.measuring import measure
 from quantflow.planning.recipe import Calibration, Quantize
-from quantflow.quantization import quantize
-from quantflow.quantization.layer_by_layer import refuse_unchanged
+from quantflow.quantizing import quantize
+from quantflow.quantizing.layer_by_layer import refuse_unchanged
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine

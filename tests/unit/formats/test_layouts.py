@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_float8, with_group_size
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
 from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import integers
@@ -540,7 +540,7 @@ def test_rules_of_linears_that_are_none_are_refused_with_their_key(words, said):
 
 
 def test_a_pattern_of_linears_that_would_take_years_is_refused_after_its_time(monkeypatch):
-    monkeypatch.setattr("quantflow.artifact.patterns.SECONDS", 0.05)
+    monkeypatch.setattr("quantflow.files.patterns.SECONDS", 0.05)
     names = [f"{'a' * 64}b{number}" for number in range(200_000)]
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"(a+)+$": {"bits": 8}}}
     infos = {

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.dtypes import NAMES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import BESIDE, LAYOUTS, compressed_tensors, layout_of
 
 LAYOUT = LAYOUTS["modelopt"]

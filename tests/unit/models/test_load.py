@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import open_checkpoint
 from quantflow.models import reading
 from quantflow.models.load import load_model, open_source, skeleton
 from quantflow.models.parameters import materialize_, release_

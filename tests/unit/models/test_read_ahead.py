@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.core.device import HOST
 from quantflow.errors import InputError
+from quantflow.files.checkpoint import open_checkpoint
 from quantflow.models.load import open_source, reading_ahead
 from quantflow.models.read_ahead import THREAD, ReadAhead
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import open_checkpoint
+from quantflow.files.digests import Digests
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.models.source import fingerprint, open_files
@@ -93,7 +93,7 @@ def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
     save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     program = (
-        "import sys, quantflow.quantization.quantize, quantflow.exporting.export, quantflow.exporting.proof_process\n"
+        "import sys, quantflow.quantizing.quantize, quantflow.exporting.export, quantflow.exporting.proof_process\n"
         "import quantflow.planning.forecast\n"
         "from quantflow.models.source import open_files\n"
         "from quantflow.models.graph import graph_for\n"

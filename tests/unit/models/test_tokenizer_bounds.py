@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.decoders import Decoder
 
-from quantflow.artifact import canonical
 from quantflow.errors import InputError
+from quantflow.files import canonical
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.models.tokenizer_bounds import MAX_GROWTH, growth, refuse_bombs
 

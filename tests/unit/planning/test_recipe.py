@@ -10,7 +10,7 @@ from quantflow.planning.requirements import algorithm_of
 from quantflow.shipped import SHIPPED, find_config
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import overlay
-from quantflow.validation.gate import METRICS, load_gate
+from quantflow.validating.gate import METRICS, load_gate
 
 MINIMAL = {"model": "m", "quantize": [{"name": "a", "scheme": "W4A16"}]}
 RECIPES = sorted(path.stem for path in (SHIPPED / "recipes").glob("*.yaml"))

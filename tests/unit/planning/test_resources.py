@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quantflow import process_memory
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
 from quantflow.planning.durations import Rounding, Speed

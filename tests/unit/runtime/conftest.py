@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.algorithms import rtn
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.artifact.ledger import FileEntry, Ledger, LedgerEntry
-from quantflow.artifact.manifest import build_manifest, write_manifest
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.files.checkpoint import open_checkpoint
+from quantflow.files.ledger import FileEntry, Ledger, LedgerEntry
+from quantflow.files.manifest import build_manifest, write_manifest
 from quantflow.formats import compressed_tensors as layout
 from quantflow.models.graph import graph_for
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen3Config
 
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.artifact.ledger import Ledger
-from quantflow.artifact.manifest import build_manifest, read_manifest, write_manifest
-from quantflow.artifact.verify import verify
 from quantflow.core.scheme import PRESETS
 from quantflow.errors import InputError, QuantflowError
+from quantflow.files.checkpoint import open_checkpoint
+from quantflow.files.ledger import Ledger
+from quantflow.files.manifest import build_manifest, read_manifest, write_manifest
+from quantflow.files.verify import verify
 from quantflow.runtime import lean
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPTNeoXConfig, GraniteConfig, LlamaConfig, PhiConfig, SmolLM3Config
 
-from quantflow.artifact.manifest import read_manifest, with_note, write_manifest
 from quantflow.core.scheme import PRESETS
+from quantflow.files.manifest import read_manifest, with_note, write_manifest
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.runtime.architecture import DESIGNS, read

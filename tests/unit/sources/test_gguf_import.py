@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from quantflow.artifact.origin import origin_of
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.exporting.gguf_export import GGUFExportJob
 from quantflow.exporting.gguf_export import run as export
+from quantflow.files.origin import origin_of
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.blocks import read_rows, readable
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, rope_factors

@@ -15,9 +15,9 @@ import pytest
 from huggingface_hub import constants
 
 from quantflow import api
-from quantflow.artifact.origin import origin_of
+from quantflow.benching.bench_job import BenchJob
 from quantflow.errors import InputError
-from quantflow.evaluation.bench_job import BenchJob
+from quantflow.files.origin import origin_of
 from quantflow.planning.recipe import Quantize
 from quantflow.progress import SILENT
 from quantflow.runtime.chat_job import ChatJob

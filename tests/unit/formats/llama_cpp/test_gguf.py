@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats.llama_cpp import gguf
 
 # Two fields of every shape of value and two tensors, worked by hand from the format's description.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.files.checkpoint import open_checkpoint
 from quantflow.formats.llama_cpp import tokenizer
 from quantflow.formats.llama_cpp.tokenizer import byte_level, pre_tokenizer, vocabulary
 from quantflow.models.configuration import load_config

@@ -1,0 +1,118 @@
+"""One rank's share of a model that transformers' own tensor-parallel plan cuts over several.
+
+The layers run as the library runs them: its hooks are installed on every linear that the plan names, so a column-sharded
+linear computes some of the outputs, and a row-sharded one takes some of the inputs and adds its products to those of the
+other ranks. Ours is where the weights come from: of a cut weight a rank reads its slice from the files, and nothing else.
+Embeddings, norms and the head stay whole; of an embedding only the rows of the tokens are read anyway.
+
+Ranks add up in an order of their own, so what leaves a row-sharded linear differs from a whole model's in the last bits.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+from quantflow.core.device import HOST, Device
+from quantflow.errors import UnsupportedError
+from quantflow.models.capture import LayerStream
+from quantflow.models.load import Source
+from quantflow.models.parameters import materialize_, release_
+from quantflow.models.reading import read_columns, read_rows
+
+Placement = Mapping[str, Any]  # see quantflow.distributed.placement
+STYLES = {"column": "colwise", "row": "rowwise"}  # what a placement is called in a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """The weights of one rank, as `quantflow.models.weights.Weights` asks for them.
+
+    Attributes:
+        source: the whole checkpoint.
+        placements: source name of a linear -> which part of it this rank holds.
+    """
+
+    source: Source
+    placements: Mapping[str, Placement]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+        return self.source.config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source name."""
+        return self.source.names
+
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read tensors that are not cut; see `Source.read`."""
+        return self.source.read(names, dtype)
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read rows of a tensor that is not cut; see `Source.read_rows`."""
+        return self.source.read_rows(name, rows)
+
+    def quantized(self, name: str) -> None:
+        """Return None: nothing is quantized yet."""
+
+    @property
+    def ahead(self) -> None:
+        """Return None: nothing is read ahead."""
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+        """Give parameters of a module their values, of a cut linear this rank's slice: name in `module` -> source name."""
+        for name, source in names.items():
+            materialize_(module, {name: device.put(self._slice(source, dtype))}, dtype=dtype)
+
+    def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Take the values of parameters away again; they are on meta afterwards."""
+        release_(module, names)
+
+    def _slice(self, name: str, dtype: torch.dtype) -> Tensor:
+        linear, _, leaf = name.rpartition(".")
+        placement = self.placements.get(linear, {"kind": "replicated"})
+        if placement["kind"] not in STYLES or (placement["kind"] == "row" and leaf != "weight"):
+            return self.source.read([name], dtype)[name]  # the bias of a row is added once, after the sum
+        part = slice(placement["offset"], placement["offset"] + placement["length"])
+        file, info = self.source.checkpoint.tensors[name]
+        path = self.source.checkpoint.folder / file
+        if placement["kind"] == "row":
+            return read_columns(path, info, part).to(dtype)
+        if leaf == "bias":
+            return self.source.read([name], dtype)[name][part]
+        return read_rows(path, info, torch.arange(part.start, part.stop)).to(dtype)
+
+
+def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
+    """Make every decoder layer of a stream run on its rank's slices, together with the other ranks of the mesh.
+
+    Args:
+        stream: over a `RankShare` of the same placements.
+        placements: source name of a linear -> which part of it this rank holds.
+        mesh: one-dimensional, the ranks that share the model.
+
+    Raises:
+        UnsupportedError: a placement that is neither replicated, column nor row.
+    """
+    for name in stream.graph.linears:
+        placement = placements[name]
+        if placement["kind"] == "replicated":
+            continue
+        if placement["kind"] not in STYLES:
+            raise UnsupportedError(f"{name}: is {placement['kind']}, only columns and rows are cut", "use --tp 1")
+        module = stream.model.get_submodule(name)
+        for leaf in ("weight", "bias"):
+            parameter = getattr(module, leaf, None)
+            if parameter is not None and (leaf == "weight" or placement["kind"] == "column"):
+                shape = list(parameter.shape)
+                shape[placement["axis"]] = placement["length"]
+                setattr(module, leaf, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+        ALL_PARALLEL_STYLES[STYLES[placement["kind"]]].install_forward(module, mesh)

@@ -1,0 +1,116 @@
+"""The sha256 of files that are read more than once: a checkpoint is hashed when it is first seen, not at every stage.
+
+A hash is remembered for a file's name, size, time stamps and inode. The memory is a cache: damaged, foreign or missing,
+it is made again. A hash that a result depends on for its integrity is never taken from here, only the identity of a source.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantflow.errors import InputError
+from quantflow.files import disk
+from quantflow.files.canonical import canonical_json, file_digest, read_json
+
+VERSION = 1
+NAME = ".hashes.json"
+_KEYS = {"bytes", "mtime_ns", "ctime_ns", "inode", "sha256"}
+_SETTLED_NS = 100_000_000  # a younger file could change again without a change of its time stamps
+
+
+class Digests:
+    """What is known about files; safe to use from several threads.
+
+    Attributes:
+        path: where new hashes are remembered, or None to forget them with this object.
+    """
+
+    def __init__(self, path: Path | None = None, *, also: Sequence[Path] = ()) -> None:
+        """Read what is remembered.
+
+        Args:
+            path: a JSON file, which need not exist.
+            also: further such files, read and never written.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        self._known: dict[str, dict[str, Any]] = {}
+        for file in (*also, *(() if path is None else (path,))):
+            self._known |= _remembered(file)
+
+    def of(self, path: Path) -> str:
+        """Return the sha256 of a file, 64 hexadecimal digits.
+
+        Raises:
+            InputError: the file cannot be read.
+            OSError: what is newly known could not be written.
+        """
+        key = os.path.realpath(path)
+        before = _identity(path)
+        with self._lock:
+            known = self._known.get(key)
+        if known is not None and all(known[name] == value for name, value in before.items()):
+            return str(known["sha256"])
+        began = time.time_ns()
+        digest = file_digest(path)
+        settled = max(before["mtime_ns"], before["ctime_ns"]) + _SETTLED_NS < began
+        if settled and _identity(path) == before:
+            with self._lock:
+                self._known[key] = {**before, "sha256": digest}
+            self.save()
+        return digest
+
+    def save(self) -> None:
+        """Write what is known, where there is a folder to write it into; `of` does so by itself for every new hash.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        with self._lock:
+            if self.path is not None and self._known and self.path.parent.is_dir():
+                disk.write_atomic(self.path, canonical_json({"version": VERSION, "files": self._known}))
+
+    def of_all(
+        self, paths: Iterable[Path], *, map_all: Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]] = map
+    ) -> dict[Path, str]:
+        """Return the sha256 of several files.
+
+        Args:
+            paths: the files.
+            map_all: applies a function to every item, in order, such as `Workers.map`.
+
+        Raises:
+            InputError: a file cannot be read.
+            OSError: what is newly known could not be written.
+        """
+        files = list(dict.fromkeys(paths))
+        return dict(zip(files, map_all(self.of, files), strict=True))
+
+
+def _identity(path: Path) -> dict[str, int]:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", "check that the file exists and can be read") from error
+    return {
+        "bytes": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+        "inode": found.st_ino,
+    }
+
+
+def _remembered(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of a file, none when it is not one of ours."""
+    if not path.is_file():
+        return {}
+    try:
+        content = read_json(path)
+    except InputError:  # a cache: what cannot be read is made again
+        return {}
+    if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("files"), dict):
+        return {}
+    return {name: row for name, row in content["files"].items() if isinstance(row, dict) and set(row) == _KEYS}

@@ -1,0 +1,177 @@
+"""A safetensors file written in any order, piece by piece: neither a tensor nor the file is ever held whole.
+
+Names, dtypes and shapes are known before the first weight is read, hence so is the header. Tensors stand in the order of
+their element size, largest first, then of their names, so that each is aligned to its elements.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from quantflow.errors import InputError
+from quantflow.files import disk
+from quantflow.files.safetensors_header import DTYPE_BITS, METADATA, TensorInfo, tensor_bytes
+
+Spec = tuple[str, tuple[int, ...]]
+METADATA_PT = {"format": "pt"}  # stock transformers refuses a file that does not say so
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafetensorsLayout:
+    """Where everything will lie in a file.
+
+    Attributes:
+        header: the file's first bytes, the length of the header included; a multiple of 8.
+        tensors: name -> place, in the order of the file; offsets count from the beginning of the FILE.
+        nbytes: the size of the whole file.
+    """
+
+    header: bytes
+    tensors: dict[str, TensorInfo]
+    nbytes: int
+
+
+def layout(
+    specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False, align: int = 8
+) -> SafetensorsLayout:
+    """Return where the tensors of a file will lie.
+
+    Args:
+        specs: name -> (dtype as safetensors names it, shape).
+        metadata: of the file; None says `format: pt`, an empty one says nothing.
+        keep_order: let tensors stand as `specs` has them, which sees to it that they are aligned.
+        align: the first tensor begins at a multiple of so many bytes, itself one of 8.
+
+    Raises:
+        InputError: naming the tensor: an unknown dtype, or a shape that the format cannot hold.
+    """
+    told = METADATA_PT if metadata is None else metadata
+    table: dict[str, object] = {METADATA: dict(told)} if told else {}
+    position = 0
+    spans = {}
+    for name in specs if keep_order else sorted(specs, key=lambda name: (-DTYPE_BITS.get(specs[name][0], 0), name)):
+        dtype, shape = specs[name]
+        size = tensor_bytes(dtype, shape)
+        if size is None or name == METADATA:
+            raise InputError(f"{name}: {dtype} {list(shape)} cannot be stored in safetensors", "use another dtype or shape")
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        spans[name] = (position, size)
+        position += size
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    begin = 8 + len(text)
+    tensors = {
+        name: TensorInfo(name=name, dtype=specs[name][0], shape=tuple(specs[name][1]), offset=begin + offset, nbytes=size)
+        for name, (offset, size) in spans.items()
+    }
+    return SafetensorsLayout(header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position)
+
+
+class Writer:
+    """A file that is filled by several threads.
+
+    As a context: left without an error it is `close`d, left with one it is removed.
+
+    Attributes:
+        path: the file; nobody reads it before `close` returns.
+        layout: what goes where.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None) -> None:
+        """Create the file and write its header.
+
+        Raises:
+            InputError: as `layout`.
+            OSError: the file system failed.
+        """
+        self.path = path
+        self.layout = layout(specs, metadata=metadata)
+        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in self.layout.tensors}
+        self._lock = threading.Lock()
+        self._descriptor: int | None = disk.create(path)
+        try:
+            with disk.naming(path):
+                disk.pwrite_all(self._descriptor, self.layout.header, 0)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Close the file, or remove it when the block failed."""
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def write(self, name: str, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+        """Write a piece of a tensor; every thread may, in any order.
+
+        Args:
+            name: of the tensor.
+            data: contiguous, of any element type.
+            offset_bytes: where the piece begins, from the beginning of the tensor.
+
+        Raises:
+            InputError: the piece reaches beyond the tensor, or `name` is not in the file.
+            OSError: the file system failed.
+        """
+        info = self.layout.tensors.get(name)
+        view = disk.flat(data)
+        end = offset_bytes + view.nbytes
+        if info is None or offset_bytes < 0 or end > info.nbytes or self._descriptor is None:
+            size = "not in the file" if info is None else f"{info.nbytes} bytes"
+            raise InputError(f"{self.path}: {name} is {size}, {offset_bytes}..{end} was to be written", "report this")
+        if view.nbytes:
+            with self._lock, disk.naming(self.path):  # threads that write to one file at once spin in the system
+                disk.pwrite_all(self._descriptor, view, info.offset + offset_bytes)
+                self._written[name].append((offset_bytes, end))
+
+    def close(self) -> None:
+        """Check that every byte of every tensor was written exactly once, and wait until the file is on the disk.
+
+        Raises:
+            InputError: naming a tensor with a gap or an overlap; the file is removed.
+            OSError: the file system failed; the file is removed.
+        """
+        try:
+            self._check_filled()
+            if self._descriptor is not None:
+                with disk.naming(self.path):
+                    os.fsync(self._descriptor)
+        except BaseException:
+            self.abandon()
+            raise
+        self._release()
+
+    def abandon(self) -> None:
+        """Remove the file."""
+        self._release()
+        with suppress(OSError):  # the fault that led here is the one to report
+            disk.remove(self.path)
+
+    def _release(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _check_filled(self) -> None:
+        for name, pieces in self._written.items():
+            size, position = self.layout.tensors[name].nbytes, 0
+            total = sum(end - begin for begin, end in pieces)
+            for begin, end in sorted(pieces):
+                if begin != position:
+                    break
+                position = end
+            if position != size or total != size:
+                cause = f"{self.path}: {name} has {size} bytes, {len(pieces)} pieces of {total} bytes do not fill it exactly"
+                raise InputError(cause, "this is a defect in quantflow; report it")

@@ -1,0 +1,218 @@
+"""Signatures of artifacts, with the OpenSSF's model-signing: who made it, where `verify` alone says that it is whole.
+
+    ARTIFACT.sig            a Sigstore bundle over the sha256 of every file of the artifact, so over the digest too
+    ARTIFACT.intoto.json    what it was made from (provenance.py)
+    ARTIFACT.cdx.json       the same as a bill of materials
+
+They stand beside the artifact, which stays as it is. The two texts follow from the manifest, which the signature covers, so one
+that was changed is found without a signature of its own. Keys and certificates need no network; a Sigstore identity does.
+"""
+
+import base64
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quantflow.errors import InputError, IntegrityError, QuantflowError, UnsupportedError, UsageError
+from quantflow.files import disk
+from quantflow.files.canonical import read_json, readable_json
+from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
+from quantflow.files.outputs import beside
+from quantflow.files.provenance import BOM_SUFFIX, STATEMENT_SUFFIX, bill_of_materials, statement
+from quantflow.files.verify import verify
+
+SIGNATURE_SUFFIX = ".sig"
+_UNSIGNED = tuple(sorted(UNHASHED - {MANIFEST_NAME}))  # what a hub adds
+_AGAIN = "get artifact and signature again from whom you trust, or sign it again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signer:
+    """What an artifact is signed with; one of `key` alone, `key` with `certificate`, or neither for a Sigstore identity.
+
+    Attributes:
+        key: a private elliptic-curve key, PEM.
+        password: of the key.
+        certificate: of the key, PEM.
+        chain: certificates between it and the root, PEM.
+    """
+
+    key: Path | None = None
+    password: str | None = None
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trusted:
+    """Whose signature is asked for; exactly one of `key`, `roots` and `identity`.
+
+    Attributes:
+        key: a public elliptic-curve key, PEM.
+        roots: certificates that are trusted, PEM; the signer's leads to one of them and is valid today.
+        identity, issuer: of Sigstore: who signed, and which service knows them.
+    """
+
+    key: Path | None = None
+    roots: tuple[Path, ...] = ()
+    identity: str | None = None
+    issuer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse none and several.
+
+        Raises:
+            UsageError: naming them.
+        """
+        given = [name for name, value in (("key", self.key), ("certificate", self.roots), ("identity", self.identity)) if value]
+        if len(given) != 1 or bool(self.identity) != bool(self.issuer):
+            told = " and ".join(given) or "nothing"
+            raise UsageError(
+                f"signature: {told} to compare with", "give a key, or certificates, or an identity with its issuer"
+            )
+
+
+def sign(folder: Path, signer: Signer) -> dict[str, str]:
+    """Verify an artifact and write the three files beside it; return their paths.
+
+    Raises:
+        IntegrityError: the artifact is not the one that was exported.
+        InputError: a key or a certificate that cannot be used.
+        UnsupportedError: model-signing is not installed.
+    """
+    manifest = read_manifest(folder)
+    verify(folder, manifest=manifest)
+    library = _library()
+    made = library.signing.Config().set_hashing_config(_hashing(library, folder))
+    for path in (signer.key, signer.certificate, *signer.chain):
+        if path is not None and not path.is_file():
+            raise InputError(f"{path}: no such file", "give a PEM file")
+    places = {suffix: beside(folder, suffix) for suffix in (SIGNATURE_SUFFIX, STATEMENT_SUFFIX, BOM_SUFFIX)}
+    temporary = disk.temporary_for(places[SIGNATURE_SUFFIX])
+    with _refusing(InputError, f"{signer.key or 'sigstore'}", "give an elliptic-curve key that fits its certificate, PEM"):
+        if signer.certificate is not None:
+            made.use_certificate_signer(
+                private_key=signer.key, signing_certificate=signer.certificate, certificate_chain=signer.chain
+            )
+        elif signer.key is not None:
+            made.use_elliptic_key_signer(private_key=signer.key, password=signer.password)
+        else:
+            made.use_sigstore_signer(use_ambient_credentials=True)
+        disk.remove(temporary)
+        made.sign(folder, temporary)
+    disk.sync(temporary)
+    disk.write_atomic(places[STATEMENT_SUFFIX], readable_json(statement(manifest)))
+    disk.write_atomic(places[BOM_SUFFIX], readable_json(bill_of_materials(manifest)))
+    disk.replace(temporary, places[SIGNATURE_SUFFIX])
+    return {
+        "signature": str(places[SIGNATURE_SUFFIX]),
+        "provenance": str(places[STATEMENT_SUFFIX]),
+        "bom": str(places[BOM_SUFFIX]),
+    }
+
+
+def require_signature(folder: Path, trusted: Trusted, *, signature: Path | None = None) -> dict[str, Any]:
+    """Check that somebody who is trusted signed an artifact as it is now; every file of it is hashed.
+
+    Args:
+        folder: the artifact.
+        trusted: whose signature.
+        signature: the bundle; None is `<artifact>.sig`.
+
+    Returns:
+        The paths of what was compared.
+
+    Raises:
+        InputError: there is no signature, or a key or certificate cannot be read.
+        IntegrityError: another key, another identity, an expired certificate, a changed file; says which.
+        UnsupportedError: model-signing is not installed.
+    """
+    path = beside(folder, SIGNATURE_SUFFIX) if signature is None else signature
+    if not path.is_file():
+        raise InputError(
+            f"{folder}: no signature {path}", "run `quantflow sign`, or get the signature from whom made the artifact"
+        )
+    bundle, library = read_json(path), _library()
+    check = library.verifying.Config().set_hashing_config(_hashing(library, folder))
+    for file in (trusted.key, *trusted.roots):
+        if file is not None and not file.is_file():
+            raise InputError(f"{file}: no such file", "give a PEM file")
+    with _refusing(
+        InputError, f"{trusted.key or trusted.identity or trusted.roots[0]}", "give a public key or certificates, PEM"
+    ):
+        if trusted.key is not None:
+            check.use_elliptic_key_verifier(public_key=trusted.key)
+        elif trusted.roots:
+            check.use_certificate_verifier(certificate_chain=trusted.roots)
+        else:
+            check.use_sigstore_verifier(identity=trusted.identity, oidc_issuer=trusted.issuer)
+    if trusted.roots:
+        _require_today(bundle, path)
+    with _refusing(
+        IntegrityError, f"{path}: not a signature of {folder} by {trusted.key or trusted.identity or 'them'}", _AGAIN
+    ):
+        check.verify(folder, path)
+    manifest = read_manifest(folder)
+    texts = {STATEMENT_SUFFIX: statement, BOM_SUFFIX: bill_of_materials}
+    compared = [str(path)]
+    for suffix, text in texts.items():
+        place = beside(folder, suffix)
+        if place.is_file():
+            if place.read_bytes() != readable_json(text(manifest)):
+                raise IntegrityError(f"{place}: is not what the signed manifest says", _AGAIN)
+            compared.append(str(place))
+    return {"signature": compared, "digest": manifest["digest"]}
+
+
+def _hashing(library: Any, folder: Path) -> Any:
+    ignored = [folder / name for name in (*_UNSIGNED, ".git", ".cache")]
+    return library.hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
+
+
+def _require_today(bundle: Any, path: Path) -> None:
+    """Refuse certificates that are not valid today; model-signing asks about the day on which they began to be.
+
+    Raises:
+        IntegrityError: naming the day.
+    """
+    from cryptography import x509
+
+    try:
+        chain = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"]
+        found = [x509.load_der_x509_certificate(base64.b64decode(one["rawBytes"])) for one in chain]
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"{path}: holds no certificate", _AGAIN) from error
+    now = datetime.now(UTC)
+    for one in found:
+        if now > one.not_valid_after_utc:
+            raise IntegrityError(f"{path}: its certificate expired on {one.not_valid_after_utc:%Y-%m-%d}", _AGAIN)
+        if now < one.not_valid_before_utc:
+            raise IntegrityError(f"{path}: its certificate is valid from {one.not_valid_before_utc:%Y-%m-%d} on", _AGAIN)
+
+
+@contextmanager
+def _refusing(kind: type[QuantflowError], cause: str, remedy: str) -> Iterator[None]:
+    """Give what a library of cryptography raises, which has no common class, a sentence."""
+    try:
+        yield
+    except QuantflowError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise kind(f"{cause} ({said[:200]})", remedy) from error
+
+
+def _library() -> Any:
+    """Return model-signing, which is an extra.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        import model_signing
+    except ImportError as error:
+        raise UnsupportedError(f"signatures need model-signing ({error})", "pip install 'quantflow[sign]'") from error
+    return model_signing

@@ -1,0 +1,91 @@
+"""Check an artifact against its own manifest: every bit of every hashed file, every tensor, every byte sum.
+
+The order is: the manifest against itself, the list of files, the hashes, and only then the content, so no parser sees
+a byte that the manifest does not vouch for. What this cannot detect is an artifact replaced as a whole; compare its
+digest for that.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantflow.errors import InputError, IntegrityError
+from quantflow.files.canonical import file_digest
+from quantflow.files.checkpoint import Checkpoint, open_checkpoint
+from quantflow.files.folder import list_files, refuse_small_pointer
+from quantflow.files.ledger import Ledger
+from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
+from quantflow.files.origin import is_snapshot
+
+_AGAIN = "copy or export the artifact again"
+
+
+def verify(
+    folder: Path,
+    *,
+    map_all: Callable[[Callable[[str], None], Sequence[str]], Iterable[None]] = map,
+    manifest: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Check an artifact, reading all of it once.
+
+    Args:
+        folder: the artifact.
+        map_all: applies a function to every item, in order, such as `Workers.map`.
+        manifest: its quantflow.json, where it has been read before.
+
+    Returns:
+        layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are there; tensors and
+        tensor_bytes of the artifact; source_bytes by what was done to them.
+
+    Raises:
+        IntegrityError: naming the file or tensor: changed, missing, added, a link out of the hub's cache, or not in the ledger.
+        InputError: the folder or its manifest is missing, or a header is malformed and its hash is the recorded one.
+        UnsupportedError: the manifest has a newer layout version.
+    """
+    manifest = manifest or read_manifest(folder)
+    recorded = manifest["files"]
+    listing = list_files(folder, follow_links=is_snapshot(folder))
+    if listing.others:
+        raise IntegrityError(f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)")
+    for name in sorted(recorded.keys() - set(listing.files)):
+        raise IntegrityError(f"{name}: recorded in {MANIFEST_NAME}, missing in the folder", _AGAIN)
+    for name in sorted(set(listing.files) - recorded.keys() - UNHASHED):
+        raise IntegrityError(f"{name}: in the folder, not recorded in {MANIFEST_NAME}", "remove it")
+    for _ in map_all(lambda name: _check_file(folder, name, recorded[name]), sorted(recorded)):
+        pass
+    checkpoint = open_checkpoint(folder)
+    _check_tensors(checkpoint, ledger := Ledger.from_json(manifest["ledger"]))
+    return {
+        "layout_version": manifest["layout_version"],
+        "digest": manifest["digest"],
+        "proof": manifest["proof"],
+        "files": len(recorded),
+        "bytes": sum(row["bytes"] for row in recorded.values()),
+        "unhashed": [name for name in listing.files if name in UNHASHED and name != MANIFEST_NAME],
+        "tensors": len(checkpoint.tensors),
+        "tensor_bytes": sum(info.nbytes for info in checkpoint.infos.values()),
+        "source_bytes": ledger.bytes_by_action(),
+    }
+
+
+def _check_file(folder: Path, name: str, recorded: dict[str, Any]) -> None:
+    """Check one file's size, then its hash."""
+    size = (folder / name).stat().st_size
+    digest = file_digest(folder / name) if size == recorded["bytes"] else None
+    if digest == recorded["sha256"]:
+        return
+    try:
+        refuse_small_pointer(folder / name)
+    except InputError as pointer:
+        raise IntegrityError(f"{name}: {pointer.cause}", pointer.remedy) from pointer
+    if digest is None:
+        raise IntegrityError(f"{name}: {size} bytes, {MANIFEST_NAME} records {recorded['bytes']}", _AGAIN)
+    raise IntegrityError(f"{name}: sha256 {digest}, {MANIFEST_NAME} records {recorded['sha256']}", _AGAIN)
+
+
+def _check_tensors(checkpoint: Checkpoint, ledger: Ledger) -> None:
+    """Check that the ledger accounts for every tensor, and that no weights lie beside the ones that load."""
+    for name in checkpoint.files:
+        if name.endswith(".safetensors") and name not in checkpoint.shards:
+            raise IntegrityError(f"{name}: weights that neither index nor ledger names", "export again without it")
+    ledger.check_artifact(checkpoint.infos)

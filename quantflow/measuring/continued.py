@@ -1,0 +1,57 @@
+"""Calibration text that a model continues itself, as token ids: what generation runs, in the form that `measure` takes.
+
+Reads    an artifact or a model, prompts
+Writes   <o>, a safetensors file: `tokens` [T] and `lengths` [n], int64
+Resumes  nothing
+Fails    2 numbers that cannot be decoded; 3 prompts that cannot be read, no tokenizer; what generating raises
+
+A decoder is causal: a forward over a prompt and its continuation computes at each position what the prompt's forward and the
+decode steps computed there. So `measure` of these tokens sees what generation computes. The last token of each text is told and
+never run, so it is left out.
+"""
+
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from quantflow.files import disk
+from quantflow.measuring.continue_job import ContinueJob
+from quantflow.models.tokenizer import load_tokenizer
+from quantflow.progress import Progress
+from quantflow.runtime import generation
+from quantflow.runtime.generate_job import GenerateJob, Sampling
+from quantflow.runtime.prompt_files import encode, read_prompts
+
+
+def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
+    """Write the file and return it: `file`, `sequences`, `prompt_tokens` and `new_tokens`, those that were run."""
+    prompts = read_prompts(job.prompts, column=job.column, limit=job.samples)
+    rows = encode(prompts, load_tokenizer(job.model), limit=job.max_input_tokens, chat=job.chat)
+    drawn = None if job.temperature is None else Sampling(temperature=job.temperature, seed=job.seed)
+    continuing = GenerateJob(
+        artifact=job.model,
+        source=job.prompts,
+        column=job.column,
+        limit=job.samples,
+        max_input_tokens=job.max_input_tokens,
+        max_new_tokens=job.new_tokens,
+        chat=job.chat,
+        sampling=drawn,
+        batch_size=job.batch_size,
+        dtype=job.dtype,
+    )
+    said = generation.run(continuing, lambda _: None, progress)
+    assert said is not None  # this process is no rank
+    sequences = [row + output["tokens"][:-1] for row, output in zip(rows, said["outputs"], strict=True)]
+    tokens = torch.tensor([token for sequence in sequences for token in sequence])
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    disk.make_folder(job.output.parent)
+    disk.write_atomic(job.output, save({"tokens": tokens, "lengths": lengths}))
+    given = sum(map(len, rows))
+    return {
+        "file": str(job.output),
+        "sequences": len(sequences),
+        "prompt_tokens": given,
+        "new_tokens": len(tokens) - given,
+    }

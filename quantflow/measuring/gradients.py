@@ -1,0 +1,193 @@
+"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and watched.
+
+Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
+watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.
+
+On a device a sequence goes back there, and what its linears were shown stays there until its layer is done.
+
+Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these sums is wanted, products of
+linears, of the head and of the sums are in `products`; choices of schemes, which read squares of gradients too, have float32.
+
+    <folder>/hidden/00012.hidden       the gradient by the input of layer 12
+    <folder>/layers/00012.safetensors  what was observed in layer 12
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.core.device import Device, fetched
+from quantflow.core.parallel import Workers
+from quantflow.errors import InputError
+from quantflow.files import disk
+from quantflow.files.canonical import digest_of
+from quantflow.measuring.backward import Through, backward, sampled_gradient
+from quantflow.models import layer_store
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Graph, Layer
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.stand_ins import Call
+from quantflow.models.trained_layer import replaced
+from quantflow.observers import OBSERVERS
+from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GradientObserver
+from quantflow.planning.resources import Allowance
+from quantflow.process_memory import give_back_holes
+from quantflow.progress import Progress
+
+Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """One rank's sequences on their way back.
+
+    Attributes:
+        calls: of each sequence, per decoder layer what it is called with.
+        generators: of each sequence, draws its labels.
+        hidden: the folder of the hidden states, a generation for the input of every layer and one for what leaves the last.
+        folder: of the resume state.
+        stats: observers of the gradients, by name.
+        products: the dtype of products.
+        key: digest of everything that the statistics depend on.
+    """
+
+    stream: LayerStream
+    graph: Graph
+    calls: Sequence[tuple[Call, ...]]
+    generators: Sequence[torch.Generator]
+    hidden: Path
+    folder: Path
+    stats: Sequence[str]
+    products: torch.dtype
+    key: str
+    progress: Progress
+    workers: Workers
+    allowance: Allowance
+
+    def run(self) -> Path:
+        """Return the folder whose layers hold the statistics of every layer."""
+        disk.make_folder(self.folder / "layers")
+        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden", device=self.stream.device)
+        left = self._restart(gradients)
+        if left is None:
+            left = len(self.graph.layers)
+            self._from_head(gradients)
+        rest = self.graph.layers[:left][::-1]
+        told: Any = {"samples": len(self.calls), "before": len(self.graph.layers) - left}
+        for layer in self.progress.steps(rest, stage="measure backwards", unit="layer", **told):
+            give_back_holes()
+            states = self._states(layer.index)
+            rounded = self.products != torch.float32
+            with self.stream.layer(layer.index, as_stored=rounded) as module, self._rounded(module, layer):
+                found = self._layer(module, layer, states, gradients)
+            layer_store.write_layer(
+                layer_store.layer_path(self.folder, layer.index), found, {"key": self._layer_key(layer.index)}
+            )
+            gradients.commit(layer.index, key=self.key)
+        gradients.close()
+        return self.folder
+
+    def _rounded(self, module: nn.Module, layer: Layer) -> AbstractContextManager[None]:
+        """Return the context in which linears multiply in `products`."""
+        if self.products == torch.float32:
+            return nullcontext()
+        names = {name: module.get_submodule(layer.relative(name)).get_parameter("weight") for name in layer.linears}
+        return replaced(module, layer, {name: weight.detach().to(self.products) for name, weight in names.items()})
+
+    def _restart(self, gradients: HiddenStates) -> int | None:
+        """Return how many layers are left, with the gradients that enter the next of them at hand; None begins at the head."""
+        count = left = len(self.graph.layers)
+        while (
+            left and layer_store.finished(layer_store.layer_path(self.folder, left - 1), self._layer_key(left - 1)) is not None
+        ):
+            left -= 1
+        return next((index for index in range(left, count + 1) if gradients.restore(index, key=self.key)), None)
+
+    def _states(self, index: int) -> list[State]:
+        """Return every sequence with the hidden state that entered a layer, or left the last one; read as they are needed.
+
+        Raises:
+            InputError: the file is not as it was written.
+        """
+        store = HiddenStates(len(self.calls), folder=self.hidden, keep=True, device=self.stream.device)
+        if not store.restore(index, key=self.key):
+            raise InputError(
+                f"{self.hidden / f'{index:05d}.hidden'}: is missing or changed while it was in use",
+                f"remove {self.hidden.parent}, and measure again",
+            )
+        return [State(calls=calls, store=store, index=number) for number, calls in enumerate(self.calls)]
+
+    def _from_head(self, gradients: HiddenStates) -> None:
+        """Put the gradients by what left the last layer."""
+        count = len(self.graph.layers)
+        states = self._states(count)
+        with self.stream.head(products=self.products):
+            numbers = self.progress.steps(range(len(states)), stage="measure backwards", unit="sequence")
+            found = self.workers.stream(partial(self._sampled, states), numbers, ahead=self.allowance.in_flight)
+            for number, gradient in enumerate(found):
+                gradients.put(number, gradient)
+                give_back_holes()
+        gradients.commit(count, key=self.key)
+        give_back_holes()
+
+    def _sampled(self, states: Sequence[State], number: int) -> Tensor:
+        return sampled_gradient(self.stream, states[number].hidden, generator=self.generators[number])
+
+    def _layer(self, module: nn.Module, layer: Layer, states: Sequence[State], gradients: HiddenStates) -> dict[str, Tensor]:
+        """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""
+        total: Observers = {}
+        with backward(self.stream, module, layer) as through:
+            arrived = self.workers.stream(
+                partial(_sequence, through, gradients, self.stats, self.products, self.stream.device),
+                states,
+                ahead=self.allowance.in_flight,
+            )
+            for number, (gradient, observers) in enumerate(arrived):
+                self.progress.doing(f"sequence {number + 1} of {len(states)}")
+                _merge(total, observers)
+                gradients.put(number, gradient)
+                give_back_holes()  # what a sequence leaves is in many pieces of many sizes
+        found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
+        named = {f"{site}|{name}": value for site, state in found for name, value in state.items()}
+        return fetched(named, self.stream.device)
+
+    def _layer_key(self, index: int) -> str:
+        return digest_of([self.key, index])
+
+
+def _merge(total: Observers, observers: Observers) -> None:
+    """Add what one sequence showed, and let go of it: while the next one is awaited, sums are there once."""
+    while observers:
+        site, seen = observers.popitem()
+        for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
+            kept.merge(more)
+        total[site] += seen[len(total[site]) :]
+
+
+def _sequence(
+    through: Through, gradients: HiddenStates, stats: Sequence[str], products: torch.dtype, device: Device, state: State
+) -> tuple[Tensor, Observers]:
+    """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
+    observers: Observers = {}
+
+    def see(site: str, kind: str, seen: Tensor) -> None:
+        with device.factories():
+            observers.setdefault(site, []).append(OBSERVERS[kind](features=seen.shape[-1]))
+        observers[site][-1].update(seen)
+
+    def observe(name: str, x: Tensor, gradient: Tensor) -> None:
+        if FisherObserver.NAME in stats:
+            weights = gradient.square().mean(dim=-1, keepdim=True).sqrt()  # [1, S, 1]
+            see(f"{name}|gradient", FisherObserver.NAME, gradient)
+            see(f"{name}|guided_input", FisherObserver.NAME, x * weights)
+        if GradientObserver.NAME in stats:
+            see(f"{name}|gradient", GradientObserver.NAME, gradient.to(products))
+
+    return through(state, gradients.get(state.index), observe), observers

@@ -1,0 +1,198 @@
+"""Gaudi's measurements of many ranks merged into those of fewer, maximum by maximum.
+
+Only statistics are merged; scales are derived again from the merged maxima, never from scales. Ranks have to have measured
+the same nodes, with arrays of the same shapes, or the merge is refused with the node and the rank.
+
+The files do not say how the model was cut. What they say is enough for maxima: ranks whose weights have the same maxima, all
+of them, hold copies, and any other ranks hold parts.
+
+    inputs, weights     the maximum over the group, of copies and of parts
+    outputs             likewise; but where ranks hold parts, a row-parallel linear's output was seen before the cards' products
+                        were added up, so it is bounded by the sum of their maxima: |a + b| <= |a| + |b|. Where the toolkit also
+                        saw the sum, and one rank becomes of all parts, that maximum is taken instead
+    per channel         refused between parts, whose channels the files do not tell; of copies the maximum
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import InputError, StatisticsError, UnsupportedError
+from quantflow.formats.gaudi.gaudi_nodes import is_row_parallel
+from quantflow.formats.gaudi.triple import MEASUREMENT, Node, Triple
+from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
+from quantflow.measuring.merging.grouping import check_groups, some
+
+_SAME_RUN = "give the ranks of one run, with one version of the toolkit and one configuration"
+
+
+@dataclass(kw_only=True)
+class MergeAccount:
+    """What is told about a merge beside its maxima.
+
+    Attributes:
+        maxima: `<node>|<tensor>` -> the rank that set its maximum.
+        outliers: ranks that saw far more than the others of the group.
+        bounds: `<node>|<tensor>` that bound what was not measured.
+    """
+
+    maxima: dict[str, int] = field(default_factory=dict)
+    outliers: list[Outlier] = field(default_factory=list)
+    bounds: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Merged:
+    """What became of one group.
+
+    Attributes:
+        ranks: that were merged, ascending.
+        missing: ranks of the group that were not there.
+        parts: how many different parts of the model they hold; 1 where all hold copies.
+    """
+
+    triple: Triple
+    ranks: tuple[int, ...]
+    missing: tuple[int, ...]
+    parts: int
+    account: MergeAccount
+
+
+def unify_triples(
+    triples: Mapping[int, Triple], groups: Sequence[Sequence[int]], *, world: int | None = None, allow_missing: bool = False
+) -> list[Merged]:
+    """Merge the measurements of each group of ranks.
+
+    Args:
+        triples: rank -> what it measured.
+        groups: ranks; group i becomes rank i, and where there is one group, rank -1.
+        world: how many ranks measured; None means that all are given.
+        allow_missing: whether ranks may be missing, where every rank holds a copy of the model.
+
+    Raises:
+        UsageError: the groups do not hold every rank exactly once, or differ in size.
+        InputError: scales instead of maxima; ranks with other nodes or modules; a rank is missing that is not a copy of
+            another, or all of a group are.
+        StatisticsError: arrays of different shapes.
+        UnsupportedError: a maximum per channel of ranks that hold parts.
+    """
+    world = len(triples) if world is None else world
+    check_groups(groups, world)
+    first = min(triples)
+    for rank, triple in triples.items():
+        if triple.mode != MEASUREMENT:
+            raise InputError(
+                f"rank {rank}: holds scales, and the maximum of scales is the scale of nothing",
+                "merge the measurements, and derive scales from them again",
+            )
+        _refuse_other_nodes((rank, triple), (first, triples[first]))
+    holds = _parts(triples)
+    _refuse_missing(triples, groups, world=world, holds=holds, allowed=allow_missing)
+    merged = []
+    for index, group in enumerate(groups):
+        members = {rank: triples[rank] for rank in sorted(group) if rank in triples}
+        triple, account = _merge(members, holds=holds, local_rank=-1 if len(groups) == 1 else index)
+        missing = tuple(sorted(set(group) - set(members)))
+        parts = len({holds[rank] for rank in members})
+        merged.append(Merged(triple=triple, ranks=tuple(members), missing=missing, parts=parts, account=account))
+    return merged
+
+
+def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
+    """Return rank -> which part of the model it holds, numbered from 0; all 0 where every rank holds a copy."""
+    seen: dict[object, int] = {}
+    found = {}
+    for rank, triple in sorted(triples.items()):
+        weights = [node.weight for _, node in sorted(triple.nodes.items()) if node.weight is not None]
+        recognised = tuple(tuple(weight.flatten().tolist()) for weight in weights) or rank  # without weights nobody is a copy
+        found[rank] = seen.setdefault(recognised, len(seen))
+    return found
+
+
+def _refuse_missing(
+    triples: Mapping[int, Triple], groups: Sequence[Sequence[int]], *, world: int, holds: Mapping[int, int], allowed: bool
+) -> None:
+    missing = sorted(set(range(world)) - set(triples))
+    if not missing:
+        return
+    if not allowed:
+        raise InputError(f"no file of rank {some(missing)} of {world}", "give every rank, or --allow-missing for copies")
+    if set(holds.values()) != {0} or len(triples) == 1:
+        why = "one rank alone is there" if len(triples) == 1 else "the others hold parts of the model, not copies"
+        raise InputError(f"no file of rank {some(missing)} of {world}, and {why}", "a part cannot be left out; give every rank")
+    for index, group in enumerate(groups):
+        if not set(group) & set(triples):
+            raise InputError(f"group {index} ({some(group)}): none of its ranks is there", "measure them")
+
+
+def _refuse_other_nodes(one: tuple[int, Triple], other: tuple[int, Triple]) -> None:
+    (rank, triple), (first, reference) = one, other
+    for what, ours, theirs in (("node", triple.nodes, reference.nodes), ("module", triple.modules, reference.modules)):
+        differing = sorted(set(ours) ^ set(theirs))
+        if differing:
+            here, there = (rank, first) if differing[0] in ours else (first, rank)
+            raise InputError(f"{what} {differing[0]}: on rank {here}, not on rank {there} ({len(differing)} such)", _SAME_RUN)
+
+
+def _merge(members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int) -> tuple[Triple, MergeAccount]:
+    """Merge the ranks of one group."""
+    first, account = next(iter(members.values())), MergeAccount()
+    held = {rank: holds[rank] for rank in members}
+    whole = set(held.values()) == set(holds.values())
+    nodes = {}
+    for name in first.nodes:
+        seen = {rank: triple.nodes[name] for rank, triple in members.items()}
+        _refuse_other_shapes(name, seen, parts=len(set(held.values())))
+        nodes[name] = _merge_node(name, seen, held=held, whole=whole, account=account)
+    samples = [triple.samples for triple in members.values() if triple.samples is not None]
+    counted = sum(samples) if len(samples) == len(members) else None
+    return Triple(nodes=nodes, local_rank=local_rank, samples=counted, modules=first.modules), account
+
+
+def _refuse_other_shapes(name: str, nodes: Mapping[int, Node], *, parts: int) -> None:
+    first = next(iter(nodes.values()))
+    for rank, node in nodes.items():
+        ours, theirs = ({key: list(value.shape) for key, value in part.tensors.items()} for part in (first, node))
+        if ours != theirs:
+            key = min(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+            raise StatisticsError(
+                f"{name}: {key} is {theirs.get(key)} on rank {rank}, {ours.get(key)} on rank {min(nodes)}", _SAME_RUN
+            )
+    wide = [key for key, value in first.tensors.items() if value.numel() > 1]
+    if wide and parts > 1:
+        raise UnsupportedError(
+            f"{name}: {wide[0]} has a maximum per channel, and the files do not say which channels a rank holds",
+            "measure with the observer maxabs, or with `quantflow measure`, which writes down how tensors are split",
+        )
+
+
+def _merge_node(name: str, nodes: Mapping[int, Node], *, held: Mapping[int, int], whole: bool, account: MergeAccount) -> Node:
+    """Return the node of the merged rank, and note in `account` who decided it."""
+    merged: dict[str, Tensor] = {}
+    for key in next(iter(nodes.values())).tensors:
+        seen = {rank: node.tensors[key] for rank, node in nodes.items()}
+        largest = {rank: value.max().item() for rank, value in seen.items()}
+        merged[key] = torch.stack(list(seen.values())).amax(dim=0)
+        account.maxima[f"{name}|{key}"] = contributor(largest)
+        account.outliers.extend(outliers(f"{name}|{key}", largest) if len(largest) > 2 else [])
+    if is_row_parallel(name) and "output 0" in merged and len(set(held.values())) > 1:
+        if whole and "output 1" in merged:
+            merged["output 0"] = merged["output 1"]
+        else:
+            merged["output 0"] = _bound({rank: node.outputs[0] for rank, node in nodes.items()}, held)
+            account.bounds.append(f"{name}|output 0")
+    inputs, outputs = (tuple(value for key, value in merged.items() if key.startswith(part)) for part in ("input", "output"))
+    return Node(inputs=inputs, outputs=outputs, weight=merged.get("weight"))
+
+
+def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
+    """Return the sum over the parts of the largest that any of its copies saw, [1, 1], rounded up."""
+    largest: dict[int, float] = {}
+    for rank, value in outputs.items():
+        largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())
+    total = sum(map(Fraction, largest.values()), Fraction(0))  # exact, whatever lies between the summands
+    found = torch.tensor([[float(total)]], dtype=torch.float32)
+    return found if Fraction(found.item()) >= total else torch.nextafter(found, torch.full_like(found, torch.inf))

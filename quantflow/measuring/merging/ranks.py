@@ -1,0 +1,212 @@
+"""Measured on many cards, deployed on fewer: the statistics of each group of ranks merged into those of one rank.
+
+Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the shares of sharded tensors
+as merging.py says. Every way in which the ranks can disagree is an error that names the rank.
+
+What became of a group is in `unified` of its measurement:
+
+    world, mesh     of the ranks that were merged: how many, and {tp, dp, ep}
+    ranks, digests  of this group
+    missing         ranks of this group that were not there, which somebody allowed
+    merged          [{statistic, rule, count}]: how many statistics were merged by which rule
+    maxima          {key: rank}: which rank set each amax
+    outliers        [{key, rank, amax, median}]: ranks that saw eight times the median of the group, or more
+    bounds          keys that bound what was not measured
+    unseen          experts that got no token on any rank; quantize treats them as its recipe says
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.distributed.placement import channels, joined, layout, shares
+from quantflow.errors import InputError, StatisticsError
+from quantflow.measuring.merging.agreement import by_rank, check_agreement
+from quantflow.measuring.merging.contributions import Outlier, contributor, outliers
+from quantflow.measuring.merging.grouping import arrange, check_groups, some
+from quantflow.measuring.merging.one_statistic import BOUNDED, Value, merge
+from quantflow.measuring.record import Measurement
+from quantflow.measuring.routing import routed_key
+from quantflow.measuring.stored import Deferred, Later, spec_of
+from quantflow.observers.amax import AMAX
+from quantflow.observers.keys import Key, by_site, is_matrix
+
+Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
+
+
+@dataclass(kw_only=True)
+class _Account:
+    """What is told about a merge beside its statistics."""
+
+    rules: Counter[tuple[str, str]] = field(default_factory=Counter)
+    maxima: dict[str, int] = field(default_factory=dict)
+    outliers: list[Outlier] = field(default_factory=list)
+    bounds: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as `unified` has it."""
+        return {
+            "merged": [
+                {"statistic": statistic, "rule": rule, "count": count}
+                for (statistic, rule), count in sorted(self.rules.items())
+            ],
+            "maxima": self.maxima,
+            "outliers": [asdict(outlier) for outlier in self.outliers],
+            "bounds": self.bounds,
+        }
+
+
+def unify(
+    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+) -> list[Measurement]:
+    """Merge the measurements of each group of ranks into one; see `unify_each`."""
+    return list(unify_each(measurements, groups, allow_missing=allow_missing))
+
+
+def unify_each(
+    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+) -> Iterator[Measurement]:
+    """Yield the measurement of one group of ranks after the other.
+
+    Args:
+        measurements: every rank's, in any order; statistics are read one at a time.
+        groups: ranks, as `parse_groups` returns them; group i becomes rank i.
+        allow_missing: whether replicas may be missing as a whole; `unified.missing` then names their ranks.
+
+    Yields:
+        One measurement a group, with the group's samples in the order of the calibration set.
+
+    Raises:
+        UsageError: the groups do not hold every rank exactly once, or are no ranks of a smaller mesh.
+        InputError: a rank is missing, appears twice, or measured another model, calibration set, dtype or seed, or on
+            another device.
+        StatisticsError: ranks have different statistics, or statistics that cannot be merged.
+    """
+    ranks = by_rank(measurements, allow_missing=allow_missing)
+    mesh = next(iter(ranks.values())).meta["mesh"]
+    check_groups(groups, mesh["world"])
+    check_agreement(ranks)
+    arrangement = arrange(groups, tp=mesh["tp"])
+    grids: list[Grid] = []
+    for index, rows in enumerate(arrangement.groups):
+        grids.append([[ranks[rank] for rank in row] for row in rows if row[0] in ranks])
+        if not grids[-1]:
+            raise InputError(f"group {index} ({some(groups[index])}): none of its ranks is there", "measure them")
+    tensors = [_tensors(grid) for grid in grids]
+    shape = {"world": len(grids), "tp": arrangement.tp, "dp": arrangement.dp, "ep": _expert_ranks(tensors)}
+    for rank, grid in enumerate(grids):
+        about = {"missing": sorted(number for number in groups[rank] if number not in ranks)}
+        yield _merge_group(grid, tensors[rank], mesh={"rank": rank, **shape}, about=about)
+
+
+def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
+    """Return the placements of what a group holds together."""
+    members = [member for row in grid for member in row]
+    return {name: joined(member.meta["tensors"][name] for member in members) for name in members[0].meta["tensors"]}
+
+
+def _expert_ranks(groups: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
+    """Return over how many ranks experts are spread: how many different sets of them the groups hold."""
+    held = {
+        frozenset(name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"])
+        for tensors in groups
+    }
+    return max(1, len(held - {frozenset()}))
+
+
+def _merge_group(
+    grid: Grid, tensors: dict[str, dict[str, Any]], *, mesh: dict[str, int], about: Mapping[str, Any]
+) -> Measurement:
+    members = [member for row in grid for member in row]
+    samples = sorted(
+        ((index, sequence) for first, *_ in grid for index, sequence in zip(first.indices, first.sequences, strict=True)),
+        key=lambda sample: sample[0],
+    )
+    statistics, account = _merge_statistics(grid)
+    first = members[0].meta
+    meta = {key: value for key, value in first.items() if key not in ("files", "digest", "expanded")}
+    meta |= {"mesh": mesh, "tensors": tensors}
+    meta["counts"] = {"samples": len(samples), "tokens": sum(sequence.numel() for _, sequence in samples)}
+    meta["unified"] = {
+        "world": first["mesh"]["world"],
+        "mesh": {key: first["mesh"][key] for key in ("tp", "dp", "ep")},
+        "ranks": [member.meta["mesh"]["rank"] for member in members],
+        "digests": [member.meta.get("digest") for member in members],
+        **about,
+        **account.as_json(),
+        "unseen": _unseen(tensors, statistics),
+    }
+    return Measurement(
+        meta=meta,
+        statistics=statistics,
+        sequences=[sequence for _, sequence in samples],
+        indices=[index for index, _ in samples],
+    )
+
+
+def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
+    """Return what the ranks of a group have seen together, matrices merged when they are asked for, one by one."""
+    account, merged, later = _Account(), dict[str, Tensor](), dict[str, Later]()
+    texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
+    for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
+        first = grid[0][0].meta["tensors"][name]
+        rows = [[member for member in row if _is_at(member, name, site, statistics)] for row in grid]
+        rows = [row for row in rows if row]
+        placements = [[member.meta["tensors"][name] for member in row] for row in rows]
+        stacks = [shares(parts, site) for parts in placements]
+        widths = [[channels(part, site) for part in parts] for parts in placements]
+        for statistic in statistics:
+            key = Key(name, site, statistic)
+            text = str(key)
+            merging = partial(_merged, key, rows, widths, layout=layout(first, site), stacks=stacks)
+            merged[text], rule = merging()
+            if is_matrix(text):  # looked at, and made again when it is written
+                later[text] = Later(spec_of(merged, text), partial(_first, merging))
+                del merged[text]
+            account.rules[statistic, rule] += 1
+            if BOUNDED in rule or (site == "output" and first.get("bound")):
+                account.bounds.append(text)
+            if statistic == AMAX.name:
+                members = [member for row in rows for member in row]
+                seen = {member.meta["mesh"]["rank"]: member.statistics[text].item() for member in members}
+                account.maxima[text] = contributor(seen)
+                account.outliers += outliers(text, seen)
+    return Deferred(merged, later), account
+
+
+def _merged(key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any) -> tuple[Tensor, str]:
+    """Return a statistic of every rank merged, and by which rule."""
+    values = [
+        [Value(member.who, member.statistics[str(key)], width) for member, width in zip(*cells, strict=True)]
+        for cells in zip(rows, widths, strict=True)
+    ]
+    return merge(key, values, **shared)
+
+
+def _first(merging: Callable[[], tuple[Tensor, str]]) -> Tensor:
+    return merging()[0]
+
+
+def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str]) -> bool:
+    """Return whether a rank saw a site at all; the experts of other ranks it did not."""
+    if member.meta["tensors"][name]["kind"] != "expert":
+        return True
+    keys = [str(Key(name, site, statistic)) for statistic in statistics]
+    absent = [key for key in keys if key not in member.statistics]
+    if absent and len(absent) < len(keys):
+        raise StatisticsError(f"{member.who}: {absent[0]} is missing, other ranks have it", "measure with the same --stats")
+    return not absent
+
+
+def _unseen(tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]) -> list[str]:
+    """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
+    experts = {name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"]}
+    counted = {key.partition("|")[0]: key for key in map(routed_key, tensors) if key in statistics}
+    sites = by_site({text: statistics[text] for text in statistics if text.partition("|")[0] in experts})
+    seen = {name for (name, site), values in sites.items() if site == "input" and any(map(torch.any, values.values()))}
+    return sorted((experts - seen) | {name for name, key in counted.items() if not statistics[key]})

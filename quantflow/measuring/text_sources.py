@@ -1,0 +1,109 @@
+"""A text as the user names it, made a file or a folder that `read_documents` reads.
+
+    text.txt, text.jsonl, ids.safetensors    a file
+    ./texts                                  a folder, whose .txt files are read in the order of their names
+    default                                  a shipped one: quantflow/configs/calibration
+    org/name, org/name:config@split          a data set on the hub, which the package `datasets` reads
+
+Of a data set the first ROWS rows are taken, of the first split among train, validation and test where none is named, and kept
+as a .jsonl file: a run that goes on, and the next one, read the same text. A column named text, messages, prompt, code or
+content is what a row says.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants
+
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.files import disk
+from quantflow.files.canonical import digest_of, file_digest
+from quantflow.measuring.text import SUFFIXES, column_of
+from quantflow.progress import Progress
+from quantflow.shipped import shipped_texts
+
+ROWS = 4096
+SPLITS = ("train", "validation", "test")
+_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+
+
+def text_path(source: str, progress: Progress) -> Path:
+    """Return where a text lies: what exists goes before shipped names, these before the hub.
+
+    Args:
+        source: as the table above.
+        progress: is told what is downloaded.
+
+    Raises:
+        InputError: there is no such text, or a data set without a column of text.
+        UnsupportedError: a data set, and `datasets` is not installed.
+    """
+    path, shipped = Path(source), shipped_texts()
+    if path.exists() or path.suffix in SUFFIXES:
+        return path
+    if source in shipped:
+        return shipped[source]
+    found = _NAME.fullmatch(source)
+    if found is None:
+        known = f"a {', '.join(SUFFIXES)} file, a folder of .txt, a data set org/name, or one of {', '.join(shipped)}"
+        raise InputError(f"{source}: no such text", f"give {known}")
+    return _from_hub(source, found.groupdict(), progress)
+
+
+def text_digest(path: Path) -> str:
+    """Return the sha256 of a text's content: of a file, or of every .txt file of a folder.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not path.is_dir():
+        return file_digest(path)
+    return digest_of({file.relative_to(path).as_posix(): file_digest(file) for file in sorted(path.rglob("*.txt"))})
+
+
+def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) -> Path:
+    """Return the file of a data set, taken now where it was not taken before."""
+    path = Path(constants.HF_HOME) / "quantflow" / "texts" / f"{source.replace('/', '--').replace(':', '--')}.jsonl"
+    if path.exists():
+        return path
+    if find_spec("datasets") is None:
+        told = f"{source}: no file or folder here, and the package datasets, which reads the hub's data sets, is not installed"
+        raise UnsupportedError(told, "check the path, or pip install datasets")
+    progress.say(f"text: the first {ROWS} rows of {source} become {path}")
+    lines = [json.dumps(_line(row, source), ensure_ascii=False) for row in islice(_rows(source, parts), ROWS)]
+    if not lines:
+        raise InputError(f"{source}: has no row", "name another split: org/name@split")
+    disk.make_folder(path.parent)
+    disk.write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
+    return path
+
+
+def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str, Any]]:
+    """Return the rows of a split."""
+    from datasets import load_dataset
+
+    try:
+        found = load_dataset(parts["name"], parts["config"], split=parts["split"], streaming=True)
+    except Exception as error:  # the library raises what its readers and the network do
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{source}: {first[:200]}", "check the name, the configuration and the split") from error
+    if parts["split"] is None:
+        split = next((split for split in SPLITS if split in found), None)
+        if split is None:
+            raise InputError(f"{source}: has splits {', '.join(found)}", "name one: org/name@split")
+        found = found[split]
+    rows: Iterable[Mapping[str, Any]] = found
+    return rows
+
+
+def _line(row: Mapping[str, Any], source: str) -> dict[str, Any]:
+    column = column_of(row)
+    if column is None:
+        columns = "text, messages, input_ids, prompt, code or content"
+        raise InputError(f"{source}: columns {', '.join(map(str, row))}", f"use a data set with a column {columns}")
+    return {column if column in ("messages", "input_ids") else "text": row[column]}

@@ -1,0 +1,473 @@
+"""One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
+
+The order is fixed: collect what the calibration text shows (quantflow/quantizing/layer_traffic.py), smooth
+(quantflow/quantizing/smoothing.py), prove on the canary that smoothing changed nothing, look which experts got too few
+tokens (quantflow/planning/experts.py), quantize group by group, learn from there on where the plan says so
+(quantflow/quantizing/learned_rounding.py), put the quantized linears in place. What comes out holds every tensor of the
+layer under its name in the artifact, so the file of a layer is all that a resumed run needs.
+
+Cards that quantize a layer together (quantflow/distributed/team.py) each collect the Hessians of their groups, quantize these,
+and tell the others what they became; all else every card does.
+
+In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is searched, its whole Hessian
+beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
+the groups that are still to come; while rounding is learned all weights. They are as stored, or in float32 where a transform
+may change them.
+
+All of this is where the layer is (quantflow/core/device.py). In host memory are what the layer's file holds, what is known of
+static inputs, and sums of products of gradients; and the group that an algorithm rounds which does not compute on a device
+(`Algorithm.ON_DEVICE`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.algorithms import ALGORITHMS, NEAREST
+from quantflow.backends import BACKENDS
+from quantflow.core.device import HOST, Device, fetched
+from quantflow.core.parallel import Workers
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.result import GroupResult
+from quantflow.core.scheme import LinearScheme
+from quantflow.distributed.team import Team
+from quantflow.errors import StatisticsError
+from quantflow.formats import DEFAULT, FORMATS
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer, LinearGroup
+from quantflow.models.hooks import watch
+from quantflow.models.parameters import materialize_, release_
+from quantflow.numerics import output_blocks
+from quantflow.numerics.output_errors import SecondMoment, compared
+from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, shrink_
+from quantflow.planning.experts import ROUTED, fed_by
+from quantflow.planning.plan import Plan
+from quantflow.planning.requirements import GRADIENT_SUM
+from quantflow.process_memory import give_back_holes
+from quantflow.quantizing.layer_error import error_from, relative_error, weight_sums
+from quantflow.quantizing.layer_traffic import Traffic, collect_traffic
+from quantflow.quantizing.learned_rounding import learn
+from quantflow.quantizing.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer, RoundedLinear
+from quantflow.quantizing.smoothing import smooth_
+from quantflow.quantizing.static_inputs import input_of
+from quantflow.quantizing.undercalibrated import Short, Treatment, record_of, refuse, short_of_tokens, treat
+from quantflow.runtime.linear import QuantLinear
+from quantflow.transforms import awq
+
+FORMAT = FORMATS[DEFAULT]
+SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
+
+Value = TypeVar("Value")
+Gradient = Callable[[str], Tensor]  # linear -> `gradient_sum` of its smoothed weight, read now
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedLinear:
+    """A linear as the layer's file holds it.
+
+    Attributes:
+        tensors: by their names in the file, in host memory.
+        error: of its weight, relative and squared.
+        decisions: of the algorithm, about its input, and about ranges that were cut.
+    """
+
+    tensors: Mapping[str, Tensor]
+    error: float
+    decisions: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLayer:
+    """Everything that a layer's file and record hold.
+
+    Attributes:
+        tensors: name in the artifact -> tensor, of the whole layer.
+        errors: linear -> {"weight", "output"}: relative squared error, output on the canary, where it reaches the linear.
+        decisions: linear -> what the transforms and the algorithm decided.
+        changed: source names of tensors that are not quantized and not as in the source.
+        factors: as `Smoothed.factors`.
+        experts: what the record says of the layer's experts; None where it has none.
+    """
+
+    tensors: Mapping[str, Tensor]
+    errors: Mapping[str, Mapping[str, float]]
+    decisions: Mapping[str, Mapping[str, Any]]
+    changed: frozenset[str]
+    factors: Mapping[str, Tensor]
+    experts: Mapping[str, Any] | None
+
+    def record(self) -> dict[str, Any]:
+        """Return what the layer's record says of its quantization."""
+        found = {"errors": self.errors, "decisions": self.decisions, "changed": sorted(self.changed)}
+        return found if self.experts is None else {**found, "experts": self.experts}
+
+
+def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasurement, execution: Execution) -> QuantizedLayer:
+    """Quantize a layer and leave its module quantized.
+
+    Args:
+        opened: the layer in memory; its module is modified.
+        text: the sequences that run through it.
+        measured: the measurement's share of it.
+        execution: workers, progress and the other cards.
+
+    Raises:
+        StatisticsError: a statistic is missing, or smoothing changed the layer's function.
+    """
+    plan = opened.plan
+    original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
+    traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
+    hessians, routed = traffic.hessians, measured.routed if traffic.routed is None else traffic.routed
+    smoothed = smooth_(opened, _joined(measured.statistics, traffic.statistics), hessians=hessians, execution=execution)
+    del traffic  # the rows, which searches have read
+    inputs, outputs, canary = canary_traffic(opened.stream, opened.module, opened.layer, text.canary)
+    _refuse_changed(opened, original, canary)
+    treatment, experts = _treat_experts(opened, smoothed.statistics, routed=routed, fed=measured.fed)
+    own = _quantize_groups(
+        opened,
+        text,
+        hessians=hessians,
+        treatment=treatment,
+        gradient=partial(_gradient, opened, measured, smoothed.factors),
+        execution=execution,
+    )
+    linears = _exchange(opened.layer, own, team=execution.team)
+    give_back_holes()
+    tensors = {key: tensor for linear in linears.values() for key, tensor in linear.tensors.items()}
+    install_all(opened.module, opened.layer, plan, tensors, device=opened.device)
+    errors = {name: {"weight": linear.error} for name, linear in linears.items()}
+    for name in errors.keys() & outputs.keys():  # the canary does not reach every expert
+        errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name].float()), name=name)
+    changed = frozenset([*opened.rotated, *smoothed.changed])
+    for name in opened.stored:
+        if name.removesuffix(".weight") not in linears:
+            kept = opened.read(name)
+            tensors[name] = opened.device.fetch(opened.current(name).to(kept.dtype)) if name in changed else kept
+    of_experts = {name: {"experts": words} for name, words in treatment.decisions.items()}
+    of_linears = {name: linear.decisions for name, linear in linears.items()}
+    return QuantizedLayer(
+        tensors=tensors,
+        errors=errors,
+        decisions=_joined(_joined(smoothed.decisions, of_experts), of_linears),
+        changed=changed,
+        factors=smoothed.factors,
+        experts=experts,
+    )
+
+
+def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor], *, device: Device = HOST) -> None:
+    """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights.
+
+    Args:
+        module: the layer's, on `device`.
+        layer: its names.
+        plan: what becomes of each linear.
+        tensors: of its file, in host memory.
+        device: where the quantized linears go.
+    """
+    for name in layer.linears:
+        scheme = plan.schemes[name]
+        old: Any = module.get_submodule(layer.relative(name))
+        if scheme is not None:
+            bias = None if old.bias is None else old.bias.detach().float()
+            quantized = FORMAT.decode(name, tensors, scheme).to(device.kind)
+            linear = QuantLinear(quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32)
+            module.set_submodule(layer.relative(name), linear)
+            give_back_holes()
+        else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS
+            materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
+
+
+def canary_traffic(
+    stream: LayerStream, module: nn.Module, layer: Layer, canary: State
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Run the canary through a layer; return each linear's input and output there, and what leaves the layer, [1, S, H]."""
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def remember(name: str, x: Tensor, y: Tensor) -> None:
+        inputs[name], outputs[name] = x, y
+
+    with watch(module, {layer.relative(name): partial(remember, name) for name in layer.linears}):
+        return inputs, outputs, stream.run(module, canary)
+
+
+def _joined(first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:
+    """Return what two say of each linear; where both name the same, the second is right."""
+    return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
+
+
+def _refuse_changed(opened: OpenLayer, original: Tensor | None, smoothed: Tensor) -> None:
+    """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
+    prefix, alone = opened.layer.prefix, opened.stream.alone
+    change = 0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
+    if change > SMOOTHING_TOLERANCE:
+        raise StatisticsError(
+            f"{prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
+            "this family's norms and linears do not fit together as its graph says; leave transforms out",
+        )
+
+
+def _treat_experts(
+    opened: OpenLayer, statistics: Mapping[str, Mapping[str, Tensor]], *, routed: Mapping[str, int] | None, fed: str | None
+) -> tuple[Treatment, dict[str, Any] | None]:
+    """Let the policy decide what becomes of experts that got too few tokens.
+
+    Args:
+        opened: the layer.
+        statistics: of each linear's input.
+        routed: expert -> tokens that the router sent to it; None where nobody counted.
+        fed: the tokens that the measurement's statistics show each expert.
+
+    Returns:
+        What becomes of the layer's statistics and linears; what the layer's record says of its experts.
+
+    Raises:
+        StatisticsError: there are such experts, and the policy is `error`.
+    """
+    layer, policy, shorts = opened.layer, opened.plan.experts, list[Short]()
+    if policy is None or not layer.experts:
+        untouched = Treatment(statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={})
+        return untouched, record_of(layer, routed, fed=fed, shorts=()) if routed else None
+    if policy.name != "all" and routed is not None and (policy.weights or fed == ROUTED):
+        shapes = {name: info.shape for name, info in opened.source.checkpoint.infos.items()}
+        shorts = short_of_tokens(layer, policy, routed, schemes=opened.plan.schemes, shapes=shapes)
+    if policy.name == "error":
+        refuse(layer.prefix, shorts)
+    shown = fed_by(policy) if policy.weights else fed
+    return treat(layer, policy, statistics, shorts), record_of(layer, routed, fed=shown, shorts=shorts)
+
+
+def _gradient(opened: OpenLayer, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return `gradient_sum` of a linear's smoothed weight, in host memory; it is read now."""
+    gradient_sum = measured.gradient(name)
+    if gradient_sum is None:
+        raise StatisticsError(
+            f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
+            f"measure again with --stats gradient, or --for with {opened.plan.algorithm} as the algorithm",
+        )
+    divisors = factors.get(f"{name}|divisors")
+    return gradient_sum if divisors is None else output_blocks.scale_(gradient_sum, opened.device.fetch(divisors))
+
+
+def _quantize_groups(
+    opened: OpenLayer,
+    text: LayerText,
+    *,
+    hessians: dict[int, HessianObserver],
+    treatment: Treatment,
+    gradient: Gradient,
+    execution: Execution,
+) -> dict[str, EncodedLinear]:
+    """Quantize the linears of this card's groups, and let go of all weights that are quantized.
+
+    Args:
+        opened: the layer.
+        text: from which rounding is learned, where the plan says so.
+        hessians: group's number -> Hessian; each is taken out where its group is quantized.
+        treatment: the statistics of each linear's input, and experts that got too few tokens.
+        gradient: for algorithms that read it.
+        execution: workers, progress and the other cards.
+    """
+    groups, learned = list(enumerate(opened.layer.groups)), opened.plan.learned
+    encoded: dict[str, EncodedLinear] = {}
+    waiting: dict[str, RoundedLinear] = {}
+    for number, group in groups:
+        if not execution.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
+            _release(opened, group.linears)
+    for number, group in groups:
+        if not execution.team.owns(number):
+            continue
+        hessian = hessians.pop(number, None)
+        steps = _quantize_group(opened, group, hessian, treatment=treatment, gradient=gradient, execution=execution)
+        for rounded in steps:
+            if learned is None:
+                encoded |= _encode(opened, rounded, workers=execution.workers)
+            else:
+                waiting |= rounded
+            del rounded  # before the next linears are rounded
+        del hessian, steps
+    if learned is not None and waiting:
+        waiting = learn(opened, text, rounded=waiting, learned=learned, execution=execution)
+        encoded = _encode(opened, waiting, workers=execution.workers)
+    return encoded
+
+
+def _quantize_group(
+    opened: OpenLayer,
+    group: LinearGroup,
+    hessian: HessianObserver | None,
+    *,
+    treatment: Treatment,
+    gradient: Gradient,
+    execution: Execution,
+) -> Iterator[dict[str, RoundedLinear]]:
+    """Yield the linears that share an input as they are quantized, those of one scheme after the other."""
+    give_back_holes()  # what the group before left
+    statistics = {**treatment.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
+    give_back_holes()  # the strips of the Hessian
+    if group.linears[0] in treatment.damped and HESSIAN_SUM.name in statistics:
+        shrink_(statistics[HESSIAN_SUM.name])
+    known = opened.plan.schemes
+    schemes = list(dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None))
+    for scheme in schemes:
+        members = [name for name in group.linears if known[name] == scheme]
+        execution.progress.doing(", ".join(map(opened.layer.relative, members)))
+        yield _quantize_members(
+            opened,
+            members,
+            scheme=scheme,
+            algorithm=NEAREST if members[0] in treatment.rounded else opened.plan.algorithm,
+            clips=opened.plan.clips and members[0] not in treatment.rounded,
+            statistics=statistics,
+            gradient=gradient,
+            last=scheme is schemes[-1],
+            execution=execution,
+        )
+
+
+def _quantize_members(
+    opened: OpenLayer,
+    members: Sequence[str],
+    *,
+    scheme: LinearScheme,
+    algorithm: str,
+    clips: bool,
+    statistics: dict[str, Tensor],
+    gradient: Gradient,
+    last: bool,
+    execution: Execution,
+) -> dict[str, RoundedLinear]:
+    """Return linears that share an input and a scheme, quantized.
+
+    Args:
+        opened: the layer.
+        members: the linears.
+        scheme: of each.
+        algorithm: a key of ALGORITHMS.
+        clips: a transform cuts the ranges of their groups before.
+        statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it is let go of.
+        gradient: for algorithms that read it.
+        last: no other linears read the statistics afterwards.
+        execution: its workers run linears.
+
+    Raises:
+        StatisticsError: a statistic is missing.
+    """
+    gradients, device = {}, opened.device
+    place = device if ALGORITHMS[algorithm].ON_DEVICE else HOST
+    workers = execution.workers if place is device else execution.host_workers
+    for statistic in ALGORITHMS[algorithm].NEEDS:
+        if statistic == GRADIENT_SUM:
+            gradients = {f"{name}|{statistic}": place.put(gradient(name)) for name in members}
+        else:
+            _required(statistics, members[0], statistic)
+    weights: Mapping[str, Tensor] = {name: opened.weight(name) for name in members}
+    scale_dtype = FORMAT.scale_dtype(scheme, opened.dtype_of(f"{members[0]}.weight"))
+    shares: Mapping[str, float] = {}
+    if clips:
+        hessian_sum = _required(statistics, members[0], HESSIAN_SUM.name)
+        weights, shares = awq.clipped(
+            weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=execution.workers
+        )
+        del hessian_sum  # the statistics alone hold it
+    there, known = (weights, statistics) if place is device else (fetched(weights, device), fetched(statistics, device))
+    results = ALGORITHMS[algorithm].quantize_group(
+        there,
+        scheme,
+        statistics={**known, **gradients},
+        scale_dtype=scale_dtype,
+        workers=workers,
+        in_place=last,
+    )
+    results = {name: replace(result, weight=result.weight.to(device.kind)) for name, result in results.items()}
+    comparison: Mapping[str, Mapping[str, Any]] = {}
+    if algorithm != NEAREST and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS and HESSIAN_SUM.name in statistics:
+        comparison = _compared(weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers)
+    if last:
+        statistics.pop(HESSIAN_SUM.name, None)
+    vectors = {name: statistic for name, statistic in statistics.items() if name != HESSIAN_SUM.name}
+    seen = input_of(members[0], scheme, fetched(vectors, device))
+    return {
+        name: RoundedLinear(
+            result=replace(result, decisions={**result.decisions, **comparison.get(name, {})}),
+            scheme=scheme,
+            scale_dtype=scale_dtype,
+            input=seen,
+            clipped_groups=shares.get(name),
+        )
+        for name, result in results.items()
+    }
+
+
+def _compared(
+    weights: Mapping[str, Tensor],
+    results: Mapping[str, GroupResult],
+    hessian_sum: Tensor,
+    *,
+    scale_dtype: torch.dtype,
+    workers: Workers,
+) -> Mapping[str, Mapping[str, Any]]:
+    """Compare the results of an algorithm that reads no Hessian, where a transform needed one, with plain round to nearest.
+
+    Algorithms that read Hessians do so themselves, since they overwrite them.
+    """
+    moment = SecondMoment(upper=hessian_sum, diagonal=hessian_sum.diagonal())
+    quantized = {name: result.weight for name, result in results.items()}
+    return compared(weights, quantized, moment, scale_dtype=scale_dtype, workers=workers)
+
+
+def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:
+    tensor = statistics.get(statistic)
+    if tensor is None:
+        raise StatisticsError(
+            f"{name}|input|{statistic}: the measurement does not hold it",
+            f"measure again with --stats that include {statistic}",
+        )
+    return tensor
+
+
+def _encode(opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers) -> dict[str, EncodedLinear]:
+    """Return linears as the layer's file holds them, and let go of their weights."""
+    encoded = {}
+    errors = workers.map(lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded))
+    for (name, linear), sums in zip(rounded.items(), errors, strict=True):
+        result, seen = linear.result, linear.input
+        quantized = QuantizedLinear(
+            weight=result.weight, scheme=linear.scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+        )
+        clipped = {} if linear.clipped_groups is None else {"clipped_groups": linear.clipped_groups}
+        encoded[name] = EncodedLinear(
+            tensors=fetched(FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype), opened.device),
+            error=error_from(*sums, name=name),
+            decisions={**clipped, **result.decisions, **seen.decisions},
+        )
+    _release(opened, list(rounded))
+    return encoded
+
+
+def _release(opened: OpenLayer, names: Sequence[str]) -> None:
+    """Let go of the weights of linears that are quantized."""
+    for name in names:
+        if opened.plan.schemes[name] is not None:
+            release_(opened.child(name), ["weight"])
+
+
+def _exchange(layer: Layer, own: Mapping[str, EncodedLinear], *, team: Team) -> dict[str, EncodedLinear]:
+    """Return the linears of all cards' groups, in the order in which one card quantizes them; `own` are this card's."""
+    everyone: dict[str, EncodedLinear] = {}
+    for number, group in enumerate(layer.groups):
+        mine = {name: linear for name, linear in own.items() if name in group.linears}
+        tensors, records = team.broadcast(
+            {key: tensor for linear in mine.values() for key, tensor in linear.tensors.items()},
+            {name: {"error": linear.error, "decisions": linear.decisions} for name, linear in mine.items()},
+            number=number,
+        )
+        for name, record in records.items():
+            parts = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name}
+            everyone[name] = EncodedLinear(tensors=parts, error=record["error"], decisions=record["decisions"])
+    return everyone

@@ -1,0 +1,129 @@
+"""The inputs of a layer's linears while the calibration text runs through it: Hessians, rows for searches, routing.
+
+A card sees the inputs of its own groups, every sequence's, in sample order (quantflow/distributed/team.py).
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.measuring.observe import FEEDING
+from quantflow.models.capture import State
+from quantflow.models.experts import watch_routing
+from quantflow.models.graph import LinearGroup
+from quantflow.models.hooks import watch
+from quantflow.observers import OBSERVERS
+from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.rows import RowSample
+from quantflow.planning.experts import fed_by
+from quantflow.planning.plan import SAMPLE_ROWS, Plan
+from quantflow.process_memory import give_back_holes
+from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the inputs of a layer showed while the calibration text ran.
+
+    Attributes:
+        hessians: group's number -> Hessian, of this card's groups; whoever quantizes a group takes its Hessian out.
+        statistics: linear's source name -> statistic -> tensor, of the linear's input: the rows, and what no measurement saw.
+        routed: expert -> tokens that the router sent to it; None where not all of the text ran.
+    """
+
+    hessians: dict[int, HessianObserver] = field(default_factory=dict)
+    statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    routed: Mapping[str, int] | None = None
+
+
+def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution) -> Traffic:
+    """Run the calibration text through the layer, whose outputs become the next hidden states where `text` says so.
+
+    Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
+    """
+    plan, groups = opened.plan, opened.layer.groups
+    firsts = {
+        number: group.linears[0]
+        for number, group in enumerate(groups)
+        if any(plan.schemes[name] is not None for name in group.linears)
+    }
+    features = {number: opened.weight(name).shape[1] for number, name in firsts.items()}
+    owned = list(filter(execution.team.owns, firsts))
+    with opened.device.factories():
+        hessians = {number: HessianObserver(features=features[number]) for number in owned if plan.needs_hessian}
+        others = {number: _observers(plan, text, group=groups[number], features=features[number]) for number in owned}
+
+    def add(number: int, x: Tensor) -> None:
+        seeing: list[Any] = [*others[number], *filter(None, [hessians.get(number)])]
+        for observer in seeing:
+            observer.update(x)
+
+    routed = _run(opened, text, execution=execution, firsts=firsts, features=features, add=add)
+    return Traffic(
+        hessians=hessians,
+        statistics={
+            linear: {name: tensor for observer in observers for name, tensor in observer.state().items()}
+            for number, observers in others.items()
+            for linear in groups[number].linears
+        },
+        routed=dict(zip(opened.layer.gates, routed.tolist(), strict=True)) if plan.needs_hessian else None,
+    )
+
+
+def _observers(plan: Plan, text: LayerText, *, group: LinearGroup, features: int) -> list[Any]:
+    """Return the observers of an input besides its Hessian's; rows only where a search can have a use for them."""
+    apart = plan.rows_apart if len(text.tokens) > 1 else 1
+    each = max(1, SAMPLE_ROWS // max(1, len(text.tokens) // apart))
+    observers: list[Any] = [OBSERVERS[name](features=features) for name in plan.observed]
+    return [*observers, RowSample(features, each=each, apart=apart)] if plan.needs_rows and group.folds else observers
+
+
+def _run(
+    opened: OpenLayer,
+    text: LayerText,
+    *,
+    execution: Execution,
+    firsts: Mapping[int, str],
+    features: Mapping[int, int],
+    add: Callable[[int, Tensor], None],
+) -> Tensor:
+    """Run this card's sequences and hand every card's inputs of its groups to `add`, in sample order.
+
+    Returns:
+        How many tokens the router sent to each expert, int64 [E].
+    """
+    team, layer = execution.team, opened.layer
+    seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+
+    def remember(number: int, x: Tensor, _y: Tensor) -> None:
+        seen.inputs[number] = x
+
+    def routed(tokens: Tensor) -> None:
+        seen.routed = tokens
+
+    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
+        seen.inputs, seen.routed = {}, nobody
+        hidden = opened.stream.run(opened.module, state)
+        inputs, seen.inputs = seen.inputs, {}  # a thread that waits for its next sequence keeps nothing of this one
+        return state, hidden, inputs, seen.routed
+
+    watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
+    total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
+    feeding = FEEDING[fed_by(opened.plan.experts)](opened.module)
+    with watch(opened.module, watched), watch_routing(opened.module, routed), feeding:
+        arrived = execution.workers.stream(unit, text.states, ahead=execution.ahead)
+        for first in range(0, len(text.tokens), team.world):  # of the sequences that all cards run at once
+            execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
+            state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
+            total = total + tokens
+            team.gather(inputs, features, tokens=text.tokens[first : first + team.world], add=add)
+            if text.keep_outputs and state is not None and hidden is not None:
+                state.store.put(state.index, hidden)
+            del state, hidden, inputs  # before the next ones are waited for
+    give_back_holes()
+    return total

@@ -1,0 +1,159 @@
+"""What each scheme of each group of linears would take in bits and is predicted to cost: one pass over the weights.
+
+Linears that runtimes fuse (q/k/v, gate/up) are one item, any other is one by itself. Of each weight a sample of rows is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.parallel import Workers
+from quantflow.core.scheme import LinearScheme, preset
+from quantflow.errors import UsageError
+from quantflow.formats import DEFAULT, FORMATS
+from quantflow.measuring.record import Measurement, statistic
+from quantflow.models.graph import Graph, Layer
+from quantflow.models.reading import read_rows
+from quantflow.models.source import ModelFiles
+from quantflow.numerics.grid import either_sign
+from quantflow.numerics.sensitivity import predicted_divergence, sampled_rows
+from quantflow.observers.fisher import SQUARE_SUM
+from quantflow.planning.recipe import Candidate, Quantize
+from quantflow.planning.requirements import scheme_of
+from quantflow.planning.sizes import elements_of, quantized_bytes
+from quantflow.progress import Progress
+
+FORMAT = FORMATS[DEFAULT]
+BITS = (2, 3, 4, 5, 6)
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """Linears that get one scheme.
+
+    Attributes:
+        weights: how many weights they have.
+        options: of each candidate that fits, by its number: bits stored, and the divergence predicted, in nats over all tokens.
+    """
+
+    linears: tuple[str, ...]
+    weights: int
+    options: Mapping[int, tuple[int, float]]
+
+
+def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
+    """Return the schemes that are chosen from: those named, or all that keep inputs as they are and zero points as the entry.
+
+    Raises:
+        UsageError: a candidate that rounds inputs, float8 among them, or that is no scheme.
+    """
+    if entry.candidates is None:
+        kind = "" if preset(entry.scheme).weights.symmetric else "_ASYM"
+        grouped = [Candidate(scheme=f"W{bits}A16{kind}", group_size=size) for bits in BITS for size in GROUP_SIZES]
+        return (*grouped, Candidate(scheme="W8A16"))
+    for candidate in entry.candidates:
+        scheme = scheme_of(candidate.scheme, candidate.group_size)
+        if scheme.weights.kind != "int" or scheme.input is not None or scheme.weights.granularity == "per_tensor":
+            raise UsageError(
+                f"{entry.name}: candidate {candidate.scheme}", "choose from schemes of integer weights and inputs as they are"
+            )
+    return entry.candidates
+
+
+def items_of(
+    layer: Layer,
+    wanted: Sequence[str],
+    candidates: Sequence[Candidate],
+    *,
+    source: ModelFiles,
+    measurement: Measurement,
+    workers: Workers,
+) -> list[Item]:
+    """Return the items of a layer with what every candidate takes and costs.
+
+    Args:
+        layer: which.
+        wanted: the linears whose scheme is to be chosen.
+        candidates: as `candidates_of` returns them.
+        source: the model.
+        measurement: with fisher's statistics.
+        workers: run linears.
+
+    Raises:
+        StatisticsError: the measurement lacks them.
+        UsageError: no candidate's group size divides the inputs of an item.
+    """
+    schemes = {number: scheme_of(each.scheme, each.group_size) for number, each in enumerate(candidates)}
+    found = []
+    for group in layer.groups:
+        names = [name for name in group.linears if name in wanted]
+        for members in [names] if group.fused and names else [[name] for name in names]:
+            infos = {name: source.checkpoint.infos[f"{name}.weight"] for name in members}
+            fitting = {n: s for n, s in schemes.items() if all(_divides(s, info.shape[1]) for info in infos.values())}
+            if not fitting:
+                raise UsageError(
+                    f"{members[0]}: no candidate's group size divides {infos[members[0]].shape[1]} inputs",
+                    "give candidates with others, or ignore the linear",
+                )
+            costs = workers.map(partial(_costs, fitting, source, measurement), members)
+            found.append(
+                Item(
+                    linears=tuple(members),
+                    weights=sum(elements_of(info) for info in infos.values()),
+                    options={
+                        number: (
+                            sum(8 * quantized_bytes(name, scheme, infos[name]) for name in members),
+                            sum(cost[number] for cost in costs),
+                        )
+                        for number, scheme in fitting.items()
+                    },
+                )
+            )
+    return found
+
+
+def all_items(
+    entry: Quantize,
+    graph: Graph,
+    wanted: Sequence[str],
+    *,
+    source: ModelFiles,
+    measurement: Measurement,
+    workers: Workers,
+    progress: Progress,
+) -> list[Item]:
+    """Return the items of every layer."""
+    candidates, known = candidates_of(entry), set(wanted)
+    items: list[Item] = []
+    for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
+        mine = [name for name in layer.linears if name in known]
+        items += items_of(layer, mine, candidates, source=source, measurement=measurement, workers=workers)
+    return items
+
+
+def _divides(scheme: LinearScheme, in_features: int) -> bool:
+    return in_features % (scheme.weights.group_size or in_features) == 0
+
+
+def _costs(schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement: Measurement, name: str) -> dict[int, float]:
+    """Return what each scheme is predicted to cost at a linear."""
+    file, info = source.checkpoint.tensors[f"{name}.weight"]
+    rows = sampled_rows(info.shape[0])
+    weight = read_rows(source.checkpoint.folder / file, info, rows)
+    factors = {
+        "row_factors": statistic(measurement, name, site="gradient", statistic=SQUARE_SUM.name),
+        "column_factors": statistic(measurement, name, site="guided_input", statistic=SQUARE_SUM.name),
+    }
+    return {
+        number: predicted_divergence(
+            weight,
+            scheme.weights,
+            name=name,
+            scale_dtype=FORMAT.scale_dtype(scheme, DTYPES[info.dtype]),
+            either_sign=either_sign(scheme),
+            **factors,
+        )
+        for number, scheme in schemes.items()
+    }

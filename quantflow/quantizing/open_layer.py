@@ -1,0 +1,160 @@
+"""A decoder layer in memory, and what the steps of its quantization read: sequences, measurement, means to run them.
+
+Each step is a function of these records that returns what it made: Traffic (quantflow/quantizing/layer_traffic.py),
+Smoothed (quantflow/quantizing/smoothing.py), RoundedLinear here, EncodedLinear and QuantizedLayer
+(quantflow/quantizing/layer.py). Nothing is written into a record of another step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.core.device import Device
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.parallel import Workers
+from quantflow.core.result import GroupResult
+from quantflow.core.scheme import LinearScheme
+from quantflow.distributed.team import Team
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
+from quantflow.models.load import Source
+from quantflow.planning.plan import Plan
+from quantflow.progress import Progress
+from quantflow.quantizing.rotated import Rotated
+from quantflow.quantizing.static_inputs import LinearInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLayer:
+    """One decoder layer of the model, with its weights in memory.
+
+    Attributes:
+        stream: runs the module.
+        source: the tensors as stored, or as a rotation leaves them.
+        module: the layer's; the steps change its weights and put quantized linears in place.
+        layer: its names.
+        plan: what becomes of each linear.
+    """
+
+    stream: LayerStream
+    source: Source | Rotated
+    module: nn.Module
+    layer: Layer
+    plan: Plan
+
+    @property
+    def device(self) -> Device:
+        """Where the module is, and all that is computed from its weights and inputs."""
+        return self.stream.device
+
+    @property
+    def stored(self) -> list[str]:
+        """The source names of the layer's tensors."""
+        return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
+
+    @property
+    def rotated(self) -> list[str]:
+        """The source names of tensors that are not quantized and that a rotation changed."""
+        if not isinstance(self.source, Rotated):
+            return []
+        quantized = {f"{name}.weight" for name in self.layer.linears if self.plan.schemes[name] is not None}
+        return [name for name in self.stored if self.source.changes(name) and name not in quantized]
+
+    def read(self, name: str) -> Tensor:
+        """Return a source tensor as stored."""
+        return self.source.read([name])[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a source tensor is stored."""
+        return DTYPES[self.source.checkpoint.infos[name].dtype]
+
+    def child(self, name: str) -> Any:
+        """Return the norm or linear with that source name."""
+        return self.module.get_submodule(self.layer.relative(name))
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weight of a norm or linear as it is now, by the module's source name."""
+        weight: Tensor = self.child(name).weight
+        return weight.detach()
+
+    def current(self, name: str) -> Tensor:
+        """Return a tensor of the layer as it is now, by its source name."""
+        owner, _, leaf = name.rpartition(".")
+        tensor: Tensor = getattr(self.child(owner), leaf)
+        return tensor.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerText:
+    """The sequences that run through a layer.
+
+    Attributes:
+        canary: the one that proves the artifact.
+        states: this card's calibration sequences where they enter the layer; empty when the plan needs no text.
+        again: the same sequences as they leave the quantized layers before this one; empty where rounding is not learned.
+        tokens: how many each calibration sequence has, those of every card in sample order.
+        keep_outputs: make the original layer's outputs the states' next hidden states while the text runs.
+    """
+
+    canary: State
+    states: Sequence[State]
+    tokens: Sequence[int]
+    keep_outputs: bool
+    again: Sequence[State] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMeasurement:
+    """The measurement's share of a layer.
+
+    Attributes:
+        statistics: linear's source name -> statistic -> tensor, of the linear's input.
+        routed: expert -> tokens that the router sent to it; None where nobody counted.
+        fed: the tokens that the statistics show each expert, `routed` or `all`; None where it does not say.
+        gradient: returns `gradient_sum` of a linear, read now; None where it was not measured.
+    """
+
+    statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    routed: Mapping[str, int] | None = None
+    fed: str | None = None
+    gradient: Callable[[str], Tensor | None] = lambda _: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """The means by which a layer is worked on; no bit of the result depends on them.
+
+    Attributes:
+        workers: run independent sequences and linears; on a device other than the CPU one at a time.
+        host_workers: run what is computed in host memory whatever the device.
+        ahead: how many sequences may be under way at once.
+        progress: is told of each part.
+        team: the cards that share the work.
+    """
+
+    workers: Workers
+    host_workers: Workers
+    ahead: int
+    progress: Progress
+    team: Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedLinear:
+    """A linear whose qvalues are chosen, before its layout encodes it.
+
+    Attributes:
+        result: its quantized weight, where the layer is, and what was decided.
+        scale_dtype: in which its layout stores scales.
+        input: its input, as calibration saw it, in host memory.
+        clipped_groups: share of its groups whose range a transform cut; None where none looks at them.
+    """
+
+    result: GroupResult
+    scheme: LinearScheme
+    scale_dtype: torch.dtype
+    input: LinearInput
+    clipped_groups: float | None = None

@@ -1,0 +1,404 @@
+"""Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
+
+Reads    the model folder; a measurement of one rank, or of as many as quantize, when the scheme, transforms or algorithm need
+         statistics; for what needs maxima alone also the files of Gaudi's toolkit
+Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
+         of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
+Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
+         scales are tuned after that (quantflow/quantizing/tuning.py) at the step
+Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
+
+Where no forward pass is needed, weights go from file to file (quantflow/quantizing/file_to_file.py). Otherwise the canary,
+which is the calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory
+(quantflow/quantizing/layer.py). Both go on a device too: layers, or rows of weights, cross to it, and what they became comes
+back.
+
+With N ranks N processes are started, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
+(quantflow/quantizing/shards/share.py); unify makes one result of these shards. File to file a rank reads no more than its
+slice. Where the model runs, the ranks share the work of each layer, whole on each, and tell each other what came out
+(quantflow/distributed/team.py).
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow import process_memory
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, own_device, require_trust
+from quantflow.distributed.team import ALONE, Team, together
+from quantflow.errors import UsageError
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import canonical_json, digest_of, read_json
+from quantflow.files.digests import NAME as HASHES
+from quantflow.files.digests import Digests
+from quantflow.files.origin import origin_of
+from quantflow.files.rank_folders import rank_folder
+from quantflow.measuring.record import Measurement
+from quantflow.models import layer_store
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
+from quantflow.models.source import ModelFiles, open_files, refuse_not_finite
+from quantflow.planning import head
+from quantflow.planning.device_memory import allow_on_device, quantize_on_device
+from quantflow.planning.experts import refuse_team
+from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
+from quantflow.planning.recipe import Compute, Quantize, Resources
+from quantflow.planning.resources import Allowance, account, allow_quantize
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+from quantflow.quantizing import head_file
+from quantflow.quantizing.file_to_file import quantize_files
+from quantflow.quantizing.measurement_input import known_hashes, measurement_of, refuse_foreign
+from quantflow.quantizing.mixed_precision import choose, chosen_mixture
+from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
+from quantflow.quantizing.shards.share import STAGE, WHOLE, CardShare
+from quantflow.quantizing.static_inputs import inputs_of
+from quantflow.quantizing.undercalibrated import check_before, described
+
+VERSION = 3  # of what this stage computes; part of every state key
+LATER = ("linears", "scale_method", "scale_arithmetic")  # settings that older results do not name: named where they are given
+PARTS = ("layers", OUTSIDE, head.FILE, head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *choose.PARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeJob:
+    """One artifact to be quantized.
+
+    Attributes:
+        model: the source folder.
+        measurement: the folder of a measurement of one rank, or of as many as `ranks`; or Gaudi's files, as a folder or
+            folder/prefix; or None.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        compute: the device that runs layers and rounds weights; layers run in float32, whatever its dtype.
+        ranks: cards that share the model, each with a slice of every linear.
+        mixture: what the entry's schemes were chosen from, where they were.
+        trust_network: the ranks may meet at the address of somebody's torchrun.
+    """
+
+    model: Path
+    output: Path
+    entry: Quantize
+    measurement: Path | None = None
+    seed: int = 0
+    revision: str | None = None
+    replace: bool = False
+    resources: Resources = Resources()
+    compute: Compute = Compute()
+    ranks: int = 1
+    mixture: ChosenMixture | None = None
+    trust_network: bool = False
+
+
+def run(job: QuantizeJob, progress: Progress) -> Path:
+    """Quantize the model and return the finished folder; what is up to date is left alone."""
+    _check_compute(job)
+    source = open_files(job.model, linears=job.entry.linears)
+    graph = graph_for(source.config)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
+    sizes = {name: info.nbytes for name, info in source.checkpoint.infos.items()}
+    left = None if job.entry.linears else left_out(plan.name, graph, shapes, sizes)
+    for told in (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left):
+        if told is not None and launched_folder() is None:
+            progress.say(f"quantize {told}")
+    if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file and launched_folder() is None:
+        progress.say(f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} says")
+    if job.entry.mixed:
+        return _choose_and_quantize(job, plan, source, graph, progress)
+    if job.ranks > 1 and not plan.file_to_file:
+        refuse_team(plan.name, graph, ranks=job.ranks)
+    if job.ranks == 1:
+        return _quantize(job, plan, source, graph, progress)
+    from quantflow.quantizing.shards.cutting import shares_of  # here: one process starts without transformers' configurations
+
+    shares = shares_of(source, graph, plan, ranks=job.ranks)
+    folders = [rank_folder(job.output, share.rank, share.world) for share in shares]
+    launched = launched_rank()
+    if launched is None:
+        _launch(job, plan, source, dict(zip(folders, shares, strict=True)), progress)
+        return job.output
+    if launched[1] != job.ranks:
+        raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
+    if not plan.file_to_file:  # such ranks meet nobody
+        require_trust("quantize", trusted=job.trust_network)
+    die_with_parent()
+    rank, mine = launched[0], replace(job, output=folders[launched[0]])
+    quiet = progress.hushed() if rank else progress
+    device = _device(job)
+    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks, device=device) as team:
+        if not team.direct:
+            quiet.say(f"quantize {job.entry.name}: torch has no backend for {device.name}, ranks exchange through host memory")
+        _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
+    return job.output
+
+
+def _device(job: QuantizeJob) -> Device:
+    """Return the device of this process, one of several where there are several ranks."""
+    return open_device(own_device(job.compute.device))
+
+
+def _check_compute(job: QuantizeJob) -> None:
+    """Refuse what does not go with a device, and a device that is not there.
+
+    Raises:
+        UsageError: several ranks on one device by its number.
+        UnsupportedError: no such device, or fewer of them than ranks.
+    """
+    device, name = _device(job), job.entry.name
+    if job.ranks > 1 and ":" in job.compute.device:
+        raise UsageError(
+            f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they would share",
+            "give --device cuda: each rank takes the GPU of its number",
+        )
+    if job.ranks > 1 and not device.is_host and launched_rank() is None:
+        open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
+
+
+def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
+    """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
+    if job.ranks > 1:
+        raise UsageError(
+            f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
+            "choose with one process; give the recipe.yaml that it writes to the ranks",
+        )
+    mixture = choose.mixture_of(
+        job.output,
+        job.entry,
+        plan,
+        model=job.model,
+        given=job.measurement,
+        source=source,
+        graph=graph,
+        resources=job.resources,
+        parts=PARTS,
+        progress=progress,
+    )
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    while True:
+        chosen = replace(job, entry=mixture.resolved(), mixture=mixture)
+        progress.say(f"quantize {job.entry.name}: {mixture.told}")
+        _quantize(chosen, resolve(chosen.entry, graph, shapes), source, graph, progress)
+        if stage_folder.done(job.output) is not None:
+            return job.output
+        mixture = chosen_mixture.read(job.output, job.entry, graph, key=mixture.key) or mixture
+
+
+def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Path, CardShare], progress: Progress) -> None:
+    """Start one process per rank, after the source was hashed once for all of them."""
+    measured, measurement = measurement_of(
+        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+    )
+    disk.make_folder(job.output)
+    digests = Digests(job.output / HASHES, also=known_hashes(measured))
+    about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
+    refuse_foreign(measurement, model=job.model, fingerprint=about["model"], folder=measured)
+    del measurement  # each rank reads it, beside this process
+    inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
+    if all(stage_folder.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
+        progress.say(f"quantize {job.entry.name}: up to date")
+        return
+    for folder, made_from in inputs.items():
+        stage_folder.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
+    launch("quantize", job, ranks=job.ranks, progress=progress)
+
+
+def _quantize(
+    job: QuantizeJob,
+    plan: Plan,
+    source: ModelFiles,
+    graph: Graph,
+    progress: Progress,
+    *,
+    share: CardShare = WHOLE,
+    team: Team = ALONE,
+) -> Path:
+    """Quantize what the share says into the job's folder, together with the team."""
+    folder, measurement = measurement_of(
+        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+    )
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
+    if shorts:
+        progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
+    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
+    device = _device(job)
+    with stage_folder.locked(job.output), single_threaded(), device.deterministic(), torch.no_grad():
+        stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
+        disk.make_folder(job.output)
+        also = [] if share is WHOLE else [job.output.parent / HASHES]
+        digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
+        inputs = weightless = {**_inputs(job, plan, source, measurement), **share.inputs()}
+        ahead = plan.file_to_file and measurement is None and stage_folder.done(job.output) is None
+        if not ahead:  # otherwise hashed while they are quantized
+            inputs = {**weightless, "model": identify(source.checkpoint, digests)}
+            refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
+        if team.all(stage_folder.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
+            layer_store.remove_scratch(job.output)
+            progress.say(f"quantize {job.entry.name}: up to date")
+            return job.output
+        stage_folder.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
+        held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+        sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
+        allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
+        on_device = allow_on_device(quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world), job.resources, device)
+        process_memory.reset_peak()
+        device.begin_peak()
+        refuse_not_finite(source.checkpoint, graph)
+        begun = f"quantize {job.entry.name}: the unfinished result was made with"
+        layer_store.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
+        layer_store.remove_others(job.output, [layer.index for layer in graph.layers])
+        head_file.remove_others(job.output, plan)
+        if plan.file_to_file:
+            quantize_files(
+                job.output,
+                plan,
+                source=source,
+                graph=graph,
+                key=digest_of(weightless),
+                digests=digests,
+                allowance=allowance,
+                progress=progress,
+                share=share,
+                inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
+                device=device,
+            )
+            inputs = {**weightless, "model": identify(source.checkpoint, digests)}
+        else:
+            key = digest_of(inputs)
+            _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
+            if job.mixture is not None and measurement is not None:
+                stays = _settled(job, job.mixture, plan, graph=graph, measurement=measurement, key=key, progress=progress)
+                if not stays:
+                    return job.output  # unfinished: schemes are chosen again
+        disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
+        hashes = layer_store.hashes(job.output, graph) | head_file.hashes(job.output)
+        stage_folder.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
+        team.wait()  # as long as one card is not finished, the others have to be able to help it
+        layer_store.remove_scratch(job.output)
+        for line in account(f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device):
+            progress.note(line)
+    return job.output
+
+
+def _run_layers(
+    job: QuantizeJob,
+    plan: Plan,
+    graph: Graph,
+    measurement: Measurement | None,
+    *,
+    key: str,
+    allowance: Allowance,
+    progress: Progress,
+    share: CardShare,
+    team: Team,
+) -> None:
+    """Bring every layer up to date by running the model, layer by layer."""
+    from quantflow.models.load import open_source, reading_ahead  # here: file to file starts without transformers' model code
+    from quantflow.quantizing.layer_by_layer import Forward
+    from quantflow.quantizing.tuning import tune
+
+    folder = job.output if plan.tune is None else layer_store.untuned(job.output)
+    disk.make_folder(folder / "layers")
+    device = _device(job)
+    with Workers(allowance.workers) as workers, reading_ahead(open_source(job.model), device) as source:
+        forward = Forward(
+            output=job.output,
+            folder=folder,
+            entry=job.entry,
+            plan=plan,
+            source=source,
+            graph=graph,
+            measurement=measurement,
+            key=key,
+            seed=job.seed,
+            progress=progress,
+            workers=workers if device.is_host else SEQUENTIAL,
+            host_workers=workers,
+            allowance=allowance,
+            share=share,
+            team=team,
+            device=device,
+        )
+        forward.layers()
+        if plan.tune is not None:
+            tune(forward, plan.tune, sequences=[] if measurement is None else measurement.sequences)
+
+
+def _settled(
+    job: QuantizeJob,
+    mixture: ChosenMixture,
+    plan: Plan,
+    *,
+    graph: Graph,
+    measurement: Measurement,
+    key: str,
+    progress: Progress,
+) -> bool:
+    """Measure what chosen schemes cost and return whether they stay."""
+    from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: as above
+
+    return settle(
+        job.output,
+        mixture,
+        plan,
+        model=job.model,
+        graph=graph,
+        measurement=measurement,
+        key=key,
+        revision=job.revision,
+        seed=job.seed,
+        resources=job.resources,
+        progress=progress,
+        device=_device(job),
+    )
+
+
+def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
+    """Return everything that the result depends on but the weights."""
+    return {
+        "config": digest_of(source.checkpoint.config),
+        "recipe": _recipe(job.entry),
+        "plan": plan.as_json(),
+        "measurement": None if measurement is None else measurement.meta["digest"],
+        "seed": job.seed,
+        "revision": job.revision,
+        "versions": {"quantize": VERSION, **plan.versions},
+        **_device(job).key(),
+        "tools": tools(),
+    }
+
+
+def _recipe(entry: Quantize) -> dict[str, Any]:
+    """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
+    return {key: value for key, value in asdict(entry).items() if key != "expect" and (key not in LATER or value)}
+
+
+def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
+    """Return what export needs to know besides the layers."""
+    calibrated_by = None
+    if measurement is not None:
+        meta = measurement.meta
+        hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
+        calibrated_by = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
+        calibrated_by["sequence_heads"] = hashes
+        if "unified" in meta:
+            calibrated_by["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
+    chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
+    origin, device = origin_of(job.model), _device(job)
+    return {
+        "source": {"folder": str(job.model), "name": origin.name, "revision": origin.revision or job.revision},
+        "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
+        "plan": plan.as_json(),
+        "measurement": calibrated_by,
+        "proof": "tensors" if plan.file_to_file else "canary",
+        **({} if device.is_host else {"device": {"name": device.name, **device.key()["device"]}}),
+    }

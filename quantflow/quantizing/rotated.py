@@ -1,0 +1,216 @@
+"""A checkpoint whose model is rotated while it is read: every tensor comes as the rotated model has it.
+
+So the rotated model runs layer by layer like any other, and is never in memory or on disk as a whole. Linears that will be
+quantized come in float32, everything else in the dtype in which it is stored, as the artifact will hold it. Where inputs are
+mixed on the way, `fill_` gives the linear a hook that does so, and `empty_` takes it away.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from quantflow.core.device import HOST, Device
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.orthogonal import Rotation, mixed
+from quantflow.errors import UnsupportedError
+from quantflow.files.checkpoint import Checkpoint
+from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
+from quantflow.models.load import Source
+from quantflow.models.parameters import materialize_
+from quantflow.models.read_ahead import ReadAhead
+from quantflow.transforms import hadamard
+from quantflow.transforms.hadamard import Rotations
+
+
+class Rotated:
+    """A source, rotated; it satisfies the `Weights` protocol of quantflow.models.capture.
+
+    Attributes:
+        rotations: of the model.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        rotations: Rotations,
+        *,
+        quantized: Collection[str],
+        blocks: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Look at the names; no weight is read.
+
+        Args:
+            source: the checkpoint.
+            graph: its graph.
+            rotations: of the model.
+            quantized: the linears that will be quantized.
+            blocks: those whose inputs are mixed while the model runs -> how many of them together.
+
+        Raises:
+            UnsupportedError: the family's norms subtract the mean, it has routers, or its head is its embedding.
+        """
+        self.rotations = rotations
+        self._source, self._quantized, self._blocks = source, frozenset(quantized), dict(blocks)
+        self._hooks: dict[str, Any] = {}  # source name -> what takes its hook away
+        self._residual = residual_of(graph, source.names)
+        self._groups: dict[str, tuple[Layer, LinearGroup]] = {
+            name: (layer, group) for layer in graph.layers for group in layer.groups for name in group.linears
+        }
+        self._values = {group.feeder for _, group in self._groups.values() if group.per_head and group.feeder is not None}
+        norms = {group.norm for _, group in self._groups.values() if group.norm is not None}
+        self._norms = frozenset({*norms, self._residual.norm})
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The source's files and tensor headers."""
+        return self._source.checkpoint
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The source's configuration."""
+        return self._source.config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source name."""
+        return self._source.names
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The tensors outside the layers that are rotated."""
+        residual = self._residual
+        return tuple(f"{name}.weight" for name in (residual.embedding, residual.norm, residual.head))
+
+    def changes(self, name: str) -> bool:
+        """Return whether a tensor is another one than the source's."""
+        module, _, leaf = name.rpartition(".")
+        if module in self._groups:
+            writes = self._groups[module][1].norm is None
+            return leaf == "weight" or writes or (module in self._values and self.rotations.head is not None)
+        return module in self._norms or name in self.outside
+
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read tensors as the rotated model has them; floating ones as `dtype`, None as the artifact holds them.
+
+        Raises:
+            InputError: as `quantflow.models.reading.read_tensors`.
+        """
+        found = {}
+        for name in names:
+            tensor = self._read(name)
+            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return found
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read rows [n] of a two-dimensional tensor, [n, columns]; those of the embedding rotated."""
+        found = self._source.read_rows(name, rows)
+        if name != f"{self._residual.embedding}.weight":
+            return found
+        return hadamard.residual(found, self.rotations.residual).to(found.dtype)
+
+    def quantized(self, name: str) -> None:
+        """Return None: nothing is quantized yet."""
+
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """What reads the source's tensors before they are asked for."""
+        return self._source.ahead
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+        """Give parameters of a module their values on a device: name relative to `module` -> source name."""
+        for name, source in names.items():
+            materialize_(module, {name: device.put(self.read([source])[source])}, dtype=dtype)
+            linear = source.removesuffix(".weight")
+            if linear != source and linear in self._blocks:
+                self._unhook(source)
+                turn = partial(_mix_input, block=self._blocks[linear])
+                self._hooks[source] = module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(turn)
+
+    def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """Take the values of parameters away again; they are on meta afterwards."""
+        for source in names.values():
+            self._unhook(source)
+        self._source.empty_(module, names)
+
+    def _unhook(self, source: str) -> None:
+        handle = self._hooks.pop(source, None)
+        if handle is not None:
+            handle.remove()
+
+    def _read(self, name: str) -> Tensor:
+        (stored,) = self._source.read([name]).values()
+        module, _, leaf = name.rpartition(".")
+        by, residual = self.rotations.residual, self._residual
+        if module in self._norms:
+            return torch.ones_like(stored)
+        if name == f"{residual.embedding}.weight":
+            return _embedding(stored, by)
+        if name == f"{residual.head}.weight":
+            return hadamard.reader(stored, self._norm(residual.norm), by, dtype=stored.dtype)
+        if module not in self._groups or not self.changes(name):
+            return stored
+        dtype = torch.float32 if module in self._quantized and leaf == "weight" else DTYPES[self.checkpoint.infos[name].dtype]
+        return self._linear(stored, module, leaf=leaf).to(dtype)
+
+    def _linear(self, tensor: Tensor, module: str, *, leaf: str) -> Tensor:
+        """Return the weight or the bias of a linear of a layer, float32."""
+        _, group = self._groups[module]
+        by, head = self.rotations.residual, self.rotations.head
+        if leaf == "weight" and group.norm is not None:
+            tensor = hadamard.reader(tensor, self._norm(group.norm), by, dtype=torch.float32)
+        if leaf == "weight" and group.per_head and head is not None:
+            tensor = hadamard.value_reader(tensor, head)
+        if leaf == "weight" and module in self._blocks:
+            tensor = hadamard.mixed_reader(tensor, self._blocks[module])
+        if group.norm is None:
+            tensor = hadamard.writer(tensor, by, dtype=torch.float32)
+        if module in self._values and head is not None:
+            tensor = hadamard.values(tensor, head)
+        return tensor
+
+    def _norm(self, name: str) -> Tensor:
+        return self._source.read([f"{name}.weight"])[f"{name}.weight"]
+
+
+def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> tuple[Tensor, ...]:
+    del module  # the signature is that of torch's hooks
+    return (mixed(inputs[0], block), *inputs[1:])
+
+
+def residual_of(graph: Graph, names: Collection[str]) -> Residual:
+    """Return what reads and writes the hidden state of a model that can be rotated.
+
+    Args:
+        graph: its graph.
+        names: its tensors.
+
+    Raises:
+        UnsupportedError: a norm of the family subtracts the mean, it has routers, or the head is the embedding.
+    """
+    residual = graph.family.residual
+    if residual is None and graph.family.mixture is not None:
+        raise UnsupportedError(
+            f"hadamard: the routers of family {graph.family.model_type} read the hidden state, which it rotates",
+            "leave hadamard out; smoothquant and awq go with mixtures",
+        )
+    if residual is None:
+        raise UnsupportedError(
+            f"hadamard: the norms of family {graph.family.model_type} subtract the mean, which no rotation commutes with",
+            "leave hadamard out, or use a family with RMSNorm",
+        )
+    if f"{residual.head}.weight" not in names:
+        raise UnsupportedError(
+            f"hadamard: {residual.head}.weight is tied to {residual.embedding}.weight, a rotation changes them differently",
+            "leave hadamard out, or untie the model: save it with both tensors and tie_word_embeddings false",
+        )
+    return residual
+
+
+def _embedding(stored: Tensor, by: Rotation) -> Tensor:
+    return hadamard.reader(stored, torch.ones(stored.shape[1]), by, dtype=stored.dtype)

@@ -1,0 +1,42 @@
+"""How a model is cut over the cards that quantize it together, and the sizes that cannot be cut."""
+
+from quantflow.distributed.sharding import placements
+from quantflow.errors import UsageError
+from quantflow.models.configuration import load_config
+from quantflow.models.graph import Graph
+from quantflow.models.source import ModelFiles
+from quantflow.planning.card_splits import cut_columns
+from quantflow.planning.plan import Plan
+from quantflow.quantizing.shards.share import CardShare
+
+
+def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[CardShare]:
+    """Return what each rank quantizes; reads config.json and headers alone.
+
+    Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
+
+    Raises:
+        UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are searched.
+        UnsupportedError: transformers has no tensor-parallel plan for the family.
+    """
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}", "give 1 or more")
+    for scheme in filter(None, plan.schemes.values()):
+        if scheme.weights.granularity == "per_block":
+            told = f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, which a cut may split"
+            raise UsageError(told, "choose scales per channel or group, or leave --ranks out")
+        rule = scheme.weights.scale_rule
+        if plan.file_to_file and rule is not None and rule.value == "OPT":
+            told = f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each card has a part"
+            raise UsageError(told, "use a method without search such as maxabs_hw, or leave --ranks out")
+    config = load_config(source.checkpoint)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    shares = []
+    for rank in range(ranks):
+        held = placements(config, shapes, tp=ranks, rank=rank, copy_kv_heads=True)
+        shares.append(CardShare(rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}))
+    for name, placement in shares[0].placements.items():
+        why = cut_columns(placement["full_shape"][1], ranks, plan.schemes[name]) if placement["axis"] == 1 else None
+        if why is not None:
+            raise UsageError(f"{name}: {why}", "use fewer ranks, or a group size that divides what a rank holds")
+    return shares

@@ -1,0 +1,194 @@
+"""The part of each tensor that one card of N quantizes, a layer cut to it, and a layer put together from all cards' parts.
+
+    <o>/rank-002-of-004/layers/00012.safetensors    the card's part of each tensor, in the part's own shape
+    <o>/rank-002-of-004/layers/00012.json           and in "placements" which part that is (quantflow.distributed.placement)
+
+A linear that is cut by rows gives its bias the same rows. What is not cut (norms, the bias of a linear that is cut by
+columns) is whole in every shard: a shard is all that a card loads.
+
+Where the model runs, every card has the whole layer and writes its part of it. So scales are the whole weight's, nothing is
+rounded again when parts are put together, and the source is not needed for it.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from quantflow.core.scheme import LinearScheme
+from quantflow.distributed.placement import Placement
+from quantflow.distributed.slicing import cut, side_by_side
+from quantflow.errors import InputError
+from quantflow.files import stage_folder
+from quantflow.files.rank_folders import MOST_RANKS
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.files.schema import Between
+from quantflow.formats import DEFAULT, FORMATS
+from quantflow.models.graph import Layer
+
+FORMAT = FORMATS[DEFAULT]
+STAGE = "quantize --ranks"  # what DONE.json of a shard names
+_RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
+
+Schemes = Mapping[str, LinearScheme | None]  # linear -> how it was quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Where a card's part of a tensor lies in the source's tensor.
+
+    Attributes:
+        rows: start and stop along the first axis.
+        columns: start and stop along the second; None is the whole of every row.
+    """
+
+    rows: slice
+    columns: slice | None = None
+
+
+class RankOf(TypedDict):
+    """Which card of how many a shard is, as its DONE.json says."""
+
+    rank: Annotated[int, Between(0, MOST_RANKS)]
+    world: Annotated[int, Between(1, MOST_RANKS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardShare:
+    """What one card holds.
+
+    Attributes:
+        rank, world: which card of how many.
+        placements: linear -> which part of its weight; a linear that is not there is held whole.
+    """
+
+    rank: int = 0
+    world: int = 1
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+
+    def part(self, info: TensorInfo) -> Part:
+        """Return which part of a source tensor the card holds."""
+        linear, _, leaf = info.name.rpartition(".")
+        placement = self.placements.get(linear, {"axis": None})
+        if placement["axis"] is not None and leaf in ("weight", "bias"):
+            held = slice(placement["offset"], placement["offset"] + placement["length"])
+            if placement["axis"] == 0:
+                return Part(rows=held)
+            if leaf == "weight":
+                return Part(rows=slice(0, info.shape[0]), columns=held)
+        return Part(rows=slice(0, info.shape[0] if info.shape else 1))
+
+    def info(self, info: TensorInfo) -> TensorInfo:
+        """Return the card's part of a source tensor with the part's own shape and size; its place in the file is left."""
+        part, shape = self.part(info), info.shape
+        if shape:
+            shape = (part.rows.stop - part.rows.start, *shape[1:])
+        if part.columns is not None:
+            shape = (shape[0], part.columns.stop - part.columns.start)
+        return replace(info, shape=shape, nbytes=info.nbytes * math.prod(shape) // max(1, math.prod(info.shape)))
+
+    def record(self, layer: Layer) -> dict[str, Any]:
+        """Return what a layer's record says about the parts in its file; nothing where they are whole."""
+        if self.world == 1:
+            return {}
+        names = [name for group in layer.groups for name in group.linears]
+        return {"placements": {name: dict(self.placements[name]) for name in names}}
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what a state key and DONE.json say about the share; nothing where it is everything."""
+        return {} if self.world == 1 else {"share": {"rank": self.rank, "world": self.world}}
+
+
+WHOLE = CardShare()
+CardTensors = tuple[CardShare, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """Return the shards of a quantized model in a folder, in order of their names; none where it holds something else."""
+    found = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
+    return [path for path in found if (path / "layers").is_dir()]
+
+
+def refuse_shards(folder: Path) -> None:
+    """Refuse a folder of shards, or one of them, where a whole result is needed.
+
+    Raises:
+        InputError: with the command that joins them.
+    """
+    record = stage_folder.done(folder)
+    where = folder.parent if record is not None and record["stage"] == STAGE else folder
+    shards = shard_folders(where)
+    if shards:
+        raise InputError(
+            f"{folder}: {'holds' if where == folder else 'one of'} {len(shards)} shards, the whole is needed",
+            f"run `quantflow unify -m {where} -o DIR` and give that folder",
+        )
+
+
+def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare) -> dict[str, Tensor]:
+    """Return a card's part of what a layer's file holds.
+
+    Args:
+        tensors: of the whole layer, by their names in the file.
+        linears: of the layer.
+        schemes: linear -> how it was quantized.
+        share: what the card holds; what it does not name is whole.
+    """
+    found = dict(tensors)
+    for name in linears:
+        placement = share.placements.get(name, {"axis": None})
+        axis, bias = placement["axis"], f"{name}.bias"
+        if axis is None:
+            continue
+        part = slice(placement["offset"], placement["offset"] + placement["length"])
+        if axis == 0 and bias in tensors:
+            found[bias] = tensors[bias][part].contiguous()
+        scheme = schemes[name]
+        if scheme is None:
+            weight = f"{name}.weight"
+            found[weight] = (tensors[weight][part] if axis == 0 else tensors[weight][:, part]).contiguous()
+            continue
+        linear = FORMAT.decode(name, tensors, scheme)
+        held = replace(linear, weight=cut(linear.weight, part, axis=axis))
+        found |= FORMAT.encode(name, held, scale_dtype=tensors[f"{name}.weight_scale"].dtype)
+    return found
+
+
+def put_together(
+    parts: Sequence[CardTensors], linears: Sequence[str], schemes: Schemes
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return what a layer's file holds from the parts of neighbouring cards, and of how many of them each linear is.
+
+    Args:
+        parts: in the order of the cards. What is not cut is the first card's; of copies too.
+        linears: of the layer.
+        schemes: linear -> how it was quantized.
+    """
+    found, counts = dict(parts[0][1]), {}
+    for name in linears:
+        holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
+        held = [holders[span] for span in sorted(holders)]
+        counts[name], axis = len(held), parts[0][0].placements[name]["axis"]
+        if len(held) == 1:
+            continue
+        bias, scheme = f"{name}.bias", schemes[name]
+        if axis == 0 and bias in found:
+            found[bias] = torch.cat([tensors[bias] for tensors in held])
+        if scheme is None:
+            found[f"{name}.weight"] = torch.cat([tensors[f"{name}.weight"] for tensors in held], dim=axis)
+            continue
+        decoded = [FORMAT.decode(name, tensors, scheme) for tensors in held]
+        whole = replace(decoded[0], weight=side_by_side([linear.weight for linear in decoded], axis=axis))
+        found |= FORMAT.encode(name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype)
+    return found, counts
+
+
+def _span(share: CardShare, name: str) -> tuple[int, int]:
+    """Return where a card's part of a linear begins, and its length; 0 where it is whole."""
+    placement = share.placements[name]
+    return placement["offset"], placement.get("length", 0)

@@ -1,0 +1,99 @@
+"""One process of several that share a model decides what is decoded; the others do the same calls.
+
+Prompts, the choice of tokens and whatever is told of them live in rank 0 alone: it holds a `Leader`, which is a `Decoder` like
+any other, so that every way to generate runs as it does in one process. The others `follow`: of what rank 0 asks of its own
+decoder they hear the calls, and drop what these return.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantflow.distributed.wire import Wire
+from quantflow.runtime.decoder import HiddenDecoder
+
+_CALLS = ("end", "begin", "forward", "forward_hidden", "keep", "crop")
+_WORDS = 64  # of a message; what does not fit into it follows
+
+
+class Leader:
+    """A decoder on rank 0 that has the other ranks do what it is asked to; they call `follow`.
+
+    Attributes:
+        vocab_size, positions, device: as in `Decoder`.
+        own: rank 0's decoder.
+    """
+
+    def __init__(self, own: HiddenDecoder, wire: Wire) -> None:
+        """Speak for all ranks; nothing is said yet."""
+        self.vocab_size, self.positions, self.device = own.vocab_size, own.positions, own.device
+        self.own, self._wire = own, wire
+
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """See `Decoder.begin`."""
+        self._tell("begin", rows, capacity)
+        self.own.begin(rows=rows, capacity=capacity)
+
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+        """See `Decoder.forward`."""
+        self._tell("forward", *input_ids.shape, last_only, input_ids, padding)
+        return self.own.forward(input_ids, padding=padding, last_only=last_only)
+
+    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `HiddenDecoder.forward_hidden`."""
+        self._tell("forward_hidden", *input_ids.shape, False, input_ids, padding)
+        return self.own.forward_hidden(input_ids, padding=padding)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `Decoder.keep`."""
+        self._tell("keep", rows)
+        self.own.keep(rows)
+
+    def crop(self, length: int) -> None:
+        """See `Decoder.crop`."""
+        self._tell("crop", length)
+        self.own.crop(length)
+
+    def end(self) -> None:
+        """Let the other ranks return from `follow`."""
+        self._tell("end")
+
+    def _tell(self, call: str, *parts: int | Tensor | None) -> None:
+        """Say a call: its number, how long the rest is, and the rest."""
+        flat = [torch.tensor([part]) if isinstance(part, int) else part.reshape(-1) for part in parts if part is not None]
+        rest = torch.cat([torch.empty(0, dtype=torch.int64), *flat])
+        message = functional.pad(torch.cat([torch.tensor([_CALLS.index(call), len(rest)]), rest]), (0, _WORDS))
+        self._wire.broadcast(message[:_WORDS].contiguous())
+        if len(rest) > _WORDS - 2:
+            self._wire.broadcast(message[_WORDS : len(rest) + 2].contiguous())
+
+
+def follow(decoder: HiddenDecoder, wire: Wire) -> None:
+    """Do what rank 0's `Leader` does, until its end."""
+    while True:
+        message = torch.empty(_WORDS, dtype=torch.int64)
+        wire.broadcast(message)
+        number, length = message[:2].tolist()
+        if length > _WORDS - 2:
+            more = torch.empty(length - (_WORDS - 2), dtype=torch.int64)
+            wire.broadcast(more)
+            message = torch.cat([message, more])
+        call, rest = _CALLS[number], message[2 : length + 2]
+        if call == "end":
+            return
+        if call == "begin":
+            decoder.begin(rows=int(rest[0]), capacity=int(rest[1]))
+        elif call == "keep":
+            decoder.keep(rest)
+        elif call == "crop":
+            decoder.crop(int(rest[0]))
+        else:
+            rows, columns, last_only = rest[:3].tolist()
+            ids, padding = rest[3 : 3 + rows * columns], rest[3 + rows * columns :]
+            options: Any = {"padding": padding if len(padding) else None}
+            if call == "forward":
+                decoder.forward(ids.view(rows, columns), last_only=bool(last_only), **options)
+            else:
+                decoder.forward_hidden(ids.view(rows, columns), **options)

@@ -1,0 +1,238 @@
+"""`generate`, `bench` and the tasks of `validate` over several processes that share a model, of which rank 0 alone speaks.
+
+What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the others
+(quantflow.runtime.ranks.leader) and writes to the same stdout as the process that started it. A rank that ends takes the others
+with it, and is named.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from quantflow.distributed.binding import cores_of
+from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, require_trust
+from quantflow.distributed.shared_memory import nearest
+from quantflow.distributed.team import Team, connected, together
+from quantflow.distributed.wire import Wire
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.progress import Progress
+from quantflow.runtime import lean
+from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.decoder import HiddenDecoder
+from quantflow.runtime.load import Loaded
+from quantflow.runtime.ranks.leader import Leader, follow
+from quantflow.runtime.ranks.tensor_parallel import spans_of
+
+Result = TypeVar("Result")
+
+
+class RankedJob(Protocol):
+    """What several ranks can do: a record that names an artifact, and how it is run."""
+
+    @property
+    def artifact(self) -> Path:
+        """The artifact's folder."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """As for `open_artifact`."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """A dtype of torch, by its name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gloo:
+    """A `Wire` over torch's process group.
+
+    Attributes:
+        verb: what runs, for messages.
+        team: this process's place, and the group.
+    """
+
+    verb: str
+    team: Team
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.team.rank
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return self.team.world
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Wire.gather`."""
+        found = part.new_empty(self.world, *part.shape)
+        with connected(self.verb):
+            distributed.all_gather(list(found.unbind()), part, group=self.team.group)
+        return found
+
+    def broadcast(self, numbers: Tensor) -> None:
+        """See `Wire.broadcast`."""
+        with connected(self.verb):
+            distributed.broadcast(numbers, 0, group=self.team.group)
+
+
+def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool]) -> int:
+    """Return how many processes share the model: as many as were asked for, or as torchrun started.
+
+    Args:
+        verb: for messages.
+        ranks: asked for.
+        trusted: the ranks may meet at the address of somebody's torchrun.
+        without: what several processes do not have -> whether it was asked for.
+
+    Raises:
+        UsageError: a number that is none, or not torchrun's; several processes with one of `without`.
+    """
+    launched = launched_rank()
+    require_trust(verb, trusted=trusted)
+    if ranks < 1:
+        raise UsageError(f"{verb}: ranks={ranks}", "use 1 or more")
+    if launched is not None and ranks not in (1, launched[1]):
+        raise UsageError(f"{verb}: ranks={ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+    world = ranks if launched is None else launched[1]
+    given = [name for name, asked in without.items() if asked]
+    if world > 1 and given:
+        raise UsageError(
+            f"{verb}: {world} ranks with {given[0]}", "leave one of them out: ranks share the lean decoder, on cpu"
+        )
+    return world
+
+
+def starts(world: int) -> bool:
+    """Return whether this process is to start the ranks, and is none of them."""
+    return world > 1 and launched_rank() is None
+
+
+def start(
+    verb: str,
+    job: RankedJob,
+    *,
+    world: int,
+    progress: Progress,
+    stream: Callable[[str], None] | None = None,
+    bind: bool = False,
+) -> dict[str, Any] | None:
+    """Do a job in several ranks, after what each would stumble over was looked for in the headers; return its result.
+
+    Args:
+        verb: for messages.
+        job: what every rank does.
+        world: how many ranks.
+        progress: tells what the ranks tell.
+        stream: takes what rank 0 writes, piece by piece.
+        bind: each keeps to cores of its own (quantflow/distributed/binding.py).
+
+    Raises:
+        UnsupportedError: an artifact that the lean decoder does not run.
+        UsageError: one that cannot be cut so.
+        QuantflowError: a rank failed.
+    """
+    check(verb, job, world=world)
+    threads = max(1, torch.get_num_threads() // world)
+    result: dict[str, Any] | None = launch(
+        verb,
+        job,
+        ranks=world,
+        progress=progress,
+        stream=stream,
+        threads=threads,
+        cores=cores_of(world) if bind else None,
+        again="run the same command again",
+    )
+    return result
+
+
+def check(verb: str, job: RankedJob, *, world: int) -> None:
+    """Refuse what ranks cannot share, by the headers of its files.
+
+    Args:
+        verb: for messages.
+        job: what every rank would do.
+        world: how many ranks.
+
+    Raises:
+        UnsupportedError: an artifact that the lean decoder does not run.
+        UsageError: one that cannot be cut so.
+    """
+    opened = open_folder(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
+    reason = lean.why_not(opened)
+    if reason is not None:
+        raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")
+    spans_of(opened, world)
+
+
+@contextmanager
+def bound(verb: str, *, asked: bool) -> Iterator[None]:
+    """Keep a process of its own to the cores of one NUMA node, with a thread for each, until the block ends.
+
+    Ranks that `start` started are bound already.
+
+    Args:
+        verb: for messages.
+        asked: whether anything is done.
+
+    Raises:
+        UsageError: somebody's torchrun started this process, which alone knows what else runs on this machine.
+    """
+    if not asked or launched_folder() is not None:
+        yield
+        return
+    if launched_rank() is not None:
+        raise UsageError(f"{verb}: bind under torchrun", "leave --bind out, and bind the processes from outside")
+    (cores,) = cores_of(1)
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def joined(verb: str, world: int) -> Iterator[Wire | None]:
+    """Yield the wire to the other ranks that torchrun started; None for a process of its own."""
+    launched = launched_rank()
+    if launched is None or world == 1:
+        yield None
+        return
+    die_with_parent()
+    with together(rank=launched[0], world=world) as team:
+        yield nearest(verb, Gloo(verb=verb, team=team))
+
+
+def drive(loaded: Loaded, wire: Wire | None, work: Callable[[Loaded], Result]) -> Result | None:
+    """Return what `work` makes of what decodes, on rank 0 or alone; on the others None, when rank 0 is done.
+
+    Args:
+        loaded: with this rank's part of the decoder.
+        wire: from `joined`.
+        work: begins, forwards, keeps and crops at will.
+    """
+    if wire is None:
+        return work(loaded)
+    decoder: Any = loaded.decoder
+    assert isinstance(decoder, HiddenDecoder)  # the lean one
+    if wire.rank:
+        follow(decoder, wire)
+        return None
+    leader = Leader(decoder, wire)
+    result = work(replace(loaded, decoder=leader))
+    leader.end()
+    return result

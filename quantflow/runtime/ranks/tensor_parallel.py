@@ -1,0 +1,227 @@
+"""A model over several processes: each holds some rows of every matrix, and what they compute is put side by side.
+
+    q, k, v       the rows of some heads; attention over these heads, and their part of the key-value cache
+    o             takes all heads, put together; gives some features of the hidden state, put together again
+    gate, up      some rows, and silu(gate) * up of them
+    down          takes all of these, put together; gives some features, put together again
+    head          some rows of the vocabulary: logits, put together
+    embedding     some rows: whoever has a token's row gives it
+
+Nothing is added up between processes. Each output is one process's sum over the whole input, in the order in which a single
+process sums it, so as far as an output of a kernel does not depend on which others are computed beside it (none of ours
+does), the logits have the bits of one process on any number of ranks and with any scheme (torch promises less; it multiplies
+matrices that are not quantized by many rows): scales of tokens and of static inputs, groups of columns, scales of whole rows
+are what they are without a cut. The usual cut, o and down by columns, sums up twice a layer in an order of its own and gives
+each rank another input to quantize; this one puts together four times a layer.
+What lies between the matrices every rank computes for itself.
+
+Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and shapes of its rows.
+Key and value heads that are fewer than the ranks are held by several. Source of the usual cut: Shoeybi et al. 2019,
+"Megatron-LM", section 3.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantflow.backends.backend import Case
+from quantflow.distributed.wire import Wire
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.files.safetensors_header import TensorInfo
+from quantflow.formats import compressed_tensors
+from quantflow.models.graph import FAMILIES
+from quantflow.runtime import architecture
+from quantflow.runtime.architecture import Blueprint
+from quantflow.runtime.artifact import Artifact
+
+Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
+Function = Callable[[Tensor], Tensor]
+_OF_HEADS = ("k_scale", "v_scale")  # of a quantized cache: one number, or one of each key and value head
+_PLAIN = 4  # rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block of so many
+
+
+class Ranks:
+    """A rank's share of an artifact, and the functions that put what it computes beside what the others do.
+
+    Attributes:
+        artifact: the share; its configuration counts the rank's heads.
+    """
+
+    def __init__(self, artifact: Artifact, wire: Wire) -> None:
+        """Cut; no weight is read.
+
+        Args:
+            artifact: the whole, of a family that the lean decoder runs.
+            wire: to the other ranks.
+
+        Raises:
+            UsageError: it cannot be cut over so many ranks; names the sizes that can be.
+        """
+        self._wire, self._spans = wire, spans_of(artifact, wire.world)
+        self.artifact = _share(artifact, self._spans, wire.rank)
+
+    def across(self, product: Function, feeder: str, name: str) -> Function:
+        """Return the function from the rank's part of an input to all features of a linear.
+
+        Args:
+            product: from the whole input to the rank's rows.
+            feeder: the linear whose rows the input is cut like.
+            name: the linear.
+        """
+        inputs = self._widths(feeder)
+        whole = self.joined(product, name)
+        return lambda x: whole(self._gather(x, inputs))
+
+    def joined(self, product: Function, name: str) -> Function:
+        """Return a function whose result has all rows of the linear `name`, of one whose result has the rank's."""
+        outputs = self._widths(name)
+        return lambda x: self._gather(product(x), outputs)
+
+    def embedding(self, table: Tensor, name: str) -> Function:
+        """Return the function from token ids [N] to rows of an embedding [N, H] float32, of which the rank holds `table`.
+
+        Raises:
+            UsageError: of the function: an id that no rank has a row for.
+        """
+        spans = self._spans[name]
+        rows, first = sum(count for _, count in spans), spans[self._wire.rank][0]
+        ends = torch.tensor([start + count for start, count in spans])
+
+        def embed(ids: Tensor) -> Tensor:
+            if int(ids.min()) < 0 or int(ids.max()) >= rows:
+                raise UsageError(f"{name}: token ids {int(ids.min())} to {int(ids.max())} of {rows}", "give ids of this model")
+            own = (ids - first).clamp(0, len(table) - 1)  # of a token of another rank any row: nobody takes it
+            parts = self._wire.gather(functional.embedding(own, table).float())  # [ranks, N, H]
+            return parts[torch.bucketize(ids.contiguous(), ends, right=True), torch.arange(len(ids))]  # [N, H]
+
+        return embed
+
+    def _widths(self, name: str) -> list[int]:
+        return [count for _, count in self._spans[name]]
+
+    def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return [N, sum of widths] of [N, the rank's width]; narrower parts travel padded."""
+        widest = max(widths)
+        parts = self._wire.gather(functional.pad(part, (0, widest - part.shape[1])).contiguous())  # [ranks, N, widest]
+        if min(widths) == widest:
+            return parts.transpose(0, 1).reshape(len(part), -1)  # [N, ranks * widest]
+        return torch.cat([found[:, :width] for found, width in zip(parts, widths, strict=True)], dim=1)
+
+
+def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
+    """Return which rows of each linear, and of the embedding, are whose: source name without `.weight` -> spans.
+
+    Args:
+        artifact: the whole, of a family that the lean decoder runs.
+        world: how many ranks there are.
+
+    Raises:
+        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own; or another
+            program quantized it.
+        UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do, up to one per head.
+    """
+    kind, made = artifact.checkpoint.config.get("model_type"), architecture.read(artifact.checkpoint.config)
+    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
+        raise UnsupportedError(f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out")
+    if artifact.linears and artifact.layout is not compressed_tensors:
+        cause = f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's folder"
+        raise UnsupportedError(cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out")
+    found = _spans(artifact, made, world)
+    if isinstance(found, str):
+        counts = range(1, made.heads.query + 1)
+        fitting = [str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)]
+        raise UsageError(f"{world} ranks: {found}", f"use {' or '.join(fitting)} ranks")
+    return found
+
+
+def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] | str:
+    """Return the spans, or what does not divide."""
+    heads, shared, dim, names = made.heads.query, made.heads.shared, made.heads.dim, made.names
+    if heads % world or (shared % world and world % shared):
+        return f"{heads} heads, {shared} of keys and values, do not go whole"
+    own, copied = heads // world * dim, max(1, shared // world) * dim  # rows
+    spans: dict[str, Spans] = {}
+    others = [[names.embedding], [artifact.head]]
+    for prefix in (f"{names.layers}.{index}" for index in range(made.layers)):
+        query, *same = (f"{prefix}.{name}" for name in names.qkv)
+        spans[query] = [(rank * own, own) for rank in range(world)]
+        spans |= dict.fromkeys(same, [(rank * shared // world * dim, copied) for rank in range(world)])
+        others += [[f"{prefix}.{name}" for name in group] for group in ((names.output,), names.up, (names.down,))]
+    for group in others:
+        spans |= dict.fromkeys(group, _even(artifact, group, world))
+    for name, found in spans.items():
+        reason = _why_not(artifact, name, found)
+        if reason is not None:
+            return reason
+    return spans
+
+
+def _even(artifact: Artifact, names: Sequence[str], world: int) -> Spans:
+    """Return linears' rows in about equal parts: whole blocks, and whole words of packed zero points."""
+    rows, unit = _rows(artifact, names[0]), math.lcm(*(_unit(artifact, name) for name in names))
+    units = -(-rows // unit)
+    edges = [min(rows, units * rank // world * unit) for rank in range(world + 1)]
+    return [(begin, end - begin) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
+    """Return why a linear cannot be cut so."""
+    rows, unit, placement = _rows(artifact, name), _unit(artifact, name), artifact.linears.get(name)
+    for first, count in spans:
+        if not count or (count % unit and first + count < rows):
+            return f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from {first} on"
+        if placement is not None:
+            shape = (count, placement.shape[1])
+            case = Case(scheme=placement.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+            reason = placement.backend.why_not(case)
+            if reason is not None:
+                return f"{name}: {count} rows: {reason}"
+    return None
+
+
+def _rows(artifact: Artifact, name: str) -> int:
+    placement = artifact.linears.get(name)
+    return artifact.checkpoint.infos[f"{name}.weight"].shape[0] if placement is None else placement.shape[0]
+
+
+def _unit(artifact: Artifact, name: str) -> int:
+    placement = artifact.linears.get(name)
+    return _PLAIN if placement is None else compressed_tensors.row_multiple(placement.scheme)
+
+
+def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifact:
+    """Return an artifact as one rank has it: headers of its rows, and its heads."""
+    tensors, linears = dict(artifact.checkpoint.tensors), dict(artifact.linears)
+    for name, found in spans.items():
+        first, count = found[rank]
+        pieces = {f"{name}.weight": (first, count)}
+        if name in linears:
+            whole = linears[name]
+            pieces = compressed_tensors.row_spans(name, whole.scheme, first=first, count=count)
+            linears[name] = replace(whole, shape=(count, whole.shape[1]), elsewhere=whole.shape[0] - count)
+        if f"{name}.bias" in tensors:
+            pieces[f"{name}.bias"] = (first, count)
+        for key, (start, length) in pieces.items():
+            file, info = tensors[key]
+            tensors[key] = file, _some_rows(info, start, length)
+    made = architecture.read(artifact.checkpoint.config)
+    assert isinstance(made, Blueprint)  # `spans_of` refuses others
+    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])  # alike in every layer
+    dim = made.heads.dim
+    for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
+        if name in tensors and tensors[name][1].shape[0] == made.heads.shared:
+            file, info = tensors[name]
+            tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
+    told = {"head_dim": dim, "num_attention_heads": queries[1] // dim, "num_key_value_heads": keys[1] // dim}
+    checkpoint = replace(artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told})
+    caches = dict.fromkeys(artifact.caches, told["num_key_value_heads"])
+    return replace(artifact, checkpoint=checkpoint, caches=caches, linears=linears)
+
+
+def _some_rows(info: TensorInfo, first: int, count: int) -> TensorInfo:
+    each = info.nbytes // info.shape[0]
+    return replace(info, shape=(count, *info.shape[1:]), offset=info.offset + first * each, nbytes=count * each)

@@ -1,0 +1,1 @@
+"""Stage 3: several ranks become fewer. Their measurements are merged, their quantized shards joined."""

@@ -1,0 +1,235 @@
+"""Two folders tensor by tensor, by what the weights are and not by how they are stored, and how far apart what they compute is.
+
+What was measured of inputs, keys and values, their scales and zero points, is compared too: each that differs has a row.
+Both may be artifacts, folders in one of `quantflow.formats.LAYOUTS`, or models. One linear of each is in memory at a time.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow import process_memory
+from quantflow.core.determinism import single_threaded
+from quantflow.core.kv import kv_words
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.exporting.canary import rounder
+from quantflow.formats.compressed_tensors import kv_tensor_names
+from quantflow.measuring.text import read_documents
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for, text_config
+from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, is_model, open_folder
+from quantflow.validating.layerwise import BASELINE, Comparing
+from quantflow.validating.windows import evaluation_sequences
+
+EQUAL, SCALE, VALUES, SHAPE = "equal", "scale differs", "values differ", "shape differs"
+ONLY_LEFT, ONLY_RIGHT = "only in the first", "only in the second"
+_OTHER = "the second"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderDiffJob:
+    """Two folders to compare.
+
+    Attributes:
+        text: what both are run on, for the divergence; None compares values alone.
+        tokens: of the text, at most.
+        sequence_length: of a window, at most; and what the first model takes.
+    """
+
+    left: Path
+    right: Path
+    text: Path | None = None
+    tokens: int = 4096
+    sequence_length: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """A tensor of two folders.
+
+    Attributes:
+        name: its source name.
+        verdict: EQUAL; SCALE: the same codes, zero points and groups, with other scales; VALUES; SHAPE; or where it is alone.
+        left, right: how it is stored: a scheme's name, or a dtype; of the scales of a cache what it keeps; None where it is not
+            there.
+        largest: of the differences, absolute; None where there is nothing to subtract.
+        relative: the norm of the difference over that of the first.
+        changed: the share of elements that differ.
+    """
+
+    name: str
+    verdict: str
+    left: str | None
+    right: str | None
+    largest: float | None = None
+    relative: float | None = None
+    changed: float | None = None
+
+
+def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
+    """Compare, and return plain data: `tensors`, as `TensorDifference` has them; `counts` by verdict; of a text `divergence`.
+
+    Raises:
+        QuantflowError: as `open_folder`, and for a text that cannot be read or a model without a tokenizer.
+    """
+    left, right = (open_folder(each, backend="auto" if is_model(each) else "reference") for each in (job.left, job.right))
+    names = [*left.names, *(name for name in right.names if name not in set(left.names))]
+    rows = [row for name in progress.steps(names, stage="diff", unit="tensor") for row in _compared(left, right, name)]
+    rows += _compared_caches(left, right)
+    found: dict[str, Any] = {"tensors": [asdict(row) for row in rows], "counts": {}}
+    for row in rows:
+        found["counts"][row.verdict] = found["counts"].get(row.verdict, 0) + 1
+    if job.text is not None:
+        found["divergence"] = _divergence(job, left, right, job.text, progress)
+    return found
+
+
+def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
+    """Compare one tensor, and of a linear what was measured of its input: a row, and one for each of these that differs."""
+    found = TensorDifference(name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name))
+    if found.left is None or found.right is None:
+        return [replace(found, verdict=ONLY_LEFT if found.right is None else ONLY_RIGHT)]
+    one, other = left.quantized(name), right.quantized(name)
+    scales_alone = one is not None and other is not None and _same_codes(one, other)
+    row = _subtracted(found, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone)
+    return [row, *_compared_inputs(name.removesuffix(".weight"), found, one, other)]
+
+
+def _subtracted(found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool) -> TensorDifference:
+    """Return a row with its verdict and numbers.
+
+    Args:
+        found: the row without them.
+        first: its values in the first folder, any shape.
+        second: in the second.
+        scales_alone: whether it is a scale if they differ.
+    """
+    if first.shape != second.shape:
+        return replace(found, verdict=SHAPE)
+    first, second = first.float(), second.float()
+    if torch.equal(first, second):
+        return replace(found, largest=0.0, relative=0.0, changed=0.0)
+    difference, norm = second - first, float(first.norm())
+    return replace(
+        found,
+        verdict=SCALE if scales_alone else VALUES,
+        largest=float(difference.abs().max()),
+        relative=float(difference.norm()) / norm if norm else None,
+        changed=float((difference != 0).float().mean()),
+    )
+
+
+def _compared_inputs(
+    linear: str, weight: TensorDifference, one: QuantizedLinear | None, other: QuantizedLinear | None
+) -> list[TensorDifference]:
+    """Return a row for each number of a linear's input that differs.  weight: the row of its weight."""
+    rows = []
+    for part, kind in (("input_scale", SCALE), ("input_zero_point", VALUES)):
+        pair = [None if side is None else getattr(side, part) for side in (one, other)]
+        sides = (weight.left if pair[0] is not None else None, weight.right if pair[1] is not None else None)
+        rows += _differing(f"{linear}.{part}", sides, pair, kind=kind)
+    return rows
+
+
+def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
+    """Return a row for each scale of keys and values that differs, or that is of another kind of cache."""
+    sides = [dict(zip(side.caches, side.kv_scales(), strict=False)) for side in (left, right)]  # none where none are kept
+    rows = []
+    for attention in dict.fromkeys((*sides[0], *sides[1])):
+        caches = [side.get(attention) for side in sides]
+        words = [None if cache is None else kv_words(cache.scheme) for cache in caches]
+        for name, part in zip(kv_tensor_names(attention), ("keys", "values"), strict=True):
+            pair = [None if cache is None else getattr(cache, part) for cache in caches]
+            if None not in words and words[0] != words[1]:
+                rows.append(TensorDifference(name=name, verdict=VALUES, left=words[0], right=words[1]))
+            else:
+                rows += _differing(name, (words[0], words[1]), pair, kind=SCALE)
+    return rows
+
+
+def _differing(
+    name: str, sides: tuple[str | None, str | None], pair: Sequence[Tensor | None], *, kind: str
+) -> list[TensorDifference]:
+    """Return the row of a tensor that differs or is there once; none of one that is equal or nowhere.
+
+    Args:
+        name: of the tensor.
+        sides: how each folder keeps it.
+        pair: its values.
+        kind: the verdict on different values.
+    """
+    first, second = pair
+    row = TensorDifference(name=name, verdict=EQUAL, left=sides[0], right=sides[1])
+    if first is None and second is None:
+        return []
+    if first is None or second is None:
+        return [replace(row, verdict=ONLY_LEFT if second is None else ONLY_RIGHT)]
+    found = _subtracted(row, first, second, scales_alone=kind == SCALE)
+    return [] if found.verdict == EQUAL else [found]
+
+
+def _stored(side: Artifact, name: str) -> str | None:
+    """Return how a tensor is stored, in short; None where it is not there."""
+    linear = name.removesuffix(".weight")
+    if name not in side.names:
+        return None
+    if name != linear and linear in side.linears:
+        return side.linears[linear].scheme.name
+    return side.checkpoint.infos[name].dtype
+
+
+def _real(side: Artifact, linear: QuantizedLinear | None, name: str) -> Tensor:
+    """Return the values of a tensor, float32."""
+    return side.read([name], torch.float32)[name].float() if linear is None else linear.dequantize()
+
+
+def _same_codes(left: QuantizedLinear, right: QuantizedLinear) -> bool:
+    """Return whether two linears differ in their scales alone."""
+
+    def equal(one: Tensor | None, other: Tensor | None) -> bool:
+        return (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+
+    def comparable(weight: QTensor) -> tuple[Any, ...]:
+        return weight.qvalue.dtype, weight.qvalue.shape, weight.scale.shape, weight.scheme.minima
+
+    one, other = left.weight, right.weight
+    codes = comparable(one) == comparable(other) and torch.equal(one.qvalue, other.qvalue)
+    return codes and equal(one.zero_point, other.zero_point) and equal(left.order, right.order)
+
+
+def _divergence(job: FolderDiffJob, left: Artifact, right: Artifact, text: Path, progress: Progress) -> Mapping[str, Any]:
+    """Return how far the second's predictions are from the first's: KL in nats, the share of equal tokens."""
+    documents = read_documents(text, load_tokenizer(job.left))
+    config = text_config(left.config)
+    length = min(job.sequence_length, getattr(config, "max_position_embeddings", job.sequence_length))
+    sequences: Sequence[Tensor] = evaluation_sequences(documents, tokens=job.tokens, sequence_length=length)
+    refuse_beyond(sequences, config.vocab_size, where=str(text))
+    with single_threaded(), torch.no_grad(), tempfile.TemporaryDirectory(prefix="quantflow-diff-") as scratch:
+        streams = {
+            name: LayerStream(side, graph_for(side.config), cache=rounder(side))
+            for name, side in ((BASELINE, left), (_OTHER, right))
+        }
+        compared = Comparing(
+            streams=streams,
+            sequences=sequences,
+            folder=Path(scratch),
+            keys=dict.fromkeys(streams, "diff"),
+            stage="diff",
+            progress=progress,
+            workers=process_memory.usable_cores(),
+        ).scores()[_OTHER]
+    return {
+        "windows": len(sequences),
+        "tokens": int(compared.lengths.sum()),
+        "mean_kld": float(compared.kld.mean()),
+        "largest_kld": float(compared.kld.max()),
+        "top1_agreement": float(compared.agreement.double().mean()),
+    }

@@ -1,0 +1,119 @@
+"""Several models over the same text, one layer of one of them in memory at a time, then window by window their scores.
+
+    <folder>/<model>/00012.hidden    the hidden states that enter layer 12, so that a run that is stopped goes on there
+    <kept>/00030.hidden              what leaves the last layer of the baseline, for the next comparison with it
+
+The logits are those of the whole models: each layer and the head compute what they compute there, window by window. Windows
+are independent, so several run at once; in memory are the logits of every model for each of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantflow.core.device import Device
+from quantflow.core.parallel import Workers
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
+from quantflow.models.hidden import HiddenStates
+from quantflow.numerics.divergence import Comparison, brought_back, join, scores
+from quantflow.process_memory import give_back_holes
+from quantflow.progress import Progress
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparing:
+    """Models that are compared with one of them.
+
+    Attributes:
+        streams: name -> model, all on one device; the one called `baseline` is what the others are compared with.
+        sequences: token ids, int64 [S] each.
+        folder: private, for hidden states; whoever made it removes it.
+        keys: name -> digest of what that model's hidden states are made from; those of another key are not used.
+        kept: the folder for what leaves the baseline's last layer, taken from there if it is there and put there otherwise;
+            None keeps nothing. Several processes may share it.
+        stage: how progress calls it.
+        workers: how many units run at once.
+    """
+
+    streams: Mapping[str, LayerStream]
+    sequences: Sequence[Tensor]
+    folder: Path
+    keys: Mapping[str, str]
+    stage: str
+    progress: Progress
+    workers: int
+    kept: Path | None = None
+
+    @torch.no_grad()
+    def scores(self) -> dict[str, Comparison]:
+        """Return each model's comparison with the baseline; the number of workers changes no bit of it."""
+        opened = partial(HiddenStates, len(self.sequences), device=self._device)
+        hidden = {name: opened(folder=self.folder / name) for name in self.streams}
+        if self.kept is not None:
+            kept = opened(folder=self.kept, keep=True)
+            if kept.restore(len(self._layers_of(BASELINE)), key=self.keys[BASELINE]):
+                hidden[BASELINE] = kept
+        try:
+            with Workers(self.workers) as workers:
+                self._layers(hidden, workers)
+                found = self._windows(hidden, workers)
+            if self.kept is not None:
+                hidden[BASELINE].move(self.kept)
+            return found
+        finally:
+            for states in hidden.values():
+                states.close()
+
+    @property
+    def _device(self) -> Device:
+        return self.streams[BASELINE].device
+
+    def _layers_of(self, name: str) -> Sequence[Layer]:
+        return self.streams[name].graph.layers
+
+    def _layers(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> None:
+        """Bring every model's hidden states to the end of its last layer."""
+        steps = []
+        for name in self.streams:
+            count, key = len(self._layers_of(name)), self.keys[name]
+            start = next((index for index in range(count, -1, -1) if hidden[name].restore(index, key=key)), 0)
+            steps += [(name, index) for index in range(start, count)]
+        states: dict[str, list[State]] = {}
+        for name, index in self.progress.steps(steps, stage=self.stage, unit="layer", samples=len(self.sequences)):
+            stream = self.streams[name]
+            if name not in states:
+                states = {name: stream.begin(self.sequences, hidden=hidden[name])}
+                if not hidden[name].restored:
+                    hidden[name].commit(0, key=self.keys[name])
+            self.progress.doing(f"layer {index} of the {name}")
+            with stream.layer(index) as module:
+                stream.advance(module, states[name], workers=workers)
+            hidden[name].commit(index + 1, key=self.keys[name])
+            give_back_holes()
+
+    def _windows(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> dict[str, Comparison]:
+        """Put the heads on and score."""
+        parts: dict[str, list[Comparison]] = {name: [] for name in self.streams if name != BASELINE}
+        with ExitStack() as heads:
+            for stream in self.streams.values():
+                heads.enter_context(stream.head())
+            found = workers.stream(partial(self._scored, hidden), range(len(self.sequences)))
+            steps = self.progress.steps(range(len(self.sequences)), stage=self.stage, unit="window")
+            for _, scored in zip(steps, found, strict=True):
+                for name, comparison in scored.items():
+                    parts[name].append(comparison)
+        return {name: join(comparisons) for name, comparisons in parts.items()}
+
+    def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
+        """Return each model's comparison with the baseline over one window, computed on the device and in host memory then."""
+        logits = {name: self.streams[name].finish(hidden[name].get(number))[0].float() for name in self.streams}  # [S, V]
+        found = scores(logits.pop(BASELINE), logits, self._device.put(self.sequences[number]))
+        return {name: brought_back(comparison, self._device) for name, comparison in found.items()}

@@ -1,0 +1,487 @@
+"""Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
+
+Reads    the artifact, or a folder that another program quantized, the source model, an evaluation text; an older artifact of
+         the model, or its validation
+Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
+         <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
+         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis was asked and has one
+         <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
+Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
+Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
+         was expected, or the artifact is worse than the older one; 7 the artifact is damaged
+
+Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
+(quantflow/validating/layerwise.py). Protocol: float32, the artifact on the reference backend, its cache rounded, windows of
+one length, KL over all the vocabulary. The noise floor is the baseline in bf16 against itself in float32; where `compute`
+asks for bf16, in float32 against itself in bf16. Layers, heads and divergences are computed on one device
+(quantflow/core/device.py); bounds, diagnosis and tasks on the CPU.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow import process_memory
+from quantflow.algorithms import TUNE
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
+from quantflow.core.parallel import Workers
+from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.exporting.canary import rounder
+from quantflow.files import disk, stage_folder
+from quantflow.files.canonical import canonical_json, digest_of, read_json
+from quantflow.files.digests import Digests
+from quantflow.files.manifest import rounds_inputs
+from quantflow.files.outputs import beside
+from quantflow.measuring.text import hash_sequences, read_documents
+from quantflow.measuring.text_sources import text_digest
+from quantflow.models import layer_store
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for, text_config
+from quantflow.models.identity import CANARY_TOKENS, tensor_hash
+from quantflow.models.load import Source, open_source, reading_ahead, skeleton
+from quantflow.models.source import fingerprint
+from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
+from quantflow.numerics.divergence import Comparison
+from quantflow.planning.device_memory import allow_on_device, validate_on_device
+from quantflow.planning.finished_plan import head_from, kv_words_of
+from quantflow.planning.recipe import Compute, Resources, Validate
+from quantflow.planning.resources import allow_validate, compare
+from quantflow.planning.sizes import ModelSize, model_size
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
+from quantflow.units import duration
+from quantflow.validating import recovery
+from quantflow.validating.bootstrap import bootstrap
+from quantflow.validating.diagnosis import Subject, diagnose
+from quantflow.validating.foreign_manifest import manifest_of
+from quantflow.validating.gate import gate_files, judge, load_gate
+from quantflow.validating.layerwise import BASELINE, Comparing
+from quantflow.validating.mend import RECIPE
+from quantflow.validating.paired import recorded
+from quantflow.validating.regression import compare_with, read_validation
+from quantflow.validating.report import row_of, write_report
+from quantflow.validating.task_scores import TaskScores, check_tasks, files_of, score_tasks
+from quantflow.validating.windows import evaluation_sequences
+
+VERSION = 4
+RESAMPLES = 2000
+CACHE = "validation-cache"
+OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateJob:
+    """One artifact to be judged.
+
+    Attributes:
+        report: the folder of validation.json and report.html.
+        cache: the folder of what validations of one model over one text share; None is `validation-cache` beside the report.
+            It may be removed at any time, and costs the hidden states of the text: 4 bytes a token and hidden feature.
+        expect: `fail` when a failing gate is the expected outcome.
+        previous: an older artifact of the model to compare with, its validation.json, or the folder of that.
+        replace: redo a finished validation that was made from other inputs, instead of refusing.
+        compute: the device that runs both models, and in which dtype.
+    """
+
+    artifact: Path
+    baseline: Path
+    report: Path
+    options: Validate
+    expect: str = "pass"
+    previous: Path | None = None
+    cache: Path | None = None
+    seed: int = 0
+    replace: bool = False
+    resources: Resources = Resources()
+    compute: Compute = Compute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What validations of one model over one text have in common: the noise floor, and what leaves the baseline's last layer.
+
+        <cache>/<key>/floor.json       {"key", "floor"}, the noise floor's metrics with their bounds
+        <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
+
+    Attributes:
+        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype, device, resamples, seed; the
+            hashes of the model's files; the versions of the tools and the instruction set].
+        folder: of the key. Files in it appear whole, and one that does not hold what its hash says is made again.
+    """
+
+    key: str
+    folder: Path
+
+    def has_baseline(self, layers: int) -> bool:
+        """Whether what leaves the last of so many layers seems to be there; only reading it shows whether it is whole."""
+        return (self.folder / f"{layers:05d}.json").is_file()
+
+    @property
+    def floor(self) -> dict[str, dict[str, float]] | None:
+        """The noise floor, where an earlier validation kept it."""
+        try:
+            record = read_json(self.folder / "floor.json")
+            floor: dict[str, dict[str, float]] = record["floor"]
+            return floor if record["key"] == self.key and record["digest"] == digest_of(floor) else None
+        except (InputError, KeyError, TypeError):  # missing or damaged: made again, never used
+            return None
+
+    def keep(self, floor: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the noise floor."""
+        disk.make_folder(self.folder)
+        record = {"key": self.key, "floor": floor, "digest": digest_of(floor)}
+        disk.write_atomic(self.folder / "floor.json", canonical_json(record))
+
+
+def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
+    """Validate and return the content of validation.json; quantflow.validating.verdict turns it into an exit code."""
+    check_compute(job.options, job.compute)
+    device = open_device(job.compute.device)
+    source = open_source(job.baseline)
+    manifest = manifest_of(job.artifact, source)
+    if job.options.diagnose is not None and not is_artifact(job.artifact):
+        cause = f"{job.artifact}: --diagnose of a folder without a manifest, which says how it was quantized"
+        raise UsageError(cause, "leave --diagnose out")
+    digests = Digests()
+    _refuse_other_baseline(job, manifest, source, digests)
+    inputs = _inputs(job, manifest, source, digests)
+    older = None if job.previous is None else _older(job, job.previous, progress)
+    if older is not None:
+        inputs["previous"] = digest_of(older["windows"])
+    with stage_folder.locked(job.report), single_threaded(), device.deterministic(), torch.no_grad():
+        if stage_folder.is_up_to_date(job.report, inputs):
+            disk.remove_tree(layer_store.scratch(job.report))
+            progress.say(f"validate {job.artifact.name}: up to date")
+            result: dict[str, Any] = read_json(job.report / "validation.json")
+            return result
+        parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
+        stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=parts)
+        result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
+        with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
+            disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
+            for name, content in documents.items():
+                disk.write_file(folder / name, content)
+            write_report(folder / "report.html", [row_of(result, manifest)])
+        disk.remove_tree(layer_store.scratch(job.report))
+    return result
+
+
+def check_compute(options: Validate, compute: Compute) -> None:
+    """Refuse what does not go with a device, or with models that run in bfloat16.
+
+    Raises:
+        UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with what the models lose.
+    """
+    if options.diagnose is not None and compute != Compute():
+        raise UnsupportedError(
+            f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, probes run in float32 on the CPU",
+            "leave --device and --dtype out, or --diagnose",
+        )
+
+
+def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, Any]:
+    """Return the validation of the older artifact; where only the artifact is there, it is validated as the newer one is."""
+    if previous.is_file() or (previous / "validation.json").is_file():
+        return read_validation(previous)
+    source = open_source(job.baseline)
+    manifest = manifest_of(previous, source)
+    older = replace(
+        job,
+        artifact=previous,
+        report=beside(previous, "-validation"),
+        options=replace(job.options, diagnose=None),
+        previous=None,
+        expect="pass",
+        replace=False,
+    )
+    if not stage_folder.is_up_to_date(older.report, _inputs(older, manifest, source, Digests())):
+        older = replace(older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True)
+    return run(replace(older, cache=job.cache or job.report.parent / CACHE), progress)
+
+
+def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
+    """Refuse to compare an artifact with a model that it was not made from.
+
+    Raises:
+        InputError: a weight file of the baseline is not one that the manifest names. Another program's folder names none.
+    """
+    if not is_artifact(job.artifact):
+        return
+    known = set(manifest["source"]["files"].values())
+    shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
+    with Workers(process_memory.usable_cores()) as workers:
+        found = digests.of_all(shards, map_all=workers.map)
+    for path, digest in found.items():
+        if digest not in known:
+            raise InputError(
+                f"{path}: has sha256 {digest[:16]}, the artifact was made from other weights",
+                f"give the model {manifest['source']['name']!r} that was quantized as --baseline",
+            )
+
+
+def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
+    options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
+    del options["ranks"]  # they answer as one does
+    return {
+        "artifact": manifest["digest"],
+        "baseline": fingerprint(source.checkpoint, digests),
+        "options": options,
+        "gate": gate_files(job.options.gate),
+        "expect": job.expect,
+        "seed": job.seed,
+        "tasks": files_of(job.options),
+        **open_device(job.compute.device).key(),
+        **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
+        "version": VERSION,
+        "tools": tools(),
+    }
+
+
+def _validate(
+    job: ValidateJob,
+    manifest: Mapping[str, Any],
+    source: Source,
+    inputs: Mapping[str, Any],
+    older: Mapping[str, Any] | None,
+    progress: Progress,
+    *,
+    device: Device,
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return validation.json, and what stands beside it: file name -> content."""
+    recipe = manifest["recipe"]
+    parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
+    gate_for = partial(
+        load_gate,
+        job.options.gate,
+        scheme=recipe["scheme"],
+        algorithm=recipe["resolved"].get("judged_as", recipe["resolved"]["algorithm"]),
+        parameters=parameters,
+    )
+    gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
+    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.baseline, job.options))
+    sequences = _sequences(job, manifest)
+    refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
+    protocol = _protocol(job, sequences, device=device)
+    key = digest_of([protocol, inputs["baseline"], tools()])
+    shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
+    floor = shared.floor
+    usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
+    artifact = open_folder(job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual)
+    with reading_ahead(source, device) as read:
+        compared = _compared(
+            job,
+            read,
+            artifact=replace(artifact, linears_device=device.kind),
+            inputs=inputs,
+            sequences=sequences,
+            shared=shared,
+            with_noise=floor is None,
+            device=device,
+            progress=progress,
+        )
+    candidate = compared["candidate"]
+    metrics = _bounds(candidate, job.seed)
+    if floor is None:
+        floor = _bounds(compared["noise"], job.seed)
+        shared.keep(floor)
+    gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
+    result: dict[str, Any] = {
+        "artifact": recipe["name"],
+        "digest": manifest["digest"],
+        "baseline": inputs["baseline"],
+        "parameters": parameters,
+        "scheme": recipe["scheme"],
+        "kv_cache": kv_words_of(recipe["resolved"]),
+        "algorithm": recipe["resolved"]["algorithm"] + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
+        "transforms": recipe["resolved"]["transforms"],
+        "model": manifest["source"]["name"],
+        "size": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "bits_per_weight": bits_per_weight(artifact),
+        "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
+        "metrics": metrics,
+        "noise_floor": floor,
+        "gate": gate.record(),
+        "windows": recorded(candidate),
+        "expect": job.expect,
+        "allow_inconclusive": job.options.allow_inconclusive,
+        "rounded_inputs": rounds_inputs(manifest) and not job.options.exact,
+        "protocol": protocol,
+    }
+    documents: dict[str, bytes] = {}
+    if job.options.tasks:
+        asked = _asked(job, inputs, progress)
+        result["tasks"] = asked.record
+        for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
+            documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
+    if job.options.diagnose is not None:
+        subject = Subject(
+            artifact=artifact,
+            source=source,
+            sequences=sequences,
+            comparison=candidate,
+            options=job.options,
+            seed=job.seed,
+            resources=job.resources,
+            kept=layer_store.scratch(job.report) / "probes.json",
+            key=digest_of(inputs),
+        )
+        result["diagnosis"], recipe = diagnose(subject, progress)
+        if recipe is not None:
+            documents[RECIPE] = recipe.encode()
+    bounds = {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()}
+    verdict = judge(gate, bounds, recovery.asked(gate, result))
+    result |= {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+    if older is not None:
+        result["regression"] = compare_with(older, result, gate=gate)
+    return result, documents
+
+
+def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> TaskScores:
+    return score_tasks(
+        job.artifact,
+        job.baseline,
+        options=job.options,
+        resources=job.resources,
+        kept=job.cache or job.report.parent / CACHE,
+        key=inputs["baseline"],
+        progress=progress,
+    )
+
+
+def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: asdict(bound) for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()}
+
+
+def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
+    """Return the evaluation windows.
+
+    Raises:
+        InputError: the text that they are cut from holds the first tokens of a calibration sequence, wherever.
+    """
+    documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
+    tokens, length = job.options.tokens, job.options.sequence_length
+    sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
+    if manifest["measurement"] is None:
+        return sequences
+    head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
+    calibrated = set(manifest["measurement"]["sequence_heads"])
+    left = tokens
+    for number, document in enumerate(documents, start=1):  # a heading that both texts have is shorter than a head
+        used = torch.tensor(document[:left], dtype=torch.int64)
+        left -= len(used)
+        position = next((at for at in range(len(used) - head + 1) if tensor_hash(used[at : at + head]) in calibrated), None)
+        if position is not None:
+            raise InputError(
+                f"{job.options.text}: document {number}, tokens {position} to {position + head - 1}: the first {head} tokens "
+                "of a calibration sequence",
+                "evaluate on text that the artifact was not calibrated on",
+            )
+    return sequences
+
+
+def _compared(
+    job: ValidateJob,
+    source: Source,
+    *,
+    artifact: Artifact,
+    inputs: Mapping[str, Any],
+    sequences: Sequence[Tensor],
+    shared: Shared,
+    with_noise: bool,
+    device: Device,
+    progress: Progress,
+) -> dict[str, Comparison]:
+    """Return the candidate's comparison with the baseline, and the baseline's in another dtype where that is not known."""
+    graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
+    candidate = LayerStream(artifact, graph_for(artifact.config), dtype=dtype, cache=rounder(artifact, device), device=device)
+    streams = {BASELINE: LayerStream(source, graph, dtype=dtype, device=device), "candidate": candidate}
+    if with_noise:
+        other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+        streams["noise"] = LayerStream(source, graph, dtype=other, device=device)
+    sizes = model_size(source.checkpoint.infos, source.config, graph)
+    lengths = [len(sequence) for sequence in sequences]
+    head = head_from(artifact.manifest["recipe"]["resolved"]) if artifact.manifest else None
+    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
+    ran = [name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))]
+    took = f" on {device.name}"
+    if device.is_host:
+        seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
+        took = f", about {duration(seconds)}"
+    known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
+    kept = f", {' and '.join(name for name in known if known[name])} kept from before" if any(known.values()) else ""
+    progress.say(f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens{took}{kept}")
+    need = validate_on_device(sizes, lengths=lengths, models=len(streams), dtype=dtype, head=head)
+    allow_on_device(need, job.resources, device)
+    process_memory.reset_peak()
+    compared = Comparing(
+        streams=streams,
+        sequences=sequences,
+        folder=layer_store.scratch(job.report),
+        keys={name: digest_of([shared.key if name != "candidate" else digest_of(inputs), name]) for name in streams},
+        kept=shared.folder,
+        stage=f"validate {job.artifact.name}",
+        progress=progress,
+        workers=allowance.workers if device.is_host else 1,
+    ).scores()
+    progress.note(compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak))
+    return compared
+
+
+def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers: int) -> float:
+    """Return the seconds that a validation will take, from how fast this machine multiplies now.
+
+    Args:
+        sizes: of the model.
+        tokens: of all windows.
+        models: whose layers run.
+        heads: of models that are scored.
+        workers: windows at once.
+    """
+    rows, hidden = 256, sizes.hidden
+    x, weight = torch.ones(rows, hidden), torch.ones(hidden, hidden)
+    times = []
+    for _ in range(4):  # the first is slower
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - began)
+    products = tokens * (models * sum(layer.elements for layer in sizes.layers) + heads * sizes.head[0])
+    return OTHER_WORK * products * min(times) / (rows * hidden * hidden) / workers
+
+
+def bits_per_weight(artifact: Artifact) -> float:
+    """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
+    infos, nbytes, weights = artifact.checkpoint.infos, 0, 0
+    for name, placement in artifact.linears.items():
+        nbytes += sum(infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme))
+        weights += placement.shape[0] * placement.shape[1]
+    return 8 * nbytes / weights
+
+
+def _perplexity(nll: Tensor) -> float:
+    return float(nll.mean().exp())
+
+
+def _protocol(job: ValidateJob, sequences: Sequence[Tensor], *, device: Device) -> dict[str, Any]:
+    protocol = {
+        "windows": len(sequences),
+        "tokens": sum(len(s) for s in sequences),
+        "sequence_length": job.options.sequence_length,
+        "text": hash_sequences(sequences),
+        "dtype": job.compute.dtype,
+        **device.key(),
+        "bound": "one-sided 95 %",
+        "resamples": RESAMPLES,
+        "seed": job.seed,
+    }
+    return {**protocol, "hash": digest_of(protocol)}

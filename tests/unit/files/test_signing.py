@@ -1,0 +1,296 @@
+"""Signatures of artifacts: what was changed, whose key it is and which certificate expired is said, with exit 7."""
+
+import datetime
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantflow.errors import InputError, IntegrityError, UsageError
+from quantflow.exporting import export as export_stage
+from quantflow.files.canonical import digest_of, readable_json
+from quantflow.files.required_signature import RequiredSignature
+from quantflow.files.signing import Signer, Trusted, require_signature, sign
+from quantflow.files.verify import verify
+from quantflow.server import process
+from quantflow.server.models import open_model
+from quantflow.server.settings import ServeJob
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+pytest.importorskip("model_signing")  # an extra: quantflow[sign]
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries below
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+def key_pair(folder, name):
+    """Write a private and a public key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+def certificates(folder, name, *, begin, end):
+    """Write a root, and a key with a certificate from it, valid between two days from now."""
+    now = datetime.datetime.now(datetime.UTC)
+    span = [now + datetime.timedelta(days=days) for days in (begin, end)]
+    root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in (f"{name} root", name)]
+
+    def made(subject, public, ca):
+        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(names[0]).public_key(public)
+        builder = builder.serial_number(x509.random_serial_number())
+        whole = [now - datetime.timedelta(days=900), now + datetime.timedelta(days=900)]
+        builder = builder.not_valid_before((whole if ca else span)[0]).not_valid_after((whole if ca else span)[1])
+        usage = {"digital_signature": not ca, "key_cert_sign": ca, "crl_sign": ca} | dict.fromkeys(
+            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+            False,
+        )
+        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        return builder.add_extension(x509.KeyUsage(**usage), critical=True).sign(root_key, hashes.SHA256())
+
+    paths = [folder / f"{name}-{part}.pem" for part in ("root", "certificate", "key")]
+    paths[0].write_bytes(made(names[0], root_key.public_key(), True).public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(made(names[1], key.public_key(), False).public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    paths[2].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, llama):
+    """An artifact, two pairs of keys."""
+    folder = tmp_path_factory.mktemp("signed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_stage, "_prove", lambda *_: {})
+        assert run("quantize", llama, "-o", folder / "q", "--scheme", "W8A16") == 0
+        assert run("export", folder / "q", "-o", folder / "artifact") == 0
+    for name in ("mine", "theirs"):
+        key_pair(folder, name)
+    return folder
+
+
+@pytest.fixture
+def artifact(work, tmp_path):
+    """A copy of it, signed with my key."""
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    assert run("sign", folder, "--key", work / "mine.pem") == 0
+    return folder
+
+
+def test_a_signed_artifact_verifies_with_the_key_and_stays_as_it_is(work, artifact, capsys):
+    capsys.readouterr()
+    assert run("verify", artifact, "--key", work / "mine.pub", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [Path(path).name for path in told["signature"]] == ["artifact.sig", "artifact.intoto.json", "artifact.cdx.json"]
+    assert sorted(path.name for path in artifact.iterdir()) == sorted(path.name for path in (work / "artifact").iterdir())
+
+
+def test_the_provenance_names_every_source_file_the_recipe_and_the_tools(artifact):
+    manifest = json.loads((artifact / "quantflow.json").read_text())
+    statement = json.loads(artifact.with_name("artifact.intoto.json").read_text())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    built = statement["predicate"]["buildDefinition"]
+    assert {row["name"]: row["digest"]["sha256"] for row in built["resolvedDependencies"]} == manifest["source"]["files"]
+    assert built["externalParameters"]["recipe"]["scheme"] == "W8A16"
+    assert statement["predicate"]["runDetails"]["builder"]["version"] == manifest["tools"]
+    hashes_of = {row["name"]: row["digest"].get("sha256") for row in statement["subject"]}
+    assert hashes_of["model.safetensors"] == manifest["files"]["model.safetensors"]["sha256"]
+    bom = json.loads(artifact.with_name("artifact.cdx.json").read_text())
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+    assert bom["metadata"]["component"]["type"] == "machine-learning-model"
+    assert bom["metadata"]["component"]["version"] == manifest["digest"]
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def resealed(folder):
+    """Change the manifest and make its digest right again, as who does not have the key would."""
+    path = folder / "quantflow.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"]["name"] = "a better model"
+    manifest.pop("digest")
+    path.write_bytes(readable_json({**manifest, "digest": digest_of(manifest)}))
+    verify(folder)  # which finds nothing
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: flipped(folder / "model.safetensors"), "model.safetensors"),
+        (lambda folder: flipped(folder / "tokenizer.json"), "tokenizer.json"),
+        (resealed, "quantflow.json"),
+        (lambda folder: (folder / "more.txt").write_text("x"), "more.txt"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda folder: flipped(folder.with_name("artifact.intoto.json")), "artifact.intoto.json"),
+        (lambda folder: flipped(folder.with_name("artifact.cdx.json")), "artifact.cdx.json"),
+    ],
+    ids=["weights", "tokenizer", "manifest", "added", "removed", "provenance", "bom"],
+)
+def test_what_was_changed_is_named_with_exit_7(change, said, work, artifact, capsys):
+    change(artifact)
+    assert run("verify", artifact, "--key", work / "mine.pub") == 7
+    told = capsys.readouterr().err
+    assert said in told and "Traceback" not in told
+    if said != "artifact.cdx.json" and said != "artifact.intoto.json":
+        with pytest.raises(IntegrityError):
+            require_signature(artifact, Trusted(key=work / "mine.pub"))
+
+
+def test_another_key_is_named_with_exit_7(work, artifact, capsys):
+    assert run("verify", artifact, "--key", work / "theirs.pub") == 7
+    assert "theirs.pub" in capsys.readouterr().err
+
+
+def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signature_are_exit_7(work, artifact, tmp_path, capsys):
+    other = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
+    resealed(other)
+    assert run("sign", other, "--key", work / "mine.pem") == 0
+    for suffix in (".sig", ".intoto.json", ".cdx.json"):
+        mine, theirs = artifact.with_name(f"artifact{suffix}"), other.with_name(f"other{suffix}")
+        before = mine.read_bytes()
+        assert before != theirs.read_bytes()
+        shutil.copy(theirs, mine)
+        capsys.readouterr()
+        assert run("verify", artifact, "--key", work / "mine.pub") == 7
+        assert mine.name in capsys.readouterr().err
+        mine.write_bytes(before)
+    assert run("verify", artifact, "--key", work / "mine.pub") == 0
+    resealed(artifact)  # a newer artifact, and what was signed of the one before
+    assert run("verify", artifact, "--key", work / "mine.pub") == 7
+    bundle = json.loads(artifact.with_name("artifact.sig").read_text())
+    for envelope in ({"payload": "", "signatures": []}, {**bundle["dsseEnvelope"], "signatures": []}):
+        artifact.with_name("artifact.sig").write_text(json.dumps({**bundle, "dsseEnvelope": envelope}))
+        assert run("verify", artifact, "--key", work / "mine.pub") == 7
+
+
+def test_a_certificate_that_leads_to_the_root_verifies_and_one_that_expired_or_leads_elsewhere_does_not(work, tmp_path):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    root, certificate, key = certificates(tmp_path, "good", begin=-1, end=30)
+    other, *_ = certificates(tmp_path, "other", begin=-1, end=30)
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    require_signature(folder, Trusted(roots=(root,)))
+    with pytest.raises(IntegrityError, match="not a signature of"):
+        require_signature(folder, Trusted(roots=(other,)))
+    root, certificate, key = certificates(tmp_path, "old", begin=-60, end=-30)
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    with pytest.raises(IntegrityError, match="expired on"):
+        require_signature(folder, Trusted(roots=(root,)))
+    assert run("verify", folder, "--certificate", root) == 7
+    root, certificate, key = certificates(tmp_path, "early", begin=30, end=60)
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    with pytest.raises(IntegrityError, match="valid from"):
+        require_signature(folder, Trusted(roots=(root,)))
+
+
+def test_no_signature_and_keys_that_are_none_are_input_errors(work, tmp_path, artifact):
+    plain = Path(shutil.copytree(work / "artifact", tmp_path / "plain"))
+    with pytest.raises(InputError, match="no signature"):
+        require_signature(plain, Trusted(key=work / "mine.pub"))
+    (tmp_path / "junk.pem").write_text("junk")
+    for key in (tmp_path / "junk.pem", tmp_path / "nowhere.pem"):
+        assert run("sign", plain, "--key", key) == 3
+        assert run("verify", artifact, "--key", key) == 3
+    artifact.with_name("artifact.sig").write_text("{}")
+    with pytest.raises(IntegrityError, match="not a signature"):
+        require_signature(artifact, Trusted(key=work / "mine.pub"))
+
+
+def test_options_that_do_not_go_together_are_usage_errors(work, artifact):
+    with pytest.raises(UsageError, match="key and certificate"):
+        Trusted(key=work / "mine.pub", roots=(work / "mine.pub",))
+    with pytest.raises(UsageError, match="identity to compare with"):
+        Trusted(identity="me@example.com")
+    assert run("sign", artifact) == 2
+    assert run("sign", artifact, "--sigstore", "--key", work / "mine.pem") == 2
+
+
+def test_generate_runs_what_the_key_signed_alone(work, artifact, capsys):
+    line = ("generate", artifact, "--prompt", "value", "--max-new-tokens", "2", "--require-signature")
+    assert run(*line, work / "mine.pub") == 0
+    assert run(*line, work / "theirs.pub") == 7
+    assert run("bench", artifact, "--require-signature", work / "theirs.pub") == 7
+    from quantflow.runtime.load import load
+
+    with pytest.raises(IntegrityError):
+        load(artifact, require_signature=work / "theirs.pub")
+    with pytest.raises(IntegrityError):
+        load(artifact, require_signature=Trusted(key=work / "theirs.pub"))
+
+
+@pytest.fixture
+def talked(monkeypatch, tmp_path):
+    """A chat template, and a line of stdin."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("value\n"))
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    return tmp_path / "chat.jinja"
+
+
+def test_serve_and_chat_run_what_was_signed_alone(work, artifact, talked, capsys, monkeypatch):
+    chat = ("chat", artifact, "--chat-template", talked, "--max-new-tokens", "2")
+    assert run(*chat, "--require-signature", work / "mine.pub") == 0
+    started = []
+    monkeypatch.setattr(process, "_serve", lambda job, *_: started.append(job.artifact))
+    serve = ("serve", artifact, "--port", "0", "-q")
+    assert run(*serve, "--require-signature", work / "mine.pub") == 0 and len(started) == 1
+    for line in (chat, serve):
+        capsys.readouterr()
+        assert run(*line, "--require-signature", work / "theirs.pub") == 7
+        assert "signature" in capsys.readouterr().err
+        assert run(*line, "--require-certificate", work / "mine.pub") in (3, 7)
+        assert run(*line, "--require-identity", "me@example.com") == 2
+        assert run(*line, "--require-signature", work / "mine.pub", "--require-identity", "me@example.com") == 2
+    (artifact.with_name(f"{artifact.name}.sig")).unlink()
+    assert (
+        run(*serve, "--require-signature", work / "mine.pub") == 3 and run(*chat, "--require-signature", work / "mine.pub") == 3
+    )
+    assert len(started) == 1
+
+
+def test_serve_and_chat_know_certificates(work, talked, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    root, certificate, key = certificates(tmp_path, "us", begin=-1, end=1)
+    other, *_ = certificates(tmp_path, "others", begin=-1, end=1)
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    monkeypatch.setattr(process, "_serve", lambda *_: None)
+    chat = ("chat", folder, "--chat-template", talked, "--max-new-tokens", "1")
+    for line in (chat, ("serve", folder, "--port", "0", "-q")):
+        assert run(*line, "--require-certificate", other, "--require-certificate", root) == 0
+        assert run(*line, "--require-certificate", other) == 7
+
+
+def test_every_model_of_a_server_has_to_be_signed(work, artifact, tmp_path):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
+    job = ServeJob(artifact=artifact, signature=RequiredSignature(key=work / "mine.pub"), models=(f"b={folder}",))
+    open_model(artifact, job)
+    with pytest.raises(InputError, match="no signature"):
+        open_model(folder, job)
+
+
+def test_a_signature_of_a_model_on_a_server_is_a_usage_error(work):
+    assert run("chat", "--url", "http://127.0.0.1:9", "--require-signature", work / "mine.pub") == 2
+
+
+def test_a_damaged_artifact_is_not_signed(work, tmp_path):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    flipped(folder / "model.safetensors")
+    assert run("sign", folder, "--key", work / "mine.pem") == 7
+    assert not (tmp_path / "artifact.sig").exists()

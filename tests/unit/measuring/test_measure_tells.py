@@ -1,0 +1,32 @@
+"""What measure says of the text: what it got of what was asked for, and at the end what was measured."""
+
+import pytest
+
+from quantflow.measuring import measure
+from quantflow.planning.recipe import Calibration
+from quantflow.progress import Silent
+
+
+class Heard(Silent):
+    """Progress that keeps what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(("pack", "warned"), [(True, False), (False, True)])
+def test_less_than_half_of_the_tokens_is_said_with_the_remedy(llama, tmp_path, pack, warned):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(["value scale round group layer token"] * 40))
+    calibration = Calibration(source=str(text), samples=4, sequence_length=64, pack=pack)
+    heard = Heard()
+    measure.run(measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=("amax",)), heard)
+    short = [line for line in heard.lines if "tokens asked for" in line]
+    assert bool(short) == warned
+    assert not warned or ("of the 256 tokens asked for (4 of 4 sequences, the shortest" in short[0] and "--pack" in short[0])
+    sequences = "in 4 sequences, 2 layers, amax; "
+    assert sequences in heard.lines[-1] and heard.lines[-1].startswith("measure: ") and heard.lines[-1].endswith(" s")
+    assert ("256 tokens" in heard.lines[-1]) == (not warned)
