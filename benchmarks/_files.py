@@ -35,16 +35,25 @@ def files(commands: Commands, *, work: Path) -> tuple[dict[str, Any], list[Bar]]
     disk = _disk(weights, work)
     found = {scheme: _scheme(commands, scheme, work) for scheme in SCHEMES}
     _print_rates(size, disk, found)
-    judged = [bar for scheme, figures in found.items() for bar in _judge(scheme, figures, size, disk)]
+    judged = [
+        bar for scheme, figures in found.items() for bar in _judge(scheme, figures, size, disk)
+    ]
     print("\n" + bars(judged))
-    schemes = {scheme: {key: value for key, value in figures.items() if key != "rows"} for scheme, figures in found.items()}
+    schemes = {
+        scheme: {key: value for key, value in figures.items() if key != "rows"}
+        for scheme, figures in found.items()
+    }
     return {"input": size, "disk": disk, "schemes": schemes}, judged
 
 
 def _disk(weights: list[Path], work: Path) -> dict[str, Any]:
     """Time `cat` and `cp` of the weights, each from the disk where the page cache forgets them."""
     cold = evict(weights)
-    print(f"page cache: {'forgets the weights before each program' if cold else 'holds on to some of the weights'}", flush=True)
+    print(
+        "page cache: "
+        f"{'forgets the weights before each program' if cold else 'holds on to some of the weights'}",
+        flush=True,
+    )
     begin = time.monotonic()
     with open(os.devnull, "wb") as nowhere:
         subprocess.run(["cat", *weights], stdout=nowhere, check=True)
@@ -94,34 +103,69 @@ def _scheme(commands: Commands, scheme: str, work: Path) -> dict[str, Any]:
 def _print_rates(size: int, disk: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
     copies = (disk["cp"], disk["cp and sync"])
     rows = [
-        (name, f"{disk[name]:.1f}", rate(size, disk[name]), *(f"{each / disk[name]:.2f}x" for each in copies), "", "", "", "")
+        (
+            name,
+            f"{disk[name]:.1f}",
+            rate(size, disk[name]),
+            *(f"{each / disk[name]:.2f}x" for each in copies),
+            "",
+            "",
+            "",
+            "",
+        )
         for name in ("cat", "cp", "cp and sync")
     ]
     for scheme, figures in found.items():
         steps = figures["steps"]
-        parts = {name: [steps[name]] for name in steps} | {"quantize + export": [steps["quantize"], steps["export"]]}
+        parts = {name: [steps[name]] for name in steps} | {
+            "quantize + export": [steps["quantize"], steps["export"]]
+        }
         for name, runs in parts.items():
             seconds = sum(each["seconds"] for each in runs)
             memory = (gb(max(each[key] for each in runs)) for key in ("rss", "anon", "file"))
             ratios = (f"{each / seconds:.2f}x" for each in copies)
             cpu = f"{sum(each['cpu'] for each in runs):.0f}"
-            rows.append((f"{scheme} {name}", f"{seconds:.1f}", rate(size, seconds), *ratios, cpu, *memory))
-    columns = ("program", "seconds", "input", "of cp", "of cp and sync", "CPU seconds", "peak RSS", "RssAnon", "RssFile")
+            rows.append(
+                (f"{scheme} {name}", f"{seconds:.1f}", rate(size, seconds), *ratios, cpu, *memory)
+            )
+    columns = (
+        "program",
+        "seconds",
+        "input",
+        "of cp",
+        "of cp and sync",
+        "CPU seconds",
+        "peak RSS",
+        "RssAnon",
+        "RssFile",
+    )
     print(f"\n{gb(size)} of weights\n\n{table(columns, rows)}")
-    lines = [(f"{scheme} {row[0]}", *row[1:]) for scheme, figures in found.items() for row in figures["rows"]]
+    lines = [
+        (f"{scheme} {row[0]}", *row[1:])
+        for scheme, figures in found.items()
+        for row in figures["rows"]
+    ]
     print("\n" + table(_quantflow.PLAN_COLUMNS, lines))
 
 
 def _judge(scheme: str, figures: dict[str, Any], size: int, disk: dict[str, Any]) -> list[Bar]:
     peak = max(step["rss"] for step in figures["steps"].values())
-    judged = [Bar(what=f"{scheme}: peak RSS", promised=f"< {gb(MEMORY_BAR)}", found=gb(peak), met=peak < MEMORY_BAR)]
+    judged = [
+        Bar(
+            what=f"{scheme}: peak RSS",
+            promised=f"< {gb(MEMORY_BAR)}",
+            found=gb(peak),
+            met=peak < MEMORY_BAR,
+        )
+    ]
     if scheme == "FP8_DYNAMIC":
         seconds = figures["steps"]["quantize"]["seconds"]
         ratio, fast = disk["cp and sync"] / seconds, not disk["cold"] and size / seconds >= RATE_BAR
         judged.append(
             Bar(
                 what=f"{scheme}: quantize, both synced",
-                promised=f">= {RATIO_BAR}x of cp (or {RATE_BAR / 1e9} GB/s where cp reads the page cache)",
+                promised=f">= {RATIO_BAR}x of cp (or {RATE_BAR / 1e9} GB/s where cp reads the "
+                "page cache)",
                 found=f"{ratio:.2f}x, {rate(size, seconds)}",
                 met=ratio >= RATIO_BAR or fast,
             )

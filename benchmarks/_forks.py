@@ -41,7 +41,11 @@ def in_fork(run: Callable[[], Any], *, seconds: float, debug: bool = False) -> A
     if told is None:
         raise ForkError(f"not done after {seconds:.0f} s")
     if not told:
-        raise ForkError(f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended without a result")
+        raise ForkError(
+            f"ended by signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else "ended without a result"
+        )
     answer = json.loads(told)
     if "error" in answer:
         raise ForkError(answer["error"])

@@ -37,7 +37,8 @@ def gptq(
         calibration: .jsonl with `input_ids`.
         layers: how many the checkpoint has.
         work: a folder for outputs; what an earlier run left there is deleted.
-        minutes: after how long the first run of quantize is killed, though not before one layer is finished.
+        minutes: after how long the first run of quantize is killed, though not before one layer is
+            finished.
         kill_after: kill it as soon as that many layers are finished instead.
         finish: resume to the end, export and verify, instead of resuming for one more layer.
         needs: the schemes to measure for (`measure --for`); None collects every default statistic.
@@ -49,19 +50,29 @@ def gptq(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     planned = commands.plan("W4A16:gptq", work, samples=SAMPLES, tokens=TOKENS, needs=needs)
-    steps = {"measure": _step("measure", commands.measure(measured, calibration, needs=needs), work)}
-    command = (*commands.quantize(quantized, scheme="W4A16", algorithm="gptq"), "--measurement", measured)
+    steps = {
+        "measure": _step("measure", commands.measure(measured, calibration, needs=needs), work)
+    }
+    command = (
+        *commands.quantize(quantized, scheme="W4A16", algorithm="gptq"),
+        "--measurement",
+        measured,
+    )
     folder = quantized / "layers"
 
     def time_is_up(seconds: float) -> bool:
         count = len(finished(folder))
-        return count >= kill_after if kill_after is not None else count > 0 and seconds > 60 * minutes
+        return (
+            count >= kill_after if kill_after is not None else count > 0 and seconds > 60 * minutes
+        )
 
     steps["quantize, killed"] = _step("quantize, killed", command, work, until=time_is_up)
     before = _identity(folder)
     print(f"killed after {len(before) // 2} of {layers} layers", flush=True)
     one_more = min(len(finished(folder)) + 1, layers)
-    until = None if finish or one_more == layers else lambda _seconds: len(finished(folder)) >= one_more
+    until = (
+        None if finish or one_more == layers else lambda _seconds: len(finished(folder)) >= one_more
+    )
     steps["quantize, resumed"] = _step("quantize, resumed", command, work, until=until)
     after = _identity(folder)
     untouched = {name: after.get(name) == before[name] for name in before}
@@ -72,7 +83,12 @@ def gptq(
         steps["verify"] = _step("verify", commands.verify(artifact), work)
         output = _quantflow.artifact_bytes(artifact)
     figures = _figures(planned, steps, seconds, output)
-    figures |= {"layers": layers, "killed_after": len(before) // 2, "finished": len(after) // 2, "untouched": untouched}
+    figures |= {
+        "layers": layers,
+        "killed_after": len(before) // 2,
+        "finished": len(after) // 2,
+        "untouched": untouched,
+    }
     judged = _print(figures, steps)
     shutil.rmtree(work)
     return {key: value for key, value in figures.items() if key != "rows"}, judged
@@ -81,10 +97,19 @@ def gptq(
 def finished(folder: Path) -> list[str]:
     """Return the layers that have both their files, by name."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return sorted(name[:5] for name in names if re.fullmatch(r"\d{5}\.json", name) and f"{name[:5]}.safetensors" in names)
+    return sorted(
+        name[:5]
+        for name in names
+        if re.fullmatch(r"\d{5}\.json", name) and f"{name[:5]}.safetensors" in names
+    )
 
 
-def _step(name: str, command: tuple[str | Path, ...], work: Path, until: Callable[[float], bool] | None = None) -> Run:
+def _step(
+    name: str,
+    command: tuple[str | Path, ...],
+    work: Path,
+    until: Callable[[float], bool] | None = None,
+) -> Run:
     done = run(command, log=work / f"{name.replace(', ', '-')}.log", folder=work, until=until)
     print(f"{name}: {done.seconds:.1f} s, {gb(done.rss)}", flush=True)
     return done
@@ -97,7 +122,11 @@ def _identity(folder: Path) -> dict[str, list[int | str]]:
         for path in (folder / f"{layer}.json", folder / f"{layer}.safetensors"):
             status = path.stat()
             with path.open("rb") as file:
-                found[path.name] = [status.st_ino, status.st_mtime_ns, hashlib.file_digest(file, "sha256").hexdigest()]
+                found[path.name] = [
+                    status.st_ino,
+                    status.st_mtime_ns,
+                    hashlib.file_digest(file, "sha256").hexdigest(),
+                ]
     return found
 
 
@@ -108,17 +137,25 @@ def _layer_seconds(folder: Path, killed_after: int) -> list[float]:
     return [gap for index, gap in enumerate(gaps, start=1) if index != killed_after]
 
 
-def _figures(planned: _quantflow.Planned, steps: dict[str, Run], seconds: list[float], output: int) -> dict[str, Any]:
+def _figures(
+    planned: _quantflow.Planned, steps: dict[str, Run], seconds: list[float], output: int
+) -> dict[str, Any]:
     """Set the plan against both runs of quantize together; disk and output only where it came to the end."""
     killed, resumed = steps["quantize, killed"], steps["quantize, resumed"]
     both = replace(
-        resumed, rss=max(killed.rss, resumed.rss), disk=killed.disk + resumed.disk, seconds=killed.seconds + resumed.seconds
+        resumed,
+        rss=max(killed.rss, resumed.rss),
+        disk=killed.disk + resumed.disk,
+        seconds=killed.seconds + resumed.seconds,
     )
     compared = {"measure": steps["measure"], "quantize": both}
     if "export" in steps:
         compared["export"] = steps["export"]
     else:
-        disk, times = ({key: value[key] for key in ("measure",) if key in value} for value in (planned.disk, planned.seconds))
+        disk, times = (
+            {key: value[key] for key in ("measure",) if key in value}
+            for value in (planned.disk, planned.seconds)
+        )
         planned = replace(planned, disk=disk, seconds=times, output=None)
     return {
         "steps": {name: step.figures() for name, step in steps.items()},
@@ -132,10 +169,21 @@ def _figures(planned: _quantflow.Planned, steps: dict[str, Run], seconds: list[f
 
 def _print(figures: dict[str, Any], steps: dict[str, Run]) -> list[Bar]:
     rows = [
-        (name, f"{step.seconds:.1f}", f"{step.cpu:.0f}", gb(step.rss), gb(step.anon), gb(step.file), gb(step.disk))
+        (
+            name,
+            f"{step.seconds:.1f}",
+            f"{step.cpu:.0f}",
+            gb(step.rss),
+            gb(step.anon),
+            gb(step.file),
+            gb(step.disk),
+        )
         for name, step in steps.items()
     ]
-    print("\n" + table(("stage", "seconds", "CPU seconds", "peak RSS", "RssAnon", "RssFile", "disk"), rows))
+    print(
+        "\n"
+        + table(("stage", "seconds", "CPU seconds", "peak RSS", "RssAnon", "RssFile", "disk"), rows)
+    )
     if figures["layer_seconds"]:
         median = statistics.median(figures["layer_seconds"])
         print(f"\nseconds per layer: {median:.1f} (median of {len(figures['layer_seconds'])})")
@@ -143,9 +191,15 @@ def _print(figures: dict[str, Any], steps: dict[str, Run]) -> list[Bar]:
     peak = max(step.rss for step in steps.values())
     untouched = figures["untouched"].values()
     judged = [
-        Bar(what="W4A16 gptq: peak RSS", promised=f"< {gb(MEMORY_BAR)}", found=gb(peak), met=peak < MEMORY_BAR),
         Bar(
-            what="W4A16 gptq: files of finished layers untouched by kill and resume (inode, mtime, sha256)",
+            what="W4A16 gptq: peak RSS",
+            promised=f"< {gb(MEMORY_BAR)}",
+            found=gb(peak),
+            met=peak < MEMORY_BAR,
+        ),
+        Bar(
+            what="W4A16 gptq: files of finished layers untouched by kill and resume (inode, "
+            "mtime, sha256)",
             promised="all",
             found=f"{sum(untouched)} of {len(untouched)}",
             met=len(untouched) > 0 and all(untouched),

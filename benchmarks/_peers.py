@@ -1,7 +1,8 @@
 """Part c: quantflow beside llm-compressor and GPTQModel on the same checkpoint, tokens and machine.
 
-Every program is a fresh process, from import to the saved folder; the checkpoint is read into the page cache before each,
-so that all start from the same state. Programs of one task take turns, run after run.
+Every program is a fresh process, from import to the saved folder; the checkpoint is read into the
+page cache before each, so that all start from the same state. Programs of one task take turns, run
+after run.
 """
 
 import shutil
@@ -31,7 +32,13 @@ class Program:
 
 
 def compare(
-    commands: Commands, calibration: Path, *, work: Path, peers: Path, runs: int, only: Sequence[str]
+    commands: Commands,
+    calibration: Path,
+    *,
+    work: Path,
+    peers: Path,
+    runs: int,
+    only: Sequence[str],
 ) -> tuple[dict[str, Any], list[Bar]]:
     """Run every program that is installed and print the tables.
 
@@ -46,7 +53,11 @@ def compare(
     Returns:
         The figures by task and program, and the bars.
     """
-    programs = [program for program in _programs(commands, calibration, work, peers) if _wanted(program, only)]
+    programs = [
+        program
+        for program in _programs(commands, calibration, work, peers)
+        if _wanted(program, only)
+    ]
     for program in [program for program in programs if not Path(program.commands[0][0]).exists()]:
         print(f"{program.task}, {program.name}: not installed below {peers}, left out", flush=True)
         programs.remove(program)
@@ -56,10 +67,15 @@ def compare(
             figures = _run(program, commands.model, work)
             found[program.task].setdefault(program.name, []).append(figures)
             print(
-                f"run {turn + 1} of {runs}: {program.task}, {program.name}: {figures['seconds']:.1f} s, {gb(figures['rss'])}",
+                f"run {turn + 1} of {runs}: {program.task}, {program.name}: "
+                f"{figures['seconds']:.1f} s, {gb(figures['rss'])}",
                 flush=True,
             )
-    medians = {task: {name: _median(turns) for name, turns in names.items()} for task, names in found.items() if names}
+    medians = {
+        task: {name: _median(turns) for name, turns in names.items()}
+        for task, names in found.items()
+        if names
+    }
     rows = [
         (
             f"{task}: {name}",
@@ -73,7 +89,12 @@ def compare(
         for task, names in medians.items()
         for name, m in names.items()
     ]
-    print("\n" + table(("program", "seconds", "CPU seconds", "peak RSS", "RssAnon", "RssFile", "output"), rows))
+    print(
+        "\n"
+        + table(
+            ("program", "seconds", "CPU seconds", "peak RSS", "RssAnon", "RssFile", "output"), rows
+        )
+    )
     judged = [bar for task, names in medians.items() for bar in _judge(task, names)]
     if judged:
         print("\n" + bars(judged))
@@ -89,8 +110,19 @@ def _programs(ours: Commands, calibration: Path, work: Path, peers: Path) -> lis
     for scheme, task in (("FP8_DYNAMIC", TASKS[0]), ("W4A16", TASKS[1])):
         quantize = ours.quantize(quantized, scheme=scheme, algorithm="rtn", artifact=artifact)
         programs.append(Program(task=task, name="quantflow", commands=(quantize,)))
-        for name, workers in (("llm-compressor model_free", "1"), ("llm-compressor model_free, 2 workers", "2")):
-            command = (compressor, SCRIPTS / "llmcompressor_model_free.py", model, scheme, artifact, "--workers", workers)
+        for name, workers in (
+            ("llm-compressor model_free", "1"),
+            ("llm-compressor model_free, 2 workers", "2"),
+        ):
+            command = (
+                compressor,
+                SCRIPTS / "llmcompressor_model_free.py",
+                model,
+                scheme,
+                artifact,
+                "--workers",
+                workers,
+            )
             programs.append(Program(task=task, name=name, commands=(command,), environment=offline))
     measure = ours.measure(measured, calibration, needs="W4A16:gptq")
     quantize = ours.quantize(quantized, scheme="W4A16", algorithm="gptq", artifact=artifact)
@@ -102,8 +134,18 @@ def _programs(ours: Commands, calibration: Path, work: Path, peers: Path) -> lis
     return [
         *programs,
         Program(task=TASKS[2], name="quantflow", commands=stages),
-        Program(task=TASKS[2], name="llm-compressor sequential", commands=(sequential,), environment=offline),
-        Program(task=TASKS[2], name="llm-compressor sequential, on disk", commands=(spilled,), environment=offline),
+        Program(
+            task=TASKS[2],
+            name="llm-compressor sequential",
+            commands=(sequential,),
+            environment=offline,
+        ),
+        Program(
+            task=TASKS[2],
+            name="llm-compressor sequential, on disk",
+            commands=(spilled,),
+            environment=offline,
+        ),
         Program(task=TASKS[2], name="GPTQModel", commands=(theirs,), environment=pool),
     ]
 
@@ -118,17 +160,23 @@ def _run(program: Program, model: Path, work: Path) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     _warm(model)
-    log = work.with_name(f"{work.name}-{program.task}-{program.name}.log".replace(" ", "-").replace(",", ""))
+    log = work.with_name(
+        f"{work.name}-{program.task}-{program.name}.log".replace(" ", "-").replace(",", "")
+    )
     log.unlink(missing_ok=True)
     steps: list[Run] = [
-        run(command, log=log, folder=work, environment=dict(program.environment), where=work) for command in program.commands
+        run(command, log=log, folder=work, environment=dict(program.environment), where=work)
+        for command in program.commands
     ]
     output = artifact_bytes(work / "artifact")
     shutil.rmtree(work)
     return {
         "seconds": sum(step.seconds for step in steps),
         "cpu": sum(step.cpu for step in steps),
-        **{key: max(step.figures()[key] for step in steps) for key in ("rss", "anon", "file", "disk")},
+        **{
+            key: max(step.figures()[key] for step in steps)
+            for key in ("rss", "anon", "file", "disk")
+        },
         "output": output,
         "steps": [step.figures() for step in steps],
     }
@@ -143,7 +191,9 @@ def _warm(model: Path) -> None:
 
 
 def _median(turns: list[dict[str, Any]]) -> dict[str, float]:
-    return {key: statistics.median(turn[key] for turn in turns) for key in turns[0] if key != "steps"}
+    return {
+        key: statistics.median(turn[key] for turn in turns) for key in turns[0] if key != "steps"
+    }
 
 
 def _judge(task: str, names: dict[str, dict[str, float]]) -> list[Bar]:
@@ -155,6 +205,11 @@ def _judge(task: str, names: dict[str, dict[str, float]]) -> list[Bar]:
     for key, what, limit in (("seconds", "time", TIME_BAR), ("rss", "peak RSS", MEMORY_BAR)):
         ratio = names["quantflow"][key] / min(figures[key] for figures in theirs)
         judged.append(
-            Bar(what=f"{task}: {what}", promised=f"<= {limit}x the better peer", found=f"{ratio:.2f}x", met=ratio <= limit)
+            Bar(
+                what=f"{task}: {what}",
+                promised=f"<= {limit}x the better peer",
+                found=f"{ratio:.2f}x",
+                met=ratio <= limit,
+            )
         )
     return judged

@@ -12,7 +12,8 @@ from _watch import Failed, Run, run
 QUANTFLOW = (sys.executable, "-m", "quantflow")
 
 
-STATISTICS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")  # what measure collects where nothing is named
+# what measure collects where nothing is named
+STATISTICS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
 SMALL = 1e6  # a stage that writes a few kB is rounded up to blocks, and its log counts as well
 
 
@@ -47,16 +48,30 @@ class Commands:
     model: Path
     limits: tuple[str, ...] = ()
 
-    def quantize(self, output: Path, *, scheme: str, algorithm: str, artifact: Path | None = None) -> tuple[str | Path, ...]:
+    def quantize(
+        self, output: Path, *, scheme: str, algorithm: str, artifact: Path | None = None
+    ) -> tuple[str | Path, ...]:
         """Return stage 2, and stage 4 with it where an artifact is named."""
         words: tuple[str | Path, ...] = ("--scheme", scheme, "--algorithm", algorithm)
         words += ("--no-export",) if artifact is None else ("--export", artifact)
         return (*QUANTFLOW, "quantize", self.model, "-o", output, *words, *self.limits)
 
-    def measure(self, output: Path, calibration: Path, *, needs: str | None) -> tuple[str | Path, ...]:
+    def measure(
+        self, output: Path, calibration: Path, *, needs: str | None
+    ) -> tuple[str | Path, ...]:
         """Return stage 1; `needs` are the schemes it is for, None collects every default statistic."""
         chosen = ("--stats", ",".join(STATISTICS)) if needs is None else ("--for", needs)
-        return (*QUANTFLOW, "measure", self.model, "-o", output, "--calibration", calibration, *chosen, *self.limits)
+        return (
+            *QUANTFLOW,
+            "measure",
+            self.model,
+            "-o",
+            output,
+            "--calibration",
+            calibration,
+            *chosen,
+            *self.limits,
+        )
 
     def export(self, quantized: Path, artifact: Path) -> tuple[str | Path, ...]:
         """Return stage 4."""
@@ -66,7 +81,15 @@ class Commands:
         """Return the check of every byte of an artifact."""
         return (*QUANTFLOW, "verify", artifact)
 
-    def plan(self, artifact: str, work: Path, *, samples: int = 1, tokens: int = 1, needs: str | None = None) -> Planned:
+    def plan(
+        self,
+        artifact: str,
+        work: Path,
+        *,
+        samples: int = 1,
+        tokens: int = 1,
+        needs: str | None = None,
+    ) -> Planned:
         """Ask what an artifact such as `W4A16:gptq` takes.
 
         Args:
@@ -78,7 +101,18 @@ class Commands:
         """
         lengths = ("--samples", str(samples), "--sequence-length", str(tokens))
         chosen = ("--set", f"measure.stats=[{', '.join(STATISTICS)}]") if needs is None else ()
-        words = (*QUANTFLOW, "plan", self.model, "--for", artifact, *lengths, *chosen, "-o", work, *self.limits)
+        words = (
+            *QUANTFLOW,
+            "plan",
+            self.model,
+            "--for",
+            artifact,
+            *lengths,
+            *chosen,
+            "-o",
+            work,
+            *self.limits,
+        )
         try:
             asked = run((*words, "--probe", "--json"), log=work / "plan.log")
         except Failed as error:
@@ -102,18 +136,33 @@ def plan_rows(planned: Planned, found: dict[str, Run], output: int) -> list[tupl
     """Return PLAN_COLUMNS for every stage: planned, actual and the error of each; the last row is the artifact's size."""
     rows: list[tuple[str, ...]] = []
     for name, stage in found.items():
-        memory, disk = off(planned.memory.get(name), stage.rss), off(planned.disk.get(name), stage.disk)
-        seconds = f"{planned.seconds[name]:.0f}, {stage.seconds:.0f}" if name in planned.seconds else ""
+        memory, disk = (
+            off(planned.memory.get(name), stage.rss),
+            off(planned.disk.get(name), stage.disk),
+        )
+        seconds = (
+            f"{planned.seconds[name]:.0f}, {stage.seconds:.0f}" if name in planned.seconds else ""
+        )
         rows.append((name, memory, disk, seconds))
     return [*rows, ("artifact", "", off(planned.output, output), "")] if output else rows
 
 
 def plan_errors(planned: Planned, found: dict[str, Run], output: int) -> dict[str, list[float]]:
     """Return the relative errors of the plan: of memory, of output, and of disk where more than SMALL bytes were written."""
-    memory = [_error(planned.memory[name], stage.rss) for name, stage in found.items() if name in planned.memory]
+    memory = [
+        _error(planned.memory[name], stage.rss)
+        for name, stage in found.items()
+        if name in planned.memory
+    ]
     written = {name: stage.disk for name, stage in found.items() if stage.disk > SMALL}
-    disk = [_error(planned.disk[name], size) for name, size in written.items() if name in planned.disk]
-    return {"memory": memory, "disk": disk, "output": [_error(planned.output, output)] if planned.output and output else []}
+    disk = [
+        _error(planned.disk[name], size) for name, size in written.items() if name in planned.disk
+    ]
+    return {
+        "memory": memory,
+        "disk": disk,
+        "output": [_error(planned.output, output)] if planned.output and output else [],
+    }
 
 
 def worst(errors: Sequence[float]) -> float:

@@ -52,7 +52,11 @@ def off(planned: float | None, actual: float) -> str:
 def machine(folder: Path) -> dict[str, Any]:
     """Say what this was measured on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -64,7 +68,9 @@ def machine(folder: Path) -> dict[str, Any]:
     }
 
 
-def write_results(path: Path, about: dict[str, Any], part: str, figures: dict[str, Any], found: Sequence[Bar]) -> None:
+def write_results(
+    path: Path, about: dict[str, Any], part: str, figures: dict[str, Any], found: Sequence[Bar]
+) -> None:
     """Put the figures of one part into the results file; the other parts in it stay."""
     results = json.loads(path.read_text()) if path.exists() else {}
     results[part] = {**about, **figures, "bars": [asdict(bar) for bar in found]}

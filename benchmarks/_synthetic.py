@@ -1,8 +1,9 @@
 """A Llama-shaped bf16 checkpoint of any size, made of random weights, and calibration token ids to go with it.
 
-Every row of a weight has a scale of its own, a few input channels are outliers, and the branches that add to the
-residual stream are scaled down with depth, so that activations stay finite through all layers. The same size and seed
-give the same bytes. Memory is bounded by a few chunks of CHUNK elements, whatever the size.
+Every row of a weight has a scale of its own, a few input channels are outliers, and the branches
+that add to the residual stream are scaled down with depth, so that activations stay finite through
+all layers. The same size and seed give the same bytes. Memory is bounded by a few chunks of CHUNK
+elements, whatever the size.
 """
 
 import json
@@ -52,7 +53,12 @@ class Shape:
         """Return the name and shape of every tensor, in the order of the files."""
         middle = [spec for index in range(self.layers) for spec in self._layer(index)]
         table = (self.vocab, self.hidden)
-        return [("model.embed_tokens.weight", table), *middle, ("model.norm.weight", (self.hidden,)), ("lm_head.weight", table)]
+        return [
+            ("model.embed_tokens.weight", table),
+            *middle,
+            ("model.norm.weight", (self.hidden,)),
+            ("lm_head.weight", table),
+        ]
 
     def _layer(self, index: int) -> list[Spec]:
         hidden, wide, kv = self.hidden, self.intermediate, self.hidden // self.heads * self.kv_heads
@@ -94,22 +100,34 @@ def make_checkpoint(folder: Path, shape: Shape, *, seed: int, tokenizer: Path) -
     folder.mkdir(parents=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(llama_config(shape), indent=2, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(llama_config(shape), indent=2, sort_keys=True) + "\n"
+    )
     shards = _shards(shape)
-    names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    names = [
+        f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)
+    ]
     with ThreadPoolExecutor(2) as pool:
         for name, specs in zip(names, shards, strict=True):
             _write_shard(folder / name, specs, shape, seed, pool)
-    weight_map = {spec[0]: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+    weight_map = {
+        spec[0]: name for name, specs in zip(names, shards, strict=True) for spec in specs
+    }
     index = {"metadata": {"total_size": shape.bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=1, sort_keys=True) + "\n"
+    )
     _stamp(folder).write_text(json.dumps({**asdict(shape), "seed": seed}) + "\n")
 
 
 def is_made(folder: Path, shape: Shape, *, seed: int) -> bool:
     """Return whether `make_checkpoint` finished there with this shape and seed."""
     stamp = _stamp(folder)
-    return folder.is_dir() and stamp.is_file() and json.loads(stamp.read_text()) == {**asdict(shape), "seed": seed}
+    return (
+        folder.is_dir()
+        and stamp.is_file()
+        and json.loads(stamp.read_text()) == {**asdict(shape), "seed": seed}
+    )
 
 
 def make_calibration(path: Path, *, samples: int, tokens: int, seed: int) -> None:
@@ -168,7 +186,9 @@ def _shards(shape: Shape) -> list[list[Spec]]:
     return shards
 
 
-def _write_shard(path: Path, specs: list[Spec], shape: Shape, seed: int, pool: ThreadPoolExecutor) -> None:
+def _write_shard(
+    path: Path, specs: list[Spec], shape: Shape, seed: int, pool: ThreadPoolExecutor
+) -> None:
     """Write one safetensors file, chunk after chunk, while the next chunks are drawn."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

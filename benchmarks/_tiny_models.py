@@ -3,7 +3,8 @@
     config = tiny_config("gemma2")         sizes by the names that they go by in all families, and what one type needs beside
     write_model(config, folder)            random weights, bfloat16, and the example's tokenizer
 
-Sizes of parts (the language model inside a wrapper, the vision tower beside it) are made small in their own configurations.
+Sizes of parts (the language model inside a wrapper, the vision tower beside it) are made small in
+their own configurations.
 """
 
 import re
@@ -14,7 +15,12 @@ from typing import Any
 
 import torch
 from _synthetic import TOKENIZER_FILES
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -23,7 +29,8 @@ from transformers.models.auto.modeling_auto import (
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 VOCABULARY = 4096  # of the example's tokenizer
 LARGEST = 30_000_000  # parameters; more is no tiny model
-# Pattern of a configuration's key -> its small value. The first that matches the whole key counts; only whole numbers are set.
+# Pattern of a configuration's key -> its small value. The first that matches the whole key counts;
+# only whole numbers are set.
 SIZES: tuple[tuple[str, Any], ...] = (
     (r"(text_)?vocab_size|vocab_size_per_layer_input|n_vocab", VOCABULARY),
     (r"(bos|eos|pad|decoder_start|sep|mask)_token_id", 1),
@@ -38,7 +45,10 @@ SIZES: tuple[tuple[str, Any], ...] = (
         128,
     ),
     (r"(moe|shared_expert|shared|expert|.*expert.*)_?intermediate_size|expert_ffn_hidden_size", 96),
-    (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_decoder_layers|num_encoder_layers|depth", 2),
+    (
+        r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_decoder_layers|num_encoder_layers|depth",
+        2,
+    ),
     (
         r"num_(attention_)?heads|n_heads?|(encoder|decoder)_attention_heads|num_encoder_attention_heads|num_decoder_attention_heads",
         4,
@@ -70,10 +80,20 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }
 ROTATED = (  # their text by three positions at once
-    *("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"),
+    *(
+        "glm46v",
+        "glm4v",
+        "glm_ocr",
+        "glmga",
+        "paddleocr_vl",
+        "qwen2_5_omni_thinker",
+        "qwen2_5_vl",
+        "qwen2_vl",
+    ),
     "qwen3_omni_moe_thinker",
 )
-ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
+# half a head together
+ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 SHARED_ATTENTION = {  # the second layer's is the third's too
     "num_hidden_layers": 3,
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -84,8 +104,14 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config.kv_n_heads": 2, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {
+        "attn_config.kv_n_heads": 2,
+        "attn_config.rope_theta": 10000.0,
+        "attn_config.clip_qkv": 8.0,
+    },
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "deepseek_v4": {
         "num_hidden_layers": 4,
@@ -102,22 +128,35 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), {"indexer_types": ["full", "shared"], "index_topk": 8}),
+    **dict.fromkeys(
+        ("glm_moe_dsa", "hy_v4"), {"indexer_types": ["full", "shared"], "index_topk": 8}
+    ),
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
-    "mllama": {"text_config.num_hidden_layers": 3, "text_config.cross_attention_layers": [1]},  # text goes past the second
+    # text goes past the second
+    "mllama": {"text_config.num_hidden_layers": 3, "text_config.cross_attention_layers": [1]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "phi4_multimodal": {"vision_config.num_hidden_layers": 3},  # none of its towers is as deep as the decoder
+    # none of its towers is as deep as the decoder
+    "phi4_multimodal": {"vision_config.num_hidden_layers": 3},
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
     **dict.fromkeys(ROTATED, {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "glm4v_moe": {
-        "text_config.rope_parameters": {**ROTATED_IN_THREE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+        "text_config.rope_parameters": {
+            **ROTATED_IN_THREE,
+            "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+        }
     },
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
@@ -125,12 +164,23 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "zaya": {"num_experts": 2, "num_experts_per_tok": 1},
 }
 READS_IMAGES = tuple(
-    kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind
+    for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 )
 _WRAPPED = ("mllama",)  # what its causal language model saves is read by no class of transformers
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4}),
+    "falcon-alibi": (
+        "falcon",
+        {
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+            "num_kv_heads": 4,
+        },
+    ),
 }
 KINDS = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *READS_IMAGES, *VARIANTS}))
 
@@ -158,13 +208,18 @@ def _small(config_class: Any) -> dict[str, Any]:
     for name in getattr(blank, "sub_configs", {}):
         own = getattr(blank, name, None)
         if own is not None:
-            found[name] = {**_small(type(own)), "model_type": own.model_type} if type(own).model_type else _small(type(own))
+            found[name] = (
+                {**_small(type(own)), "model_type": own.model_type}
+                if type(own).model_type
+                else _small(type(own))
+            )
     for name, value in blank.to_dict().items():
         if isinstance(value, bool) or name in found:
             continue
         for pattern, small in SIZES:
             if re.fullmatch(pattern, name) and (
-                isinstance(value, int) or (value is None and "token_id" not in name and name in ("head_dim",))
+                isinstance(value, int)
+                or (value is None and "token_id" not in name and name in ("head_dim",))
             ):
                 found[name] = small
                 break
@@ -177,9 +232,12 @@ def _small(config_class: Any) -> dict[str, Any]:
 def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
     """Return the kinds of two layers where the first two of a configuration keep no keys and values, and later ones do.
 
-    A cache without keys and values does not know how long the text is: transformers runs no such model token by token.
+    A cache without keys and values does not know how long the text is: transformers runs no such
+    model token by token.
     """
-    attention = next((kind for kind in ("full_attention", "indexed_attention") if kind in (kinds or ())), None)
+    attention = next(
+        (kind for kind in ("full_attention", "indexed_attention") if kind in (kinds or ())), None
+    )
     if kinds and attention and set(kinds[:2]) <= {"linear_attention", "conv"}:
         return {"layer_types": [kinds[0], attention]}
     return {}
@@ -187,7 +245,9 @@ def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' factory of a configuration: of causal language models, else of those that read images too."""
-    causal = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in _WRAPPED
+    causal = (
+        type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in _WRAPPED
+    )
     return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
@@ -216,8 +276,12 @@ def write_model(config: PreTrainedConfig, folder: Path) -> None:
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.05)
         for name, table in model.named_buffers():
-            if name.endswith(".tid2eid"):  # the experts of each token, zeros before a checkpoint is read
-                table.copy_((torch.arange(len(table))[:, None] + torch.arange(table.shape[1])) % config.n_routed_experts)
+            # the experts of each token, zeros before a checkpoint is read
+            if name.endswith(".tid2eid"):
+                table.copy_(
+                    (torch.arange(len(table))[:, None] + torch.arange(table.shape[1]))
+                    % config.n_routed_experts
+                )
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copyfile(EXAMPLE / name, folder / name)

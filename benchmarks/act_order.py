@@ -1,9 +1,10 @@
 """What act-order costs: a GPTQ folder with `desc_act` beside the same folder without, on the lean decoder.
 
-Both folders hold the same codes and scales. In the one with `desc_act` the groups are of inputs drawn at random, the same for
-linears that share an input, so that every product reads its inputs in another order. Weights are of a random Llama of a size
-of README.md, W4A16 by rtn. Each dtype takes both folders in turns: seconds of the prompt's first token, and tokens per second
-after it, as medians.
+Both folders hold the same codes and scales. In the one with `desc_act` the groups are of inputs
+drawn at random, the same for linears that share an input, so that every product reads its inputs in
+another order. Weights are of a random Llama of a size of README.md, W4A16 by rtn. Each dtype takes
+both folders in turns: seconds of the prompt's first token, and tokens per second after it, as
+medians.
 
 python benchmarks/act_order.py --size 500MB --work artifacts/act_order        README.md says what is run
 """
@@ -40,11 +41,24 @@ BAR = 0.95  # of the plain layout's speed, or better
 
 def main(arguments: list[str]) -> int:
     """Print the table; see the file's first lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SHAPES), default="500MB", help="of the checkpoint (500MB)")
-    parser.add_argument("--work", type=Path, default=Path("artifacts/act_order"), help="where checkpoint and folders go")
-    parser.add_argument("--runs", type=int, default=7, help="of each folder, after one that is not counted")
-    parser.add_argument("--make-only", action="store_true", help="make the folders and time nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", choices=list(SHAPES), default="500MB", help="of the checkpoint (500MB)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("artifacts/act_order"),
+        help="where checkpoint and folders go",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=7, help="of each folder, after one that is not counted"
+    )
+    parser.add_argument(
+        "--make-only", action="store_true", help="make the folders and time nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead")
     return alone(run, parser.parse_args(arguments))
 
@@ -54,20 +68,42 @@ def run(given: argparse.Namespace) -> int:
     folders = made(given.work.resolve() / given.size, given.size)
     if given.make_only:
         return 0
-    found = {name: timed(folders, dtype, SHAPES[given.size].vocab, given.runs) for name, dtype in DTYPES.items()}
+    found = {
+        name: timed(folders, dtype, SHAPES[given.size].vocab, given.runs)
+        for name, dtype in DTYPES.items()
+    }
     rows, missed = [], False
     for name, sides in found.items():
         (rate, first), (ordered_rate, ordered_first) = sides[PLAIN], sides[ORDERED]
         decode, prefill = ordered_rate / rate, first / ordered_first
         missed |= min(decode, prefill) < BAR
-        prompts = (f"{PROMPT / first:.0f} /s", f"{PROMPT / ordered_first:.0f} /s", f"{prefill:.2f}x")
+        prompts = (
+            f"{PROMPT / first:.0f} /s",
+            f"{PROMPT / ordered_first:.0f} /s",
+            f"{prefill:.2f}x",
+        )
         rows.append((name, *prompts, f"{rate:.1f} /s", f"{ordered_rate:.1f} /s", f"{decode:.2f}x"))
     if given.json:
-        print(json.dumps({"threads": torch.get_num_threads(), "size": given.size, "bar": BAR, "found": found}))
+        print(
+            json.dumps(
+                {"threads": torch.get_num_threads(), "size": given.size, "bar": BAR, "found": found}
+            )
+        )
         return int(missed)
     threads = torch.get_num_threads()
-    print(f"{given.size}, {threads} threads, prompt of {PROMPT} tokens, {NEW} more, {given.runs} runs in turns\n")
-    columns = ("dtype", "prefill, plain", "prefill, desc_act", "ratio", "decode, plain", "decode, desc_act", "ratio")
+    print(
+        f"{given.size}, {threads} threads, prompt of {PROMPT} tokens, {NEW} more, {given.runs} "
+        "runs in turns\n"
+    )
+    columns = (
+        "dtype",
+        "prefill, plain",
+        "prefill, desc_act",
+        "ratio",
+        "decode, plain",
+        "decode, desc_act",
+        "ratio",
+    )
     print(table(columns, rows))
     print(f"\nbar: {BAR}x of the plain layout or better: {'MISSED' if missed else 'met'}")
     return int(missed)
@@ -79,9 +115,16 @@ def made(work: Path, size: str) -> dict[str, Path]:
     work.mkdir(parents=True, exist_ok=True)
     if not folders[PLAIN].is_dir():
         with tempfile.TemporaryDirectory(dir=work) as place:
-            model, quantized, artifact = (Path(place) / name for name in ("model", "quantized", "artifact"))
+            model, quantized, artifact = (
+                Path(place) / name for name in ("model", "quantized", "artifact")
+            )
             make_checkpoint(model, SHAPES[size], seed=0, tokenizer=TOKENIZER)
-            export(quantize(model, quantized, artifact=Quantize(name=size, scheme="W4A16", algorithm="rtn")).folder, artifact)
+            export(
+                quantize(
+                    model, quantized, artifact=Quantize(name=size, scheme="W4A16", algorithm="rtn")
+                ).folder,
+                artifact,
+            )
             export(artifact, folders[PLAIN], options=Export(format="gptq"))
     if not folders[ORDERED].is_dir():
         with tempfile.TemporaryDirectory(dir=work) as place:
@@ -92,7 +135,11 @@ def made(work: Path, size: str) -> dict[str, Path]:
 
 def write_ordered(plain: Path, folder: Path) -> None:
     """Write a GPTQ folder of one weight file with its columns given to inputs drawn at random."""
-    source, layout, orders = open_folder(plain, backend="reference"), LAYOUTS["gptq"].with_order(), {}
+    source, layout, orders = (
+        open_folder(plain, backend="reference"),
+        LAYOUTS["gptq"].with_order(),
+        {},
+    )
     shutil.copytree(plain, folder, ignore=shutil.ignore_patterns(WEIGHTS))
     tensors: dict[str, Tensor] = load_file(plain / WEIGHTS)
     generator = torch.Generator().manual_seed(0)
@@ -108,9 +155,14 @@ def write_ordered(plain: Path, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def timed(folders: dict[str, Path], dtype: torch.dtype, vocab: int, runs: int) -> dict[str, tuple[float, float]]:
+def timed(
+    folders: dict[str, Path], dtype: torch.dtype, vocab: int, runs: int
+) -> dict[str, tuple[float, float]]:
     """Return tokens per second and seconds of the first token for each folder."""
-    decoders = {name: load(folder, decoder="lean", dtype=dtype, exact=True).decoder for name, folder in folders.items()}
+    decoders = {
+        name: load(folder, decoder="lean", dtype=dtype, exact=True).decoder
+        for name, folder in folders.items()
+    }
     return timed_in_turns(decoders, vocab_size=vocab, prompt=PROMPT, new=NEW, runs=runs)
 
 

@@ -3,10 +3,11 @@
     python examples/tiny-llama/stdlib_text.py --output artifacts/tiny-llama-text
     python benchmarks/expert_tokens.py
 
-The linears of the example model stand for those of an expert that the router sends n tokens to: their Hessian comes from n
-calibration tokens, picked anywhere in the text, and the error of their output is measured on other text. Printed are, over
-all linears, the median and the largest ratio of GPTQ's error to that of round to nearest, and how many linears are worse;
-then the same with the Hessian damped as `--experts damp` does. Takes five minutes on one core.
+The linears of the example model stand for those of an expert that the router sends n tokens to:
+their Hessian comes from n calibration tokens, picked anywhere in the text, and the error of their
+output is measured on other text. Printed are, over all linears, the median and the largest ratio of
+GPTQ's error to that of round to nearest, and how many linears are worse; then the same with the
+Hessian damped as `--experts damp` does. Takes five minutes on one core.
 """
 
 import sys
@@ -39,13 +40,18 @@ def main() -> int:
     tokenizer = load_tokenizer(model)
     sequences = []
     for name, samples in (("calibration", SEQUENCES), ("heldout", HELD_OUT)):
-        documents = read_documents(ROOT / "artifacts" / "tiny-llama-text" / f"{name}.jsonl", tokenizer)
+        documents = read_documents(
+            ROOT / "artifacts" / "tiny-llama-text" / f"{name}.jsonl", tokenizer
+        )
         sequences += select(documents, samples=samples, sequence_length=LENGTH, seed=0, pack=True)
     ratios: dict[float, list[tuple[float, float]]] = {share: [] for share in SHARES}
     for weight, seen, unseen in linears(model, sequences):
         for share in SHARES:
             ratios[share].append(compare(weight, seen, unseen, tokens=int(weight.shape[1] * share)))
-    print("tokens per feature   median   largest   worse than rtn   damped: median   largest   worse than rtn")
+    print(
+        "tokens per feature   median   largest   worse than rtn   damped: median   largest   "
+        "worse than rtn"
+    )
     for share, found in ratios.items():
         plain, damped = ("   ".join(_cells(values)) for values in torch.tensor(found).T)
         print(f"{share:18.6g}   {plain}           {damped}")
@@ -61,7 +67,10 @@ def linears(model: Path, sequences: list[Tensor]) -> Iterator[tuple[Tensor, Tens
     for layer in graph.layers:
         inputs: dict[str, list[Tensor]] = {group.linears[0]: [] for group in layer.groups}
         with stream.layer(layer.index) as module:
-            keep = {layer.relative(name): partial(lambda rows, x, _y: rows.append(x[0]), rows) for name, rows in inputs.items()}
+            keep = {
+                layer.relative(name): partial(lambda rows, x, _y: rows.append(x[0]), rows)
+                for name, rows in inputs.items()
+            }
             with watch(module, keep):
                 stream.advance(module, states)
             for name, rows in inputs.items():
@@ -84,8 +93,12 @@ def compare(weight: Tensor, seen: Tensor, unseen: Tensor, *, tokens: int) -> tup
     shrink_(damped["hessian_sum"])
     errors = []
     for name, statistics in (("gptq", as_seen), ("gptq", damped), ("rtn", {})):
-        result = ALGORITHMS[name].quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.bfloat16)
-        errors.append(float((unseen @ (weight - result["w"].weight.dequantize()).T).double().square().sum()))
+        result = ALGORITHMS[name].quantize_group(
+            {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.bfloat16
+        )
+        errors.append(
+            float((unseen @ (weight - result["w"].weight.dequantize()).T).double().square().sum())
+        )
     return errors[0] / errors[2], errors[1] / errors[2]
 
 

@@ -5,19 +5,21 @@
     python benchmarks/families.py --table                                run nothing, print the table
     python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
 
-For each model type of transformers' causal language models, and of those that read images too, that a small configuration can
-be made of: a random model with a tokenizer is
-measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from; W4A16 is
-validated too. Then the artifact is exported dequantized, stock transformers loads that, and its logits are compared with our
-runtime's. Inputs of stock linears are rounded as the artifact says. FP8's static scales are one per expert, which
-transformers' stacked experts cannot take, so that with `--schemes FP8` a mixture's logits are not compared.
+For each model type of transformers' causal language models, and of those that read images too, that
+a small configuration can be made of: a random model with a tokenizer is measured; W4A16 (gptq),
+W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from; W4A16 is
+validated too. Then the artifact is exported dequantized, stock transformers loads that, and its
+logits are compared with our runtime's. Inputs of stock linears are rounded as the artifact says.
+FP8's static scales are one per expert, which transformers' stacked experts cannot take, so that
+with `--schemes FP8` a mixture's logits are not compared.
 
-A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears PATTERN` does: those are
-counted by themselves, and do not pass.
+A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears
+PATTERN` does: those are counted by themselves, and do not pass.
 
-One process imports torch and transformers; every type runs in a fork of it, and so does every proof: it reads files alone, as
-the process that `quantflow export` starts, but shares that one's imports. `--results` (benchmarks/families.json) holds what
-was run: what is in it is not run again, `--again` drops what failed.
+One process imports torch and transformers; every type runs in a fork of it, and so does every
+proof: it reads files alone, as the process that `quantflow export` starts, but shares that one's
+imports. `--results` (benchmarks/families.json) holds what was run: what is in it is not run again,
+`--again` drops what failed.
 """
 
 import argparse
@@ -49,14 +51,32 @@ from quantflow.models.names import NameMap
 from quantflow.planning.recipe import Calibration, Export, Quantize, Validate
 
 HERE = Path(__file__).resolve().parent
-PAGE, BEGIN, END = HERE.parent / "docs" / "families.md", "<!-- table: begin -->", "<!-- table: end -->"
+PAGE, BEGIN, END = (
+    HERE.parent / "docs" / "families.md",
+    "<!-- table: begin -->",
+    "<!-- table: end -->",
+)
 SCHEMES = ("W4A16", "W8A8", "FP8_DYNAMIC")
 MODEL, MEASURE, BY_NAME = "model", "measure", "by name"  # stages beside the schemes
 WEIGHTS_ALONE = 1e-4  # of the logits' norm: the same sums in another order
 ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and takes others with it
 SECONDS = 300  # that a type may take
-WORDS = ("value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point")
-SAMPLES, OF_MIXTURES, LENGTH = 16, 80, 32  # of the calibration text, more where every expert needs enough of it
+WORDS = (
+    "value",
+    "scale",
+    "round",
+    "group",
+    "layer",
+    "token",
+    "model",
+    "range",
+    "shift",
+    "pack",
+    "zero",
+    "point",
+)
+# of the calibration text, more where every expert needs enough of it
+SAMPLES, OF_MIXTURES, LENGTH = 16, 80, 32
 HELD_OUT = 8  # sequences that are validated
 REFUSED = "refused: "  # what the reason of a refusal begins with
 
@@ -65,16 +85,24 @@ Stages = dict[str, str | None]  # stage -> None where it passed, or the reason w
 
 def main(words: Sequence[str]) -> int:
     """Run the types that were named, or all; return 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types (default: all)")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--results", type=Path, metavar="FILE", default=HERE / "families.json")
     parser.add_argument("--again", action="store_true", help="run again what failed")
     parser.add_argument("--table", action="store_true", help="run nothing, print what FILE holds")
-    parser.add_argument("--page", action="store_true", help="run nothing, write what FILE holds into docs/families.md")
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="run nothing, write what FILE holds into docs/families.md",
+    )
     parser.add_argument("--debug", action="store_true", help="show what the forks print")
     given = parser.parse_args(words)
-    rows: dict[str, Stages] = json.loads(given.results.read_text()) if given.results.is_file() else {}
+    rows: dict[str, Stages] = (
+        json.loads(given.results.read_text()) if given.results.is_file() else {}
+    )
     if not (given.table or given.page):
         _run_all(rows, given)
     if given.page:
@@ -99,11 +127,17 @@ def _run_all(rows: dict[str, Stages], given: argparse.Namespace) -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                stages = in_fork(partial(_stages, kind, Path(folder), left), seconds=SECONDS, debug=given.debug)
+                stages = in_fork(
+                    partial(_stages, kind, Path(folder), left), seconds=SECONDS, debug=given.debug
+                )
             except ForkError as error:
                 stages = {MEASURE: str(error)}
         failed = [f"{stage}: {reason}" for stage, reason in stages.items() if reason]
-        print(f"{kind:26} {time.monotonic() - began:5.1f} s  {failed or 'passes'}", file=sys.stderr, flush=True)
+        print(
+            f"{kind:26} {time.monotonic() - began:5.1f} s  {failed or 'passes'}",
+            file=sys.stderr,
+            flush=True,
+        )
         rows[kind] = known | stages
         if given.results.is_file():  # another process may have added rows meanwhile
             rows |= json.loads(given.results.read_text()) | {kind: rows[kind]}
@@ -136,15 +170,27 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
     shares = []
     for group, kinds in groups.items():
         lines_of = [
-            _share(scheme, [made[kind].get(MEASURE) or made[kind].get(scheme, "") for kind in kinds]) for scheme in schemes
+            _share(
+                scheme, [made[kind].get(MEASURE) or made[kind].get(scheme, "") for kind in kinds]
+            )
+            for scheme in schemes
         ]
-        lines_of += [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in kinds])] if peer else []
+        lines_of += (
+            [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in kinds])]
+            if peer
+            else []
+        )
         shares += [f"{group}:\n", *lines_of, ""] if kinds else []
     named = [kind for kind, row in made.items() if BY_NAME in row and row.get(MEASURE)]
     rounded = [kind for kind in named if made[kind][BY_NAME] is None]
     both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
     unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
-    parts = ["\n".join(shares).strip(), both, "\n".join(lines), "\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1))]
+    parts = [
+        "\n".join(shares).strip(),
+        both,
+        "\n".join(lines),
+        "\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1)),
+    ]
     parts += [f"No tiny model of {len(unmade)} types:", "\n".join(unmade)]
     return "\n\n".join(parts)
 
@@ -198,13 +244,19 @@ def _reason(run: Callable[[], None]) -> str | None:
 def _measure(folder: Path) -> None:
     samples = OF_MIXTURES if "expert" in (folder / "model" / "config.json").read_text() else SAMPLES
     _write_text(folder / "text.jsonl", samples, seed=1)
-    calibration = Calibration(source=str(folder / "text.jsonl"), samples=samples, sequence_length=LENGTH)
+    calibration = Calibration(
+        source=str(folder / "text.jsonl"), samples=samples, sequence_length=LENGTH
+    )
     quantflow.measure(folder / "model", folder / "1", calibration=calibration)
 
 
 def _write_text(path: Path, documents: int, *, seed: int) -> None:
-    rows = torch.randint(len(WORDS), (documents, LENGTH - 4), generator=torch.Generator().manual_seed(seed)).tolist()
-    path.write_text("".join(json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows))
+    rows = torch.randint(
+        len(WORDS), (documents, LENGTH - 4), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    path.write_text(
+        "".join(json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows)
+    )
 
 
 def _by_name(folder: Path) -> None:
@@ -233,7 +285,9 @@ class _ForkedProver(Prover):
         """Do nothing: all is imported already."""
         assert canary  # once, for all forks
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+    def prove(
+        self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool
+    ) -> dict[str, Any]:
         """Return what the manifest has to say more; see `Prover.prove`.
 
         Raises:
@@ -255,22 +309,37 @@ def _through(folder: Path, scheme: str) -> None:
     Raises:
         ValueError: our runtime's logits are not those of stock transformers.
     """
-    quantized, artifact, plain = folder / f"2-{scheme}", folder / f"4-{scheme}", folder / f"plain-{scheme}"
+    quantized, artifact, plain = (
+        folder / f"2-{scheme}",
+        folder / f"4-{scheme}",
+        folder / f"plain-{scheme}",
+    )
     entry = Quantize(name="x", scheme=scheme)
     quantflow.quantize(folder / "model", quantized, artifact=entry, measurement=folder / "1")
     _exported(quantized, artifact, model=folder / "model")
     if scheme.endswith("A16"):  # once for a type
         _write_text(folder / "heldout.jsonl", HELD_OUT, seed=2)
-        options = Validate(text=str(folder / "heldout.jsonl"), tokens=HELD_OUT * (LENGTH - 4), sequence_length=LENGTH)
-        quantflow.validate(artifact, folder / "model", options=options)  # whatever its gate says of random weights
+        options = Validate(
+            text=str(folder / "heldout.jsonl"),
+            tokens=HELD_OUT * (LENGTH - 4),
+            sequence_length=LENGTH,
+        )
+        # whatever its gate says of random weights
+        quantflow.validate(artifact, folder / "model", options=options)
     ours = quantflow.load(artifact, decoder="auto", exact=True)  # as stock transformers
     ids = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(3))
     ours.decoder.begin(rows=1, capacity=24)
     found = ours.decoder.forward(ids, last_only=False)
     for _ in range(4):  # one token after the other, as generate does
-        ours.decoder.forward(found[:, -1:].argmax(-1) if found.ndim == 3 else found.argmax(-1)[:, None])
+        ours.decoder.forward(
+            found[:, -1:].argmax(-1) if found.ndim == 3 else found.argmax(-1)[:, None]
+        )
     quantflow.export(artifact, plain, options=Export(format="dequantized", dtype="f32"))
-    stock = auto_class(AutoConfig.from_pretrained(plain)).from_pretrained(plain, dtype=torch.float32).eval()
+    stock = (
+        auto_class(AutoConfig.from_pretrained(plain))
+        .from_pretrained(plain, dtype=torch.float32)
+        .eval()
+    )
     mixture = any(is_stacked(part) for part in stock.modules())
     if mixture and scheme == "FP8":
         return
@@ -278,7 +347,9 @@ def _through(folder: Path, scheme: str) -> None:
     with torch.no_grad():
         expected = stock(input_ids=ids).logits
     error = float((found - expected).norm() / expected.norm())
-    if not math.isfinite(error) or error > (WEIGHTS_ALONE if scheme.endswith("A16") else ROUNDED_INPUTS):
+    if not math.isfinite(error) or error > (
+        WEIGHTS_ALONE if scheme.endswith("A16") else ROUNDED_INPUTS
+    ):
         raise ValueError(f"the logits differ from transformers' by {error:.2g} of their norm")
 
 
@@ -287,10 +358,17 @@ def _round_inputs_(model: Any, loaded: Any) -> None:
     modules = dict(model.named_modules())
     names = NameMap(skeleton(loaded.artifact.config)).bind(loaded.artifact.names)
     for parameter, source in names.to_source.items():
-        name, (owner, _, part) = source.removesuffix(".weight"), parameter.removesuffix(".weight").partition(".parts.")
+        name, (owner, _, part) = (
+            source.removesuffix(".weight"),
+            parameter.removesuffix(".weight").partition(".parts."),
+        )
         if part not in ("", "0"):  # of a joined linear, which reads one input
             continue
-        if name not in loaded.artifact.linears or name == source or loaded.artifact.linears[name].scheme.input is None:
+        if (
+            name not in loaded.artifact.linears
+            or name == source
+            or loaded.artifact.linears[name].scheme.input is None
+        ):
             continue
         linear = loaded.artifact.decode(name)
         if owner in modules:
@@ -301,7 +379,9 @@ def _round_inputs_(model: Any, loaded: Any) -> None:
             experts = modules[owner.partition(".experts.")[0] + ".experts"]
             if not hasattr(experts, "_own_gate"):
                 experts._own_gate = experts._apply_gate
-                experts._apply_gate = lambda x, experts=experts, linear=linear: linear.fake_quantize_input(experts._own_gate(x))
+                experts._apply_gate = lambda x, experts=experts, linear=linear: (
+                    linear.fake_quantize_input(experts._own_gate(x))
+                )
                 experts.register_forward_pre_hook(
                     lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]), *args[1:])
                 )

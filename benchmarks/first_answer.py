@@ -3,8 +3,9 @@
     python benchmarks/first_answer.py work/4-export
     python benchmarks/first_answer.py work/4-export --runs 1          a try
 
-Each run starts a server, asks for one token until it is answered, and sends SIGINT. The bar is 3 s to the first answer. The
-program exits 1 when the median misses the bar, or when a server ends with another code than 0.
+Each run starts a server, asks for one token until it is answered, and sends SIGINT. The bar is 3 s
+to the first answer. The program exits 1 when the median misses the bar, or when a server ends with
+another code than 0.
 """
 
 import argparse
@@ -35,7 +36,9 @@ def run(artifact: Path) -> tuple[float, float, int]:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     body = json.dumps({"inputs": "class Stack:", "parameters": {"max_new_tokens": 1}}).encode()
-    asked = urllib.request.Request(f"http://{HOST}:{port}/generate", body, {"content-type": "application/json"})
+    asked = urllib.request.Request(
+        f"http://{HOST}:{port}/generate", body, {"content-type": "application/json"}
+    )
     words = [sys.executable, "-m", "quantflow", "serve", str(artifact), "--port", str(port)]
     begin = time.perf_counter()
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
@@ -55,13 +58,18 @@ def run(artifact: Path) -> tuple[float, float, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--runs", type=int, default=5, metavar="N")
     given = parser.parse_args(arguments)
     runs = [run(given.artifact) for _ in range(given.runs)]
     print(machine(given.artifact))
-    rows = [(number, f"{first:.2f} s", f"{end:.2f} s", code) for number, (first, end, code) in enumerate(runs, start=1)]
+    rows = [
+        (number, f"{first:.2f} s", f"{end:.2f} s", code)
+        for number, (first, end, code) in enumerate(runs, start=1)
+    ]
     print(table(("run", "first answer", "end after Ctrl-C", "exit code"), rows))
     middle = statistics.median(first for first, _, _ in runs)
     print(f"median: first answer after {middle:.2f} s, bar {BAR_SECONDS:g} s")

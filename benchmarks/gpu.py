@@ -5,12 +5,13 @@
     python benchmarks/gpu.py --only products graph --budget 120
     python benchmarks/gpu.py --list
 
-Each check is a process of its own with a limit of its own: one that fails, hangs or dies leaves what it had found, and the
-others. The results file and its page are whole after every check. Checks come in the order of their importance; those that the
-time is too short for are listed with that reason. On the CPU the same code runs with less to do, and speeds are not judged.
+Each check is a process of its own with a limit of its own: one that fails, hangs or dies leaves
+what it had found, and the others. The results file and its page are whole after every check. Checks
+come in the order of their importance; those that the time is too short for are listed with that
+reason. On the CPU the same code runs with less to do, and speeds are not judged.
 
-Needs an environment with quantflow's dependencies; quantflow itself is read from this repository. Exits 1 when a check failed,
-was ended, or found that a claim or a bar does not hold.
+Needs an environment with quantflow's dependencies; quantflow itself is read from this repository.
+Exits 1 when a check failed, was ended, or found that a claim or a bar does not hold.
 """
 
 import argparse
@@ -65,19 +66,22 @@ CHECKS = (
     ),
     Check(
         name="measure",
-        asks="`measure` of the example model on the device finds the statistics that it finds on the CPU.",
+        asks="`measure` of the example model on the device finds the statistics that it finds on "
+        "the CPU.",
         function="_gpu.stages:measure",
         limit=90,
     ),
     Check(
         name="products",
-        asks="Each kernel computes what the equation says, and how fast it is beside cuBLAS and a plain read of the weight.",
+        asks="Each kernel computes what the equation says, and how fast it is beside cuBLAS and "
+        "a plain read of the weight.",
         function="_gpu.products:products",
         limit=90,
     ),
     Check(
         name="validate",
-        asks="`validate` on the device finds the divergence that it finds on the CPU, within the noise that it states.",
+        asks="`validate` on the device finds the divergence that it finds on the CPU, within the "
+        "noise that it states.",
         function="_gpu.stages:validate",
         limit=120,
     ),
@@ -95,7 +99,8 @@ CHECKS = (
     ),
     Check(
         name="quantize",
-        asks="`quantize` W4A16 by gptq on the device makes an artifact as near to the source as the CPU's.",
+        asks="`quantize` W4A16 by gptq on the device makes an artifact as near to the source as "
+        "the CPU's.",
         function="_gpu.stages:quantize",
         limit=120,
     ),
@@ -107,13 +112,15 @@ CHECKS = (
     ),
     Check(
         name="large checkpoint",
-        asks="Measuring and rounding by gptq a few layers of a large checkpoint, and what one more layer takes.",
+        asks="Measuring and rounding by gptq a few layers of a large checkpoint, and what one "
+        "more layer takes.",
         function="_gpu.stages:large",
         limit=180,
     ),
     Check(
         name="same bits",
-        asks="The same command makes the same bits again on one device, killed and resumed, and on two by ranks.",
+        asks="The same command makes the same bits again on one device, killed and resumed, and "
+        "on two by ranks.",
         function="_gpu.stages:same_bits",
         limit=150,
     ),
@@ -137,7 +144,8 @@ CHECKS = (
     ),
     Check(
         name="peers",
-        asks="llm-compressor and GPTQModel on the large checkpoint, vLLM on an artifact of the example model.",
+        asks="llm-compressor and GPTQModel on the large checkpoint, vLLM on an artifact of the "
+        "example model.",
         function="_gpu.peers:peers",
         limit=240,
     ),
@@ -150,11 +158,15 @@ def main(arguments: Sequence[str]) -> int:
     if given.check is not None:
         return _one(given.check, given.place)
     if given.list:
-        print("\n".join(f"{check.name:<18} {check.limit:>4.0f} s  {check.asks}" for check in CHECKS))
+        print(
+            "\n".join(f"{check.name:<18} {check.limit:>4.0f} s  {check.asks}" for check in CHECKS)
+        )
         return 0
-    from _alone import alone  # here: the process of a check needs nothing of quantflow's before the check does
+    # here: the process of a check needs nothing of quantflow's before the check does
+    from _alone import alone
 
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the check that runs is ended too
+    # so that the check that runs is ended too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return alone(_all, given)
 
 
@@ -173,15 +185,27 @@ def _all(given: argparse.Namespace) -> int:
     checks = [check for check in CHECKS if not given.only or check.name in given.only]
     checks = [replace(check, limit=check.limit * given.patience) for check in checks]
     words = ["python benchmarks/gpu.py", *_told(given)]
-    about = {"device": device, "name": name, "size": size, "command": " ".join(words), "budget": given.budget}
+    about = {
+        "device": device,
+        "name": name,
+        "size": size,
+        "command": " ".join(words),
+        "budget": given.budget,
+    }
     about["date"] = datetime.date.today().isoformat()
 
     def keep(outcomes: Sequence[Outcome], seconds: float) -> None:
-        results = {**about, "seconds": round(seconds, 1), "checks": [asdict(outcome) for outcome in outcomes]}
+        results = {
+            **about,
+            "seconds": round(seconds, 1),
+            "checks": [asdict(outcome) for outcome in outcomes],
+        }
         write_whole(given.json, json.dumps(results, indent=1, sort_keys=True) + "\n")
         write_whole(given.page, page(results))
 
-    outcomes = run(checks, place, budget=given.budget, keep=keep, say=_say, earlier=_earlier(given.json, about))
+    outcomes = run(
+        checks, place, budget=given.budget, keep=keep, say=_say, earlier=_earlier(given.json, about)
+    )
     missed = [line for outcome in outcomes for line in outcome.missed]
     print(f"\n{given.page.read_text()}")
     for line in missed:
@@ -204,7 +228,8 @@ def run(
         checks: in the order of their importance.
         place: `work` gets a folder for each.
         budget: seconds of all of them; the last is ended when they are over.
-        keep: is given the outcomes of all checks, and the seconds so far, before the first check and after each.
+        keep: is given the outcomes of all checks, and the seconds so far, before the first check
+            and after each.
         say: is told how far it is.
         earlier: seconds that a check took before, for the time that is told.
 
@@ -212,17 +237,25 @@ def run(
         An outcome for each check.
     """
     began = time.monotonic()
-    outcomes = [Outcome(name=check.name, asks=check.asks, state="not run", reason=NOT_REACHED) for check in checks]
+    outcomes = [
+        Outcome(name=check.name, asks=check.asks, state="not run", reason=NOT_REACHED)
+        for check in checks
+    ]
     keep(outcomes, 0.0)
     for index, check in enumerate(checks):
         gone = time.monotonic() - began
         left = budget - gone
         if left < check.limit * SHARE:
-            outcomes[index].reason = f"{max(left, 0.0):.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
+            outcomes[
+                index
+            ].reason = f"{max(left, 0.0):.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
         else:
             coming = sum(earlier.get(later.name, later.limit) for later in checks[index:])
             about = "about" if all(later.name in earlier for later in checks[index:]) else "at most"
-            say(f"{index + 1} of {len(checks)}, {check.name}: {gone:.0f} s gone, {about} {min(coming, left):.0f} s to go")
+            say(
+                f"{index + 1} of {len(checks)}, {check.name}: {gone:.0f} s gone, {about} "
+                f"{min(coming, left):.0f} s to go"
+            )
             outcomes[index] = run_one(check, place, limit=min(check.limit, left))
         told = outcomes[index]
         say(f"{check.name}: {told.state}{f', {told.reason}' if told.reason else ''}")
@@ -241,7 +274,14 @@ def run_one(check: Check, place: Place, *, limit: float) -> Outcome:
     begin = time.monotonic()
     command = [sys.executable, __file__, "--check", check.function, "--place", str(told)]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment(), start_new_session=True, cwd=work)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            env=environment(),
+            start_new_session=True,
+            cwd=work,
+        )
         try:
             in_time = _exits(process.pid, within=limit)
         finally:
@@ -253,20 +293,28 @@ def run_one(check: Check, place: Place, *, limit: float) -> Outcome:
         state, reason = "failed", f"exit {process.returncode}: {_last_line(log)}"
     seconds = round(time.monotonic() - begin, 1)
     found = read_found(work / "found.jsonl")
-    return Outcome(name=check.name, asks=check.asks, state=state, seconds=seconds, reason=reason, found=found)
+    return Outcome(
+        name=check.name, asks=check.asks, state=state, seconds=seconds, reason=reason, found=found
+    )
 
 
 def environment() -> dict[str, str]:
     """Return the variables of a process that reads quantflow from this repository and downloads nothing."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+    }
 
 
 def _one(function: str, told: Path) -> int:
     """Run a check in this process."""
     place = read_place(told)
     module, _, name = function.partition(":")
-    getattr(import_module(module), name)(place, Found(place.work / "found.jsonl", on_gpu=place.on_gpu))
+    getattr(import_module(module), name)(
+        place, Found(place.work / "found.jsonl", on_gpu=place.on_gpu)
+    )
     return 0
 
 
@@ -307,7 +355,11 @@ def _earlier(path: Path, about: dict[str, Any]) -> dict[str, float]:
     try:
         results = json.loads(path.read_text())
         same = all(results[key] == about[key] for key in ("device", "name", "size"))
-        return {check["name"]: check["seconds"] for check in results["checks"] if same and check["state"] == "done"}
+        return {
+            check["name"]: check["seconds"]
+            for check in results["checks"]
+            if same and check["state"] == "done"
+        }
     except (FileNotFoundError, json.JSONDecodeError, KeyError):
         return {}
 
@@ -318,24 +370,61 @@ def _say(text: str) -> None:
 
 def _told(given: argparse.Namespace) -> list[str]:
     """Return the options that change what is run, as they were given."""
-    words = [f"--{name} {value}" for name in ("device", "size") if (value := getattr(given, name)) is not None]
+    words = [
+        f"--{name} {value}"
+        for name in ("device", "size")
+        if (value := getattr(given, name)) is not None
+    ]
     words += [f"--budget {given.budget:g}"] if given.budget != BUDGET else []
     words += [f"--patience {given.patience:g}"] if given.patience != 1 else []
-    return words + (["--only " + " ".join(f"'{name}'" if " " in name else name for name in given.only)] if given.only else [])
+    return words + (
+        ["--only " + " ".join(f"'{name}'" if " " in name else name for name in given.only)]
+        if given.only
+        else []
+    )
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [check.name for check in CHECKS]
-    parser.add_argument("--device", metavar="DEVICE", help="cuda, cuda:N or cpu (default: cuda where torch finds one)")
-    parser.add_argument("--size", choices=list(SIZES), help="how much is done (default: full on a GPU, cpu on the CPU)")
-    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="CHECK", help="; ".join(names))
-    parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of all checks (default {BUDGET:.0f})")
-    parser.add_argument("--patience", type=float, default=1.0, help="every limit times this, on a busy machine (default 1)")
-    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "gpu", help="where everything is made")
-    parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
-    parser.add_argument("--json", type=Path, help="the results (default: docs/gpu-results.json, with --only below --work)")
-    parser.add_argument("--page", type=Path, help="the results as a page (default: beside --json, as .md)")
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="cuda, cuda:N or cpu (default: cuda where torch finds one)",
+    )
+    parser.add_argument(
+        "--size",
+        choices=list(SIZES),
+        help="how much is done (default: full on a GPU, cpu on the CPU)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=[], metavar="CHECK", help="; ".join(names)
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"seconds of all checks (default {BUDGET:.0f})"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="every limit times this, on a busy machine (default 1)",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "artifacts" / "gpu", help="where everything is made"
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="the results (default: docs/gpu-results.json, with --only below --work)",
+    )
+    parser.add_argument(
+        "--page", type=Path, help="the results as a page (default: beside --json, as .md)"
+    )
     parser.add_argument("--list", action="store_true", help="list the checks")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)

@@ -3,9 +3,10 @@
     python benchmarks/http_cost.py work/4-export
     python benchmarks/http_cost.py work/4-export --pairs 3          a try, half a minute
 
-One request at a time. Each pair is a streamed completion of `quantflow serve` and a greedy continuation by a decoder that this
-process has loaded, of as many tokens. The order of the two changes with every pair. Both have --threads threads; the server's
-event loop and this client run on the same cores, so where --threads leaves none free they take time from the model.
+One request at a time. Each pair is a streamed completion of `quantflow serve` and a greedy
+continuation by a decoder that this process has loaded, of as many tokens. The order of the two
+changes with every pair. Both have --threads threads; the server's event loop and this client run on
+the same cores, so where --threads leaves none free they take time from the model.
 
     HTTP     milliseconds per token after the first, as a client sees them
     bench    milliseconds per token after the first, without a server
@@ -24,13 +25,23 @@ from serving import closed_loop, draw, end_token_of, quantflow_server, tokens_pe
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pairs and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", type=Path)
-    numbers = {"--pairs": 15, "--prompt-tokens": 256, "--new-tokens": 64, "--seed": 0, "--threads": os.cpu_count() or 1}
+    numbers = {
+        "--pairs": 15,
+        "--prompt-tokens": 256,
+        "--new-tokens": 64,
+        "--seed": 0,
+        "--threads": os.cpu_count() or 1,
+    }
     for flag, default in numbers.items():
         parser.add_argument(flag, type=int, default=default, metavar="N")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--results", type=Path, default=Path("artifacts/serving"), help="for what the server prints")
+    parser.add_argument(
+        "--results", type=Path, default=Path("artifacts/serving"), help="for what the server prints"
+    )
     given = parser.parse_args(arguments)
     given.spread, given.requests = 0.0, given.pairs + 1
     from quantflow import process_memory
@@ -57,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1e3 * seen.tpot
 
     def alone(number: int) -> float:
-        prompt = random_prompts(1, given.prompt_tokens, vocab_size=loaded.decoder.vocab_size, seed=number)
-        return 1e3 * statistics.fmean(time_run(loaded.decoder, prompt, new_tokens=given.new_tokens).step_seconds)
+        prompt = random_prompts(
+            1, given.prompt_tokens, vocab_size=loaded.decoder.vocab_size, seed=number
+        )
+        return 1e3 * statistics.fmean(
+            time_run(loaded.decoder, prompt, new_tokens=given.new_tokens).step_seconds
+        )
 
     server.start(given.results / "http_cost.log", given.threads)
     try:
@@ -69,9 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         server.stop()
     rows = [(f"{http:.2f}", f"{bench:.2f}", f"{http / bench:.3f}") for http, bench in pairs]
-    middle = [statistics.median(column) for column in zip(*((*pair, pair[0] / pair[1]) for pair in pairs), strict=True)]
+    middle = [
+        statistics.median(column)
+        for column in zip(*((*pair, pair[0] / pair[1]) for pair in pairs), strict=True)
+    ]
     print(machine(given.results))
-    print(table(("pair", "HTTP", "bench", "ratio"), [(number, *row) for number, row in enumerate(rows, start=1)]))
+    print(
+        table(
+            ("pair", "HTTP", "bench", "ratio"),
+            [(number, *row) for number, row in enumerate(rows, start=1)],
+        )
+    )
     print("median: HTTP {:.2f} ms, bench {:.2f} ms, ratio of a pair {:.3f}".format(*middle))
     return 0
 

@@ -3,8 +3,8 @@
     python benchmarks/measure_ranks.py                          50 MB of random weights, 32 sequences of 512 tokens
     python benchmarks/measure_ranks.py --samples 4 --tokens 64 --runs 1    a try, a minute
 
-One rank, two that share the sequences (dp) and two that share the model (tp) take turns; medians of `--runs`.
-Needs the environment that quantflow is installed in, GNU time and Linux.
+One rank, two that share the sequences (dp) and two that share the model (tp) take turns; medians of
+`--runs`. Needs the environment that quantflow is installed in, GNU time and Linux.
 """
 
 import argparse
@@ -19,7 +19,11 @@ from _synthetic import SHAPES, make_calibration, make_checkpoint
 from _watch import Failed, Run, need_tools, run
 
 ROOT = Path(__file__).resolve().parents[1]
-WORLDS = {"1 rank": [], "2 ranks, dp": ["--ranks", "2"], "2 ranks, tp": ["--ranks", "2", "--tp", "2"]}
+WORLDS = {
+    "1 rank": [],
+    "2 ranks, dp": ["--ranks", "2"],
+    "2 ranks, tp": ["--ranks", "2", "--tp", "2"],
+}
 SEED = 0
 
 
@@ -34,7 +38,9 @@ def _run(given: argparse.Namespace) -> int:
     taken: dict[str, list[Run]] = {name: [] for name in WORLDS}
     try:
         need_tools()
-        make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=ROOT / "examples" / "tiny-llama")
+        make_checkpoint(
+            model, SHAPES[given.size], seed=SEED, tokenizer=ROOT / "examples" / "tiny-llama"
+        )
         make_calibration(calibration, samples=given.samples, tokens=given.tokens, seed=SEED)
         for number in range(given.runs):
             for name, options in WORLDS.items():
@@ -61,15 +67,22 @@ def _run(given: argparse.Namespace) -> int:
     print("| | seconds | of 1 rank | CPU seconds | largest process | all processes, anonymous |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, runs in taken.items():
-        seconds, cpu, rss, anon = (median(getattr(each, key) for each in runs) for key in ("seconds", "cpu", "rss", "anon"))
-        print(f"| {name} | {seconds:.1f} | {seconds / one:.2f} | {cpu:.1f} | {rss / 1e6:.0f} MB | {anon / 1e6:.0f} MB |")
+        seconds, cpu, rss, anon = (
+            median(getattr(each, key) for each in runs) for key in ("seconds", "cpu", "rss", "anon")
+        )
+        print(
+            f"| {name} | {seconds:.1f} | {seconds / one:.2f} | {cpu:.1f} | {rss / 1e6:.0f} MB | "
+            f"{anon / 1e6:.0f} MB |"
+        )
     if not given.keep:
         shutil.rmtree(work)
     return 0
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=sorted(SHAPES), default="50MB")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)

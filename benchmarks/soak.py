@@ -3,14 +3,16 @@
     python benchmarks/soak.py work/4-export --minutes 60
     python benchmarks/soak.py work/4-export --minutes 1 --clients 2        a try
 
-`quantflow serve` runs in a process of its own. Each client asks again when it was answered or gave up: texts, streams, several
-answers, log-probabilities, grammars and stop strings, greedy or sampled; bodies cut short, wrong, too long and of 1 MB;
-one request in ten goes away after some of its answer. Everything is drawn from --seed. Every ten seconds the server's resident
-memory and /metrics are read; at the end, when no request runs, once more.
+`quantflow serve` runs in a process of its own. Each client asks again when it was answered or gave
+up: texts, streams, several answers, log-probabilities, grammars and stop strings, greedy or
+sampled; bodies cut short, wrong, too long and of 1 MB; one request in ten goes away after some of
+its answer. Everything is drawn from --seed. Every ten seconds the server's resident memory and
+/metrics are read; at the end, when no request runs, once more.
 
-It exits 1 where an answer has another status than its kind of request promises, a connection ends before its answer, a block of
-the cache is in use or a token reserved at the end, a request is unaccounted for, or the memory of the last tenth of the time is
-more than `--growth` above that of the first tenth after the warm-up.
+It exits 1 where an answer has another status than its kind of request promises, a connection ends
+before its answer, a block of the cache is in use or a token reserved at the end, a request is
+unaccounted for, or the memory of the last tenth of the time is more than `--growth` above that of
+the first tenth after the warm-up.
 """
 
 import argparse
@@ -37,7 +39,9 @@ from _report import table
 
 HOST = "127.0.0.1"
 WARM = 0.05  # of the time, in which memory may grow: caches of grammars, threads, the pool's pages
-WORDS = (Path(__file__).resolve().parents[1] / "examples/tiny-llama/stdlib_text.py").read_text().split()
+WORDS = (
+    (Path(__file__).resolve().parents[1] / "examples/tiny-llama/stdlib_text.py").read_text().split()
+)
 PROPERTIES = {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["name"]}
 Body = dict[str, Any] | bytes
@@ -66,20 +70,39 @@ def text(rng: random.Random, most: int = 60) -> str:
 
 def generate(rng: random.Random) -> tuple[str, Body]:
     """One of TGI's texts, with options of every sort."""
-    options: dict[str, Any] = {"max_new_tokens": rng.choice((1, 8, 40, 120)), "details": rng.random() < 0.5}
+    options: dict[str, Any] = {
+        "max_new_tokens": rng.choice((1, 8, 40, 120)),
+        "details": rng.random() < 0.5,
+    }
     if rng.random() < 0.5:
-        options |= {"do_sample": True, "temperature": rng.uniform(0.2, 2.0), "top_p": 0.9, "seed": rng.randrange(1000)}
+        options |= {
+            "do_sample": True,
+            "temperature": rng.uniform(0.2, 2.0),
+            "top_p": 0.9,
+            "seed": rng.randrange(1000),
+        }
     if rng.random() < 0.3:
         options |= {"stop": [rng.choice(WORDS)], "repetition_penalty": 1.1}
     if rng.random() < 0.3:
         options |= {"top_n_tokens": 4, "details": True}
-    return rng.choice(("/generate", "/generate_stream")), {"inputs": text(rng), "parameters": options}
+    return rng.choice(("/generate", "/generate_stream")), {
+        "inputs": text(rng),
+        "parameters": options,
+    }
 
 
 def completion(rng: random.Random) -> tuple[str, Body]:
     """One of OpenAI's completions, streamed or not."""
-    options: dict[str, Any] = {"max_tokens": rng.choice((4, 32)), "n": rng.choice((1, 3)), "temperature": rng.choice((0, 0.8))}
-    options |= {"logprobs": rng.choice((None, 3)), "seed": rng.randrange(1000), "stream": rng.random() < 0.5}
+    options: dict[str, Any] = {
+        "max_tokens": rng.choice((4, 32)),
+        "n": rng.choice((1, 3)),
+        "temperature": rng.choice((0, 0.8)),
+    }
+    options |= {
+        "logprobs": rng.choice((None, 3)),
+        "seed": rng.randrange(1000),
+        "stream": rng.random() < 0.5,
+    }
     return "/v1/completions", {"prompt": text(rng), **options}
 
 
@@ -87,13 +110,19 @@ def grammar(rng: random.Random) -> tuple[str, Body]:
     """A text that follows a schema, or an expression."""
     regex = {"type": "regex", "value": f"[a-z]{{1,{rng.randint(1, 40)}}}"}
     asked = rng.choice((regex, {"type": "json", "value": SCHEMA}))
-    return "/generate", {"inputs": text(rng), "parameters": {"max_new_tokens": 60, "grammar": asked}}
+    return "/generate", {
+        "inputs": text(rng),
+        "parameters": {"max_new_tokens": 60, "grammar": asked},
+    }
 
 
 def exploding(rng: random.Random) -> tuple[str, Body]:
     """A grammar whose states double with each letter: refused where the text comes that far."""
     asked = {"type": "regex", "value": f"(a|b)*a(a|b){{{rng.randint(20, 60)}}}"}
-    return "/generate", {"inputs": text(rng), "parameters": {"max_new_tokens": 60, "grammar": asked}}
+    return "/generate", {
+        "inputs": text(rng),
+        "parameters": {"max_new_tokens": 60, "grammar": asked},
+    }
 
 
 def tokenize(rng: random.Random) -> tuple[str, Body]:
@@ -136,9 +165,7 @@ def ask(port: int, rng: random.Random, seen: Seen) -> None:
     try:
         if leaves:
             cut = data[: rng.randrange(len(data) + 1)] if rng.random() < 0.3 else data
-            head = (
-                f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-            )
+            head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.connect()
             connection.sock.sendall(head.encode() + cut)
             connection.sock.settimeout(rng.random())
@@ -173,21 +200,30 @@ def counters(port: int) -> dict[str, float]:
     found: Counter[str] = Counter()
     for line in lines:
         if line.startswith("quantflow_engine_"):
-            found[line.split("{")[0].removeprefix("quantflow_engine_")] += float(line.rsplit(" ", 1)[1])  # type: ignore[assignment]
+            found[line.split("{")[0].removeprefix("quantflow_engine_")] += float(
+                line.rsplit(" ", 1)[1]
+            )  # type: ignore[assignment]
     return dict(found)
 
 
 def judge(seen: Seen, end: dict[str, float], seconds: float, growth: float) -> list[str]:
     """Return what was not kept."""
     left = [
-        f"{name} is {end[name]:g} at the end" for name in ("running", "waiting", "pool_used", "reserved_tokens") if end[name]
+        f"{name} is {end[name]:g} at the end"
+        for name in ("running", "waiting", "pool_used", "reserved_tokens")
+        if end[name]
     ]
     if end["submitted"] != end["finished"] + end["cancelled"] + end["failed"] or end["failed"]:
-        left.append(f"requests: { ({name: end[name] for name in ('submitted', 'finished', 'cancelled', 'failed')}) }")
+        left.append(
+            "requests: "
+            f"{ ({name: end[name] for name in ('submitted', 'finished', 'cancelled', 'failed')}) }"
+        )
     early = [size for when, size in seen.memory if WARM * seconds <= when <= (WARM + 0.1) * seconds]
     late = [size for when, size in seen.memory if when >= 0.9 * seconds]
     if early and late and median(late) > (1 + growth) * median(early):
-        left.append(f"resident memory grew from {median(early) / 1e6:.0f} to {median(late) / 1e6:.0f} MB")
+        left.append(
+            f"resident memory grew from {median(early) / 1e6:.0f} to {median(late) / 1e6:.0f} MB"
+        )
     return seen.faults[:20] + left
 
 
@@ -196,8 +232,19 @@ def start(given: argparse.Namespace, stack: ExitStack) -> tuple[int, int]:
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "quantflow", "serve", str(given.artifact), "--port", str(port), *given.options]
-    server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    command = [
+        sys.executable,
+        "-m",
+        "quantflow",
+        "serve",
+        str(given.artifact),
+        "--port",
+        str(port),
+        *given.options,
+    ]
+    server = stack.enter_context(
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    )
     stack.callback(server.send_signal, signal.SIGTERM)
     for _ in range(600):
         try:
@@ -212,13 +259,27 @@ def start(given: argparse.Namespace, stack: ExitStack) -> tuple[int, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the load and print what was seen."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--minutes", type=float, default=60.0, metavar="X")
     parser.add_argument("--clients", type=int, default=8, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--growth", type=float, default=0.1, metavar="X", help="of resident memory, as a share (default: 0.1)")
-    parser.add_argument("--options", type=shlex.split, default=[], metavar="WORDS", help="of serve, behind an equals sign")
+    parser.add_argument(
+        "--growth",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="of resident memory, as a share (default: 0.1)",
+    )
+    parser.add_argument(
+        "--options",
+        type=shlex.split,
+        default=[],
+        metavar="WORDS",
+        help="of serve, behind an equals sign",
+    )
     given = parser.parse_args(arguments)
     seen, seconds = Seen(), given.minutes * 60
     with ExitStack() as stack:
@@ -230,14 +291,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             while time.monotonic() - begin < seconds:
                 ask(port, rng, seen)
 
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(given.clients)]
+        threads = [
+            threading.Thread(target=client, args=(number,)) for number in range(given.clients)
+        ]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             passed = time.monotonic() - begin
             seen.memory.append((passed, resident(pid)))
             asked, size = sum(seen.answers.values()), seen.memory[-1][1] / 1e6
-            print(f"soak: {passed:.0f} s of {seconds:.0f}, {asked} requests, {size:.0f} MB", file=sys.stderr)
+            print(
+                f"soak: {passed:.0f} s of {seconds:.0f}, {asked} requests, {size:.0f} MB",
+                file=sys.stderr,
+            )
             time.sleep(min(10.0, max(1.0, seconds / 30)))
         for _ in range(60):  # clients that went away are noticed within a step
             end = counters(port)
@@ -250,7 +316,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, most, last = sizes[0], max(sizes), sizes[-1]
     asked, generated, used = sum(seen.answers.values()), end["generated_tokens"], end["pool_used"]
     print(f"\n{asked} requests in {given.minutes:g} minutes, {generated:.0f} tokens generated;")
-    print(f"resident memory {first:.0f} MB at first, {most:.0f} at most, {last:.0f} at the end; {used:.0f} blocks in use")
+    print(
+        f"resident memory {first:.0f} MB at first, {most:.0f} at most, {last:.0f} at the end; "
+        f"{used:.0f} blocks in use"
+    )
     faults = judge(seen, end, seconds, given.growth)
     for fault in faults:
         print(f"NOT KEPT: {fault}")

@@ -3,8 +3,9 @@
     python benchmarks/unify_many_ranks.py                       64 ranks (8 replicas of 8 cards), 80 layers
     python benchmarks/unify_many_ranks.py --replicas 2 --layers 8 --hidden 256      a try, seconds
 
-Ranks are synthetic: random statistics of every kind that measure takes by default, placed as a Llama of these sizes is cut.
-Needs the environment that quantflow is installed in, GNU time and Linux. Exits 1 when a bar is missed.
+Ranks are synthetic: random statistics of every kind that measure takes by default, placed as a
+Llama of these sizes is cut. Needs the environment that quantflow is installed in, GNU time and
+Linux. Exits 1 when a bar is missed.
 """
 
 import argparse
@@ -50,7 +51,11 @@ def _run(given: argparse.Namespace) -> int:
         need_tools()
         size = make_ranks(folder / "ranks", config, cards=given.cards, replicas=given.replicas)
         world = given.cards * given.replicas
-        print(f"{world} ranks ({given.replicas} x {given.cards} cards), {given.layers} layers: {size / 1e9:.2f} GB", flush=True)
+        print(
+            f"{world} ranks ({given.replicas} x {given.cards} cards), {given.layers} layers: "
+            f"{size / 1e9:.2f} GB",
+            flush=True,
+        )
         missed = 0
         for groups in (1, given.replicas):
             shutil.rmtree(folder / "unified", ignore_errors=True)
@@ -59,7 +64,9 @@ def _run(given: argparse.Namespace) -> int:
             taken = run(command, log=folder / "unify.log")
             missed += taken.seconds > SECONDS or taken.rss > PEAK
             print(
-                f"into {groups}: {taken.seconds:.1f} s ({taken.cpu:.1f} s CPU), peak RSS {taken.rss / 1e6:.0f} MB", flush=True
+                f"into {groups}: {taken.seconds:.1f} s ({taken.cpu:.1f} s CPU), peak RSS "
+                f"{taken.rss / 1e6:.0f} MB",
+                flush=True,
             )
     except Failed as error:
         print(error, file=sys.stderr)
@@ -100,7 +107,9 @@ def _rank(rank: int, tensors: dict[str, Any], *, cards: int, replicas: int) -> M
         )
         for site in sites:
             generator = common if layout(placement, site) == "same" else own
-            statistics |= _statistics(f"{name}|{site}", channels(placement, site), generator, whole=site == "input")
+            statistics |= _statistics(
+                f"{name}|{site}", channels(placement, site), generator, whole=site == "input"
+            )
             if site == "weight":  # replicas hold the same
                 statistics[f"{name}|{site}|amax"] = torch.tensor(1.0 + rank % cards)
     return Measurement(
@@ -111,7 +120,12 @@ def _rank(rank: int, tensors: dict[str, Any], *, cards: int, replicas: int) -> M
             "mesh": {"rank": rank, "world": cards * replicas, "tp": cards, "dp": replicas, "ep": 1},
             "dtype": "float32",
             "seed": 0,
-            "calibration": {"hash": "0" * 64, "samples": replicas, "tokens": replicas * TOKENS, "sequence_length": TOKENS},
+            "calibration": {
+                "hash": "0" * 64,
+                "samples": replicas,
+                "tokens": replicas * TOKENS,
+                "sequence_length": TOKENS,
+            },
             "observers": OBSERVERS,
             "tensors": tensors,
             "counts": {"samples": 1, "tokens": TOKENS},
@@ -123,7 +137,9 @@ def _rank(rank: int, tensors: dict[str, Any], *, cards: int, replicas: int) -> M
     )
 
 
-def _statistics(site: str, width: int, generator: torch.Generator, *, whole: bool) -> dict[str, Tensor]:
+def _statistics(
+    site: str, width: int, generator: torch.Generator, *, whole: bool
+) -> dict[str, Tensor]:
     """Return amax, and for an input every default statistic, of made-up values."""
     channel_amax = torch.rand(width, generator=generator)
     found = {"amax": channel_amax.max()}
@@ -153,11 +169,17 @@ def _shapes(config: LlamaConfig) -> dict[str, list[int]]:
         "mlp.down_proj": [hidden, wide],
     }
     layers = range(config.num_hidden_layers)
-    return {f"model.layers.{index}.{name}.weight": shape for index in layers for name, shape in layer.items()}
+    return {
+        f"model.layers.{index}.{name}.weight": shape
+        for index in layers
+        for name, shape in layer.items()
+    }
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cards", type=int, default=8, help="of each replica")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--layers", type=int, default=80)

@@ -21,12 +21,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main(arguments: Sequence[str]) -> int:
     """Run every program, a process each; print their seconds and return 1 where the bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=int, default=16000, help="default 16000")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (default 512)")
-    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "validate", help="where everything goes")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "artifacts" / "validate", help="where everything goes"
+    )
     given = parser.parse_args(arguments)
     model, work = given.model.resolve(), given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -36,14 +40,30 @@ def main(arguments: Sequence[str]) -> int:
     except Failed as error:
         print(error, file=sys.stderr)
         return 2
-    both = [sum(found[dtype].seconds for dtype in DTYPES), sum(found[dtype].cpu for dtype in DTYPES)]
+    both = [
+        sum(found[dtype].seconds for dtype in DTYPES),
+        sum(found[dtype].cpu for dtype in DTYPES),
+    ]
     rows, judged = [], []
     for name, took in found.items():
         times = [took.seconds / both[0], took.cpu / both[1]]
-        rows.append((name, f"{took.seconds:.1f}", f"{took.cpu:.1f}", *(f"{time:.2f}x" for time in times)))
+        rows.append(
+            (name, f"{took.seconds:.1f}", f"{took.cpu:.1f}", *(f"{time:.2f}x" for time in times))
+        )
         if name not in DTYPES:
-            judged.append(Bar(what=f"{name}: seconds", promised=f"{MOST}x", found=f"{times[0]:.2f}x", met=times[0] <= MOST))
-    print(table(("program", "seconds", "CPU seconds", "of both forwards", "CPU of both"), rows) + "\n\n" + bars(judged))
+            judged.append(
+                Bar(
+                    what=f"{name}: seconds",
+                    promised=f"{MOST}x",
+                    found=f"{times[0]:.2f}x",
+                    met=times[0] <= MOST,
+                )
+            )
+    print(
+        table(("program", "seconds", "CPU seconds", "of both forwards", "CPU of both"), rows)
+        + "\n\n"
+        + bars(judged)
+    )
     print(f"\nload average at the end {machine(work)['load']:.1f}")
     return 0 if all(bar.met for bar in judged) else 1
 
@@ -53,18 +73,46 @@ def _programs(model: Path, text: Path, tokens: int, length: int, work: Path) -> 
     for name in ("2", "4", "r1", "r2", "validation-cache"):
         shutil.rmtree(work / name, ignore_errors=True)
     log = work / "log"
-    run(Commands(model=model).quantize(work / "2", scheme="W4A16", algorithm="rtn", artifact=work / "4"), log=log)
+    run(
+        Commands(model=model).quantize(
+            work / "2", scheme="W4A16", algorithm="rtn", artifact=work / "4"
+        ),
+        log=log,
+    )
     words = ("--text", text, "--tokens", str(tokens), "--length", str(length))
     inside = {"PYTHONPATH": str(ROOT)}
     found = {
-        dtype: run((sys.executable, __file__, model, *words, "--forward", dtype), log=log, environment=inside)
+        dtype: run(
+            (sys.executable, __file__, model, *words, "--forward", dtype),
+            log=log,
+            environment=inside,
+        )
         for dtype in DTYPES
     }
     (work / "any.yaml").write_text(ANY)
-    about = ("--baseline", model, "--text", text, "--tokens", str(tokens), "--sequence-length", str(length))
+    about = (
+        "--baseline",
+        model,
+        "--text",
+        text,
+        "--tokens",
+        str(tokens),
+        "--sequence-length",
+        str(length),
+    )
     for name, report in (("validate, the first of the model", "r1"), ("validate, the next", "r2")):
         found[name] = run(
-            (*QUANTFLOW, "validate", work / "4", *about, "--gate", work / "any.yaml", "--report", work / report), log=log
+            (
+                *QUANTFLOW,
+                "validate",
+                work / "4",
+                *about,
+                "--gate",
+                work / "any.yaml",
+                "--report",
+                work / report,
+            ),
+            log=log,
         )
     return found
 
@@ -88,7 +136,9 @@ def forward(arguments: Sequence[str]) -> None:
 
     documents = read_documents(given.text, load_tokenizer(given.model))
     windows = evaluation_sequences(documents, tokens=given.tokens, sequence_length=given.length)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.forward)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        given.model, dtype=getattr(torch, given.forward)
+    ).eval()
     with torch.inference_mode():
         for window in windows:
             model(input_ids=window[None], use_cache=False)

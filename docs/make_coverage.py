@@ -3,8 +3,8 @@
 python docs/make_coverage.py            write it
 python docs/make_coverage.py --check    exit 1 where the file is stale
 
-A row works where it names tests and misses nothing, is there in part where it names tests and what is missing, and is not there
-where it names no test. So no row can claim what no test shows.
+A row works where it names tests and misses nothing, is there in part where it names tests and what
+is missing, and is not there where it names no test. So no row can claim what no test shows.
 """
 
 import ast
@@ -31,7 +31,11 @@ def read() -> tuple[dict[str, Row], dict[str, Row]]:
 
 def ids(documents: dict[str, Row]) -> list[str]:
     """Return the id of every row that the documents have, in their order."""
-    return [f"{letter}{number}" for letter, document in documents.items() for number in range(1, document["rows"] + 1)]
+    return [
+        f"{letter}{number}"
+        for letter, document in documents.items()
+        for number in range(1, document["rows"] + 1)
+    ]
 
 
 def state(row: Row) -> str:
@@ -47,7 +51,11 @@ def mistakes(documents: dict[str, Row], rows: dict[str, Row]) -> list[str]:
     found = [f"{name}: no such row" for name in rows if name not in wanted]
     found += [f"{name}: not accounted for" for name in wanted if name not in rows]
     for name, row in rows.items():
-        found += [f"{name}: {key!r} is no key" for key in row if key not in ("asks", "here", "missing", "tests")]
+        found += [
+            f"{name}: {key!r} is no key"
+            for key in row
+            if key not in ("asks", "here", "missing", "tests")
+        ]
         if not row.get("asks"):
             found.append(f"{name}: does not say what is asked")
         if state(row) == NOT and not row.get("missing"):
@@ -67,25 +75,36 @@ def _tests_of(path: str) -> frozenset[str]:
     if not file.is_file():
         return frozenset()
     tree = ast.parse(file.read_text())
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
 def page(documents: dict[str, Row], rows: dict[str, Row]) -> str:
     """Return the page."""
     counts = Counter(state(row) for row in rows.values())
     lines = [
-        f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, {counts[NOT]} not",
+        f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, "
+        f"{counts[NOT]} not",
         "",
-        f"The documents of five programs describe {len(rows)} features, a row each; this page says what quantflow has of them.",
-        "`python docs/make_coverage.py` makes it from coverage.toml; a test checks that all rows and tests of it",
-        "are there. What works on other devices than CPUs was tried with stand-ins alone ([not-run.md](not-run.md)).",
-        "In twenty rows, drawn at random, the feature was broken on purpose. The named tests of fourteen failed. The tests of",
-        "six passed; for three of these a test was written (bfloat16, H18, G11), three now name one that was there (H30, B40,",
+        f"The documents of five programs describe {len(rows)} features, a row each; this page "
+        "says what quantflow has of them.",
+        "`python docs/make_coverage.py` makes it from coverage.toml; a test checks that all rows "
+        "and tests of it",
+        "are there. What works on other devices than CPUs was tried with stand-ins alone "
+        "([not-run.md](not-run.md)).",
+        "In twenty rows, drawn at random, the feature was broken on purpose. The named tests of "
+        "fourteen failed. The tests of",
+        "six passed; for three of these a test was written (bfloat16, H18, G11), three now name "
+        "one that was there (H30, B40,",
         "I1), so that all twenty fail. The tests of the other rows were not tried so.",
         "",
         "| state | when |",
         "|---|---|",
-        "| works | the named tests cover it, and nothing asked for is missing; the column *here* has differences |",
+        "| works | the named tests cover it, and nothing asked for is missing; the column *here* "
+        "has differences |",
         "| in part | the column *here* says what is missing; the tests cover the rest |",
         "| not | the column *here* says why |",
     ]
@@ -93,8 +112,15 @@ def page(documents: dict[str, Row], rows: dict[str, Row]) -> str:
         own = {name: row for name, row in rows.items() if name.rstrip("0123456789") == letter}
         counts = Counter(state(row) for row in own.values())
         lines += ["", f"## {document['name']}", ""]
-        lines += [f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not.", ""]
-        lines += ["| row | what is asked | state | here | tests |", "|---|---|---|---|---|", *map(_line, own, own.values())]
+        lines += [
+            f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not.",
+            "",
+        ]
+        lines += [
+            "| row | what is asked | state | here | tests |",
+            "|---|---|---|---|---|",
+            *map(_line, own, own.values()),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -3,9 +3,10 @@
 python docs/make_proofs.py            write it
 python docs/make_proofs.py --check    exit 1 where the file is stale
 
-A row is a test that has the mark `proof`: its words say which format, in which direction, and what was compared. What is not
-words was recorded by a run with RECORD_PROOFS=docs/proofs.json (tests/conftest.py): how many of its cases passed, and the
-versions of the programs that were there. A test that no run recorded says so, and so does one that failed.
+A row is a test that has the mark `proof`: its words say which format, in which direction, and what
+was compared. What is not words was recorded by a run with RECORD_PROOFS=docs/proofs.json
+(tests/conftest.py): how many of its cases passed, and the versions of the programs that were there.
+A test that no run recorded says so, and so does one that failed.
 """
 
 import ast
@@ -33,7 +34,10 @@ def marked() -> dict[str, Words]:
         for node in ast.parse(path.read_text()).body:
             for mark in getattr(node, "decorator_list", ()):
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.proof":
-                    words = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in mark.keywords}
+                    words = {
+                        str(keyword.arg): ast.literal_eval(keyword.value)
+                        for keyword in mark.keywords
+                    }
                     found[f"{path.name}::{node.name}"] = words  # type: ignore[attr-defined]
     return found
 
@@ -45,12 +49,16 @@ def read() -> dict[str, Record]:
 
 def mistakes(tests: dict[str, Words], records: dict[str, Record]) -> list[str]:
     """Return what is wrong with marks and records: words missing or strange, records of tests that have no mark."""
-    found = [f"{test}: recorded, and no test with the mark" for test in records if test not in tests]
+    found = [
+        f"{test}: recorded, and no test with the mark" for test in records if test not in tests
+    ]
     for test, words in tests.items():
         if set(words) - {"environment"} != WORDS - {"environment"}:
             found.append(f"{test}: has {sorted(words)}, {sorted(WORDS)} are known")
         elif words["direction"] not in DIRECTIONS:
-            found.append(f"{test}: direction {words['direction']!r} is none of {', '.join(DIRECTIONS)}")
+            found.append(
+                f"{test}: direction {words['direction']!r} is none of {', '.join(DIRECTIONS)}"
+            )
     return found
 
 
@@ -66,12 +74,27 @@ def outcome(record: Record | None) -> str:
 
 def table(tests: dict[str, Words], records: dict[str, Record]) -> str:
     """Return the table, by format."""
-    lines = ["| format | direction | program | what was compared | cases passed | test |", "|---|---|---|---|---:|---|"]
-    for test, words in sorted(tests.items(), key=lambda item: (item[1]["formats"], item[1]["direction"], item[0])):
+    lines = [
+        "| format | direction | program | what was compared | cases passed | test |",
+        "|---|---|---|---|---:|---|",
+    ]
+    for test, words in sorted(
+        tests.items(), key=lambda item: (item[1]["formats"], item[1]["direction"], item[0])
+    ):
         record = records.get(test)
         versions = {} if record is None else record["with"]
-        named = [" ".join(filter(None, (name, versions.get(package)))) for name, package in words["programs"].items()]
-        cells = (words["formats"], words["direction"], ", ".join(named), words["compared"], outcome(record), f"`{test}`")
+        named = [
+            " ".join(filter(None, (name, versions.get(package))))
+            for name, package in words["programs"].items()
+        ]
+        cells = (
+            words["formats"],
+            words["direction"],
+            ", ".join(named),
+            words["compared"],
+            outcome(record),
+            f"`{test}`",
+        )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
 

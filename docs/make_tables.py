@@ -8,7 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, NEAREST, TUNE, supports_of
+from quantflow.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    COMBINATIONS,
+    NEAREST,
+    TUNE,
+    supports_of,
+)
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.core.support import Refusal, Supports
 from quantflow.planning.compatibility import KNOWN
@@ -34,7 +41,9 @@ class Notes:
         """Return `yes`, or `no` with the number of the note that says why."""
         if refusal is None:
             return "yes"
-        error = refusal.error("", family="such a model", others="an algorithm with a yes in this row")
+        error = refusal.error(
+            "", family="such a model", others="an algorithm with a yes in this row"
+        )
         text = "; ".join(part for part in (error.cause.lstrip(";, "), error.remedy) if part)
         text = text.replace("of family such a model", "of such a model")
         if text.startswith("whose "):
@@ -49,12 +58,16 @@ def table() -> str:
     notes = Notes()
     rows = [*_scheme_rows(notes), *_transform_rows(notes)]
     for label, refused in _things():
-        rows.append([label, *(notes.cell(refused(_supports(name))) for name in COLUMNS), *_each_word("")])
+        rows.append(
+            [label, *(notes.cell(refused(_supports(name))) for name in COLUMNS), *_each_word("")]
+        )
     rows += [_head_row(), _cache_row(), _reads_row(), _memory_row()]
     lines = [_line(["", *(f"`{name}`" for name in (*COLUMNS, *COMBINATIONS))])]
     lines.append(_line(["---"] * (len(COLUMNS) + len(COMBINATIONS) + 1)))
     lines += [_line(row) for row in rows]
-    return "\n".join([*lines, "", *(f"{number}. {text}." for number, text in enumerate(notes.texts, start=1))])
+    return "\n".join(
+        [*lines, "", *(f"{number}. {text}." for number, text in enumerate(notes.texts, start=1))]
+    )
 
 
 def page(text: str) -> str:
@@ -73,7 +86,9 @@ def _scheme_rows(notes: Notes) -> list[list[str]]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for scheme in PRESETS.values():
         cells = [notes.cell(_supports(name).scheme(scheme)) for name in COLUMNS]
-        alike.setdefault((*cells, *(_combined(word, scheme) for word in COMBINATIONS)), []).append(scheme.name)
+        alike.setdefault((*cells, *(_combined(word, scheme) for word in COMBINATIONS)), []).append(
+            scheme.name
+        )
     return [[", ".join(names), *cells] for cells, names in alike.items()]
 
 
@@ -95,16 +110,31 @@ def _transform_rows(notes: Notes) -> list[list[str]]:
     rows = []
     for transform in KNOWN:
         turn = ROTATIONS.get(transform)
-        cells = [notes.cell(_supports(name).rotations if turn and name not in KNOWN else None) for name in COLUMNS]
+        cells = [
+            notes.cell(_supports(name).rotations if turn and name not in KNOWN else None)
+            for name in COLUMNS
+        ]
         cells[COLUMNS.index(transform)] = ""
-        rows.append([f"`{transform}`", *cells, *(_rotated(word) if turn else "yes" for word in COMBINATIONS)])
+        rows.append(
+            [
+                f"`{transform}`",
+                *cells,
+                *(_rotated(word) if turn else "yes" for word in COMBINATIONS),
+            ]
+        )
         if turn is not None:
             mixed = [
                 notes.cell(supports.mixed_inputs or (None if name in KNOWN else supports.rotations))
                 for name, supports in ((name, _supports(name)) for name in COLUMNS)
             ]
             mixed[COLUMNS.index(transform)] = ""
-            rows.append([f"`{transform}: {{{turn.MIXES_INPUTS}: true}}`", *mixed, *map(_rotated, COMBINATIONS)])
+            rows.append(
+                [
+                    f"`{transform}: {{{turn.MIXES_INPUTS}: true}}`",
+                    *mixed,
+                    *map(_rotated, COMBINATIONS),
+                ]
+            )
     return rows
 
 
@@ -121,26 +151,49 @@ def _things() -> tuple[tuple[str, Refused], ...]:
 
 def _head_row() -> list[str]:
     """Return which algorithms round the head: those that read the weight alone, and of float8 the one to nearest."""
-    by_row = {name: "yes" if name == NEAREST else "integers" for name, each in ALGORITHMS.items() if each.BY_ROW}
-    return ["`head`", *(by_row.get(name, "no" if name in ALGORITHM_COLUMNS else "") for name in COLUMNS), *_each_word("no")]
+    by_row = {
+        name: "yes" if name == NEAREST else "integers"
+        for name, each in ALGORITHMS.items()
+        if each.BY_ROW
+    }
+    return [
+        "`head`",
+        *(by_row.get(name, "no" if name in ALGORITHM_COLUMNS else "") for name in COLUMNS),
+        *_each_word("no"),
+    ]
 
 
 def _cache_row() -> list[str]:
-    cells = [f"`{KNOWN[name].CHANGES_VALUES}: false`" if name in KNOWN else "yes" for name in COLUMNS]
+    cells = [
+        f"`{KNOWN[name].CHANGES_VALUES}: false`" if name in KNOWN else "yes" for name in COLUMNS
+    ]
     return ["`kv_cache`", *cells, *_each_word("yes")]
 
 
 def _reads_row() -> list[str]:
     needs = {name: algorithm.NEEDS for name, algorithm in ALGORITHMS.items()}
-    needs |= {name: transform.needs(transform.checked(transform.OPTIONS)) for name, transform in KNOWN.items()}
+    needs |= {
+        name: transform.needs(transform.checked(transform.OPTIONS))
+        for name, transform in KNOWN.items()
+    }
     words = {name: ", ".join(found) or "nothing" for name, found in needs.items()}
-    return ["reads", *(words.get(name, "the calibration text") for name in COLUMNS), *_each_word("")]
+    return [
+        "reads",
+        *(words.get(name, "the calibration text") for name in COLUMNS),
+        *_each_word(""),
+    ]
 
 
 def _memory_row() -> list[str]:
-    sizes = {name: each.working_bytes(FEATURES, FEATURES, workers=1) for name, each in ALGORITHMS.items()}
+    sizes = {
+        name: each.working_bytes(FEATURES, FEATURES, workers=1) for name, each in ALGORITHMS.items()
+    }
     cells = [f"{sizes[name] / 1e6:.0f} MB" if name in sizes else "" for name in COLUMNS]
-    return [f"memory beside the weights, {FEATURES} x {FEATURES}, one worker", *cells, *_each_word("")]
+    return [
+        f"memory beside the weights, {FEATURES} x {FEATURES}, one worker",
+        *cells,
+        *_each_word(""),
+    ]
 
 
 def _line(cells: list[str]) -> str:

@@ -4,9 +4,9 @@ Everything in here follows one equation:
 
     real = scale * (qvalue - zero_point)
 
-The stages are functions (quantflow.api), what they are told are the records of a recipe (quantflow.planning.recipe), and
-`quantflow.stages` is the command line around them. What is exported here is loaded on first use, so that `import quantflow`
-costs nothing.
+The stages are functions (quantflow.api), what they are told are the records of a recipe
+(quantflow.planning.recipe), and `quantflow.stages` is the command line around them. What is
+exported here is loaded on first use, so that `import quantflow` costs nothing.
 """
 
 from importlib import import_module

@@ -8,9 +8,10 @@
     artifact = export(quantized.folder, "work/4-export")
     result = validate(artifact.folder, "llama", options=Validate(text="heldout.jsonl", tokens=4096))
 
-A function takes folders, and the records of a recipe (quantflow.planning.recipe), whose fields are the recipe's keys and the
-command line's options. It resumes what an earlier call left unfinished, leaves alone what is up to date, tells a `Progress` how
-far it is, returns a record, and raises `QuantflowError`: its class is the command line's exit code (quantflow.errors).
+A function takes folders, and the records of a recipe (quantflow.planning.recipe), whose fields are
+the recipe's keys and the command line's options. It resumes what an earlier call left unfinished,
+leaves alone what is up to date, tells a `Progress` how far it is, returns a record, and raises
+`QuantflowError`: its class is the command line's exit code (quantflow.errors).
 
 What a function needs is imported when it is called, so `import quantflow` costs nothing.
 """
@@ -24,7 +25,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantflow.files.outputs import beside, output_folder
-from quantflow.planning.recipe import Calibration, Compute, Export, Measure, Quantize, Recipe, Resources, Validate
+from quantflow.planning.recipe import (
+    Calibration,
+    Compute,
+    Export,
+    Measure,
+    Quantize,
+    Recipe,
+    Resources,
+    Validate,
+)
 from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -37,7 +47,8 @@ if TYPE_CHECKING:
     from quantflow.runtime.generate_job import GenerateJob
 
 Folder = str | Path
-Model = str | Path  # a folder, a name on the hub (org/name), or a GGUF file: quantflow.sources.models
+# a folder, a name on the hub (org/name), or a GGUF file: quantflow.sources.models
+Model = str | Path
 _ENGINES = {  # of the jobs that ranks get
     "MeasureJob": "quantflow.measuring.measure",
     "QuantizeJob": "quantflow.quantizing.quantize",
@@ -94,7 +105,9 @@ class QuantizeResult(StageResult):
         from quantflow.quantizing.mixed_precision.choose import COLUMNS, PLOT, RECIPE, RECORD, rows
 
         table = rows(read_json(self.folder / RECORD))
-        return SchemeChoice(columns=COLUMNS, rows=table, recipe=self.folder / RECIPE, plot=self.folder / PLOT)
+        return SchemeChoice(
+            columns=COLUMNS, rows=table, recipe=self.folder / RECIPE, plot=self.folder / PLOT
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +126,8 @@ class UnifyResult(StageResult):
     """What unify left.
 
     Attributes:
-        summary: which statistics were merged by which rule, or which shards were joined; plain data.
+        summary: which statistics were merged by which rule, or which shards were joined; plain
+            data.
     """
 
     summary: Mapping[str, Any]
@@ -169,13 +183,15 @@ def measure(
         model: the source.
         output: gets a folder per rank.
         calibration: which text, and how much of it; no source is the shipped text.
-        measuring: ranks, and which statistics; `stats` None takes what `artifacts` need, or what every scheme needs.
+        measuring: ranks, and which statistics; `stats` None takes what `artifacts` need, or what
+            every scheme needs.
         artifacts: what will be quantized.
         seed: of the choice of documents.
         revision: of a model on the hub.
         resources: limits of memory and disk; no bit of the result depends on them.
         compute: the device that runs the layers, and in which dtype.
-        trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
+        trust_network: the ranks may meet at the address of somebody's torchrun, which others may
+            reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
 
@@ -227,14 +243,17 @@ def quantize(
         model: the source.
         output: the quantize folder; with several ranks a folder per rank, which `unify` joins.
         artifact: scheme, algorithm, and all else that a recipe says of one artifact.
-        measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics. Statistics that it lacks are
-            measured, on its own tokens, into a folder beside it: `1-measure` -> `1-measure-with-gradient`.
+        measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics.
+            Statistics that it lacks are measured, on its own tokens, into a folder beside it:
+            `1-measure` -> `1-measure-with-gradient`.
         ranks: processes that share the work.
         seed: of the canary where no measurement is given.
         revision: of a model on the hub; of any other, a word for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
-        compute: the device that runs layers, in float32, and rounds weights; and the dtype of what a measurement lacks.
-        trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
+        compute: the device that runs layers, in float32, and rounds weights; and the dtype of what
+            a measurement lacks.
+        trust_network: the ranks may meet at the address of somebody's torchrun, which others may
+            reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
 
@@ -250,7 +269,12 @@ def quantize(
     )
     if measurement is not None:
         measurement = completed(
-            Path(measurement), artifact, model=folder, resources=resources, compute=compute, progress=progress
+            Path(measurement),
+            artifact,
+            model=folder,
+            resources=resources,
+            compute=compute,
+            progress=progress,
         )
     job = QuantizeJob(
         model=folder,
@@ -286,7 +310,8 @@ def make_artifact(
 ) -> ArtifactResult:
     """Measure what an artifact needs, quantize, export and prove it: three stages, each resumed where it stopped.
 
-    What the first two write is beside the artifact: `llama-w4a16` has `llama-w4a16.work/1-measure` and `.../2-quantize`.
+    What the first two write is beside the artifact: `llama-w4a16` has `llama-w4a16.work/1-measure`
+    and `.../2-quantize`.
 
     Args:
         model: the source.
@@ -339,11 +364,21 @@ def make_artifact(
         force=True,
         **shared,
     )
-    made = export(quantized.folder, output, options=options, model=folder, force=force, prover=prover, **shared)
+    made = export(
+        quantized.folder,
+        output,
+        options=options,
+        model=folder,
+        force=force,
+        prover=prover,
+        **shared,
+    )
     return ArtifactResult(folder=made.folder, quantized=quantized)
 
 
-def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None = None, progress: Progress = SILENT) -> bool:
+def needs_measurement(
+    model: Model, artifact: Quantize, *, revision: str | None = None, progress: Progress = SILENT
+) -> bool:
     """Return whether an artifact cannot be made from a model's weights alone; a model on the hub is downloaded.
 
     Raises:
@@ -351,7 +386,9 @@ def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None 
     """
     from quantflow.quantizing import missing_statistics
 
-    return missing_statistics.needs_measurement(artifact, model_folder(model, revision=revision, progress=progress))
+    return missing_statistics.needs_measurement(
+        artifact, model_folder(model, revision=revision, progress=progress)
+    )
 
 
 def work_folder(output: Folder) -> Path:
@@ -374,7 +411,8 @@ def unify(
     """Merge what several ranks measured, expand one to several, or join what several ranks quantized.
 
     Args:
-        measurement: the folder that holds the ranks; or Gaudi's files, as a folder or folder/prefix.
+        measurement: the folder that holds the ranks; or Gaudi's files, as a folder or
+            folder/prefix.
         output: gets a folder per group; shards of one group become the folder itself.
         groups: ranks that become one, `0123` or `0,1,2` or `0-7`; empty means all of them.
         ranks: so many groups of neighbouring ranks instead.
@@ -385,7 +423,8 @@ def unify(
         progress: is told how far it is.
 
     Raises:
-        QuantflowError: ranks that are missing, twice, foreign or damaged; groups that no card would hold.
+        QuantflowError: ranks that are missing, twice, foreign or damaged; groups that no card would
+            hold.
     """
     from quantflow.unifying.unify import UnifyJob, run, summary
 
@@ -420,8 +459,8 @@ def export(
     """Write an artifact and prove it in a fresh process; or write a measurement or a model for another runtime.
 
     Args:
-        quantized: a finished quantize folder, or an artifact of `make_artifact`, whose quantize folder is beside it; format inc
-            takes a measurement, format gguf a model or an artifact.
+        quantized: a finished quantize folder, or an artifact of `make_artifact`, whose quantize
+            folder is beside it; format inc takes a measurement, format gguf a model or an artifact.
         output: the folder of the artifact.
         options: format, size of a weight file, and what only some formats know.
         model: the source; None reads where quantize read it.
@@ -431,10 +470,12 @@ def export(
         resources: limits of memory and disk.
         force: redo an artifact that was made from other inputs, instead of refusing.
         progress: is told how far it is.
-        prover: a process that `quantflow.exporting.proof.proving` has started already; None starts one.
+        prover: a process that `quantflow.exporting.proof.proving` has started already; None starts
+            one.
 
     Raises:
-        QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is published.
+        QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is
+            published.
     """
     from quantflow.exporting import ExportRequest, exporter
 
@@ -464,10 +505,16 @@ def _layers(quantized: Path, format: str) -> Path:
     from quantflow.formats import DEFAULT
 
     layers = work_folder(quantized) / "2-quantize"
-    return layers if format == DEFAULT and (quantized / MANIFEST_NAME).is_file() and layers.is_dir() else quantized
+    return (
+        layers
+        if format == DEFAULT and (quantized / MANIFEST_NAME).is_file() and layers.is_dir()
+        else quantized
+    )
 
 
-def check_export(quantized: Folder, output: Folder, *, options: Export, model: Folder | None = None) -> None:
+def check_export(
+    quantized: Folder, output: Folder, *, options: Export, model: Folder | None = None
+) -> None:
     """Refuse what can be seen of an export before there is anything quantized.
 
     Args:
@@ -483,7 +530,10 @@ def check_export(quantized: Folder, output: Folder, *, options: Export, model: F
     from quantflow.exporting.export import check
     from quantflow.formats import DEFAULT
 
-    source, folder = None if model is None else Path(model), output_folder(output, reads={"the model": model})
+    source, folder = (
+        None if model is None else Path(model),
+        output_folder(output, reads={"the model": model}),
+    )
     request = ExportRequest(source=Path(quantized), output=folder, options=options, model=source)
     check(EXPORTERS[DEFAULT].job(request))
 
@@ -523,9 +573,10 @@ def validate(
         options: text, tokens and gate; no text is the shipped one.
         report: gets validation.json and report.html; None is `<artifact>-validation`.
         expect: `fail` where a failing gate is the expected outcome.
-        previous: an older artifact of the model, or its validation.json: the newer one is compared with it.
-        cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
-            put out; None is `validation-cache` beside the report.
+        previous: an older artifact of the model, or its validation.json: the newer one is compared
+            with it.
+        cache: a folder for what validations of one model over one text share: the noise floor, and
+            what the baseline's layers put out; None is `validation-cache` beside the report.
         seed: of the resampling.
         revision: of a baseline on the hub.
         resources: limits of memory and disk.
@@ -534,12 +585,15 @@ def validate(
         progress: is told how far it is.
 
     Raises:
-        QuantflowError: an input that cannot be used. A gate that fails raises nothing here: `raise_for_verdict` does.
+        QuantflowError: an input that cannot be used. A gate that fails raises nothing here:
+            `raise_for_verdict` does.
     """
     from quantflow.validating.validate import ValidateJob, run
 
     given = beside(artifact, "-validation") if report is None else report
-    folder = output_folder(given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline})
+    folder = output_folder(
+        given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline}
+    )
     job = ValidateJob(
         artifact=Path(artifact),
         baseline=model_folder(baseline, revision=revision, progress=progress),
@@ -585,7 +639,9 @@ def gate(
         allow_inconclusive=allow_inconclusive,
     )
     values = run(job)
-    return ValidateResult(folder=path if path.is_dir() else path.parent, outcome=str(values["outcome"]), values=values)
+    return ValidateResult(
+        folder=path if path.is_dir() else path.parent, outcome=str(values["outcome"]), values=values
+    )
 
 
 def task_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
@@ -628,14 +684,18 @@ def write_junit(path: Folder, result: ValidateResult) -> None:
     junit.write_junit(Path(path), result.values)
 
 
-def regression_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+def regression_table(
+    result: ValidateResult,
+) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
     """Return the columns and the rows of the comparison with an older artifact, where there was one."""
     from quantflow.validating.regression import COLUMNS, cells
 
     return (COLUMNS, cells(result.values)) if "regression" in result.values else None
 
 
-def verdict_table(results: Sequence[ValidateResult]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+def verdict_table(
+    results: Sequence[ValidateResult],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     """Return the columns and the rows of a table for people: size, divergence and verdict of each artifact."""
     from quantflow.validating.report import COLUMNS, cells
 
@@ -652,15 +712,18 @@ def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
     from quantflow.files.manifest import read_manifest
     from quantflow.validating import report
 
-    rows = [report.row_of(result.values, read_manifest(artifact)) for artifact, result in results.items()]
+    rows = [
+        report.row_of(result.values, read_manifest(artifact))
+        for artifact, result in results.items()
+    ]
     report.write_report(Path(path), rows)
 
 
 def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     """Return a recipe with what its model decides filled in, after every mistake that can be seen was looked for.
 
-    `model` becomes its folder, texts become files. `measure.experts` null becomes `all` where the model has experts, an
-    artifact asks for all tokens and statistics are read.
+    `model` becomes its folder, texts become files. `measure.experts` null becomes `all` where the
+    model has experts, an artifact asks for all tokens and statistics are read.
 
     Raises:
         QuantflowError: an entry does not fit the model, a text is missing.
@@ -679,22 +742,34 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     from quantflow.validating.validate import check_compute
     from quantflow.validating.windows import evaluation_sequences
 
-    recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
+    recipe = dataclasses.replace(
+        recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress))
+    )
     source = open_source(recipe.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     for entry in recipe.quantize:
         planning.resolve(entry, graph, shapes)
-    calibration, evaluated = _calibration(recipe.calibration, progress), _evaluated(recipe.validate, progress)
+    calibration, evaluated = (
+        _calibration(recipe.calibration, progress),
+        _evaluated(recipe.validate, progress),
+    )
     recipe = dataclasses.replace(recipe, calibration=calibration, validate=evaluated)
     for path in (calibration.source, evaluated.text):
         text_digest(Path(str(path)))
     check_gate(recipe.validate.gate)
     check_compute(recipe.validate, recipe.compute)
     documents = read_documents(str(recipe.validate.text), load_tokenizer(recipe.model))
-    evaluation_sequences(documents, tokens=recipe.validate.tokens, sequence_length=recipe.validate.sequence_length)
-    parse_groups(recipe.unify.groups or [",".join(map(str, range(recipe.measure.ranks)))], world=recipe.measure.ranks)
-    stats = statistics_for(recipe.quantize) if recipe.measure.stats is None else recipe.measure.stats
+    evaluation_sequences(
+        documents, tokens=recipe.validate.tokens, sequence_length=recipe.validate.sequence_length
+    )
+    parse_groups(
+        recipe.unify.groups or [",".join(map(str, range(recipe.measure.ranks)))],
+        world=recipe.measure.ranks,
+    )
+    stats = (
+        statistics_for(recipe.quantize) if recipe.measure.stats is None else recipe.measure.stats
+    )
     asked = any(entry.experts == "all" for entry in recipe.quantize)
     if recipe.measure.experts is not None or not (stats and graph.sparse and asked):
         return recipe
@@ -725,13 +800,19 @@ def has_groups(scheme: str) -> bool:
 
 
 def plan(
-    recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False, progress: Progress = SILENT
+    recipe: Recipe,
+    *,
+    measured: bool = True,
+    folder: Folder = ".",
+    probe: bool = False,
+    progress: Progress = SILENT,
 ) -> Mapping[str, Any]:
     """Return what a run needs and makes, as plain data: memory, disk, bytes, bits per weight, schemes.
 
     Args:
         recipe: its model, artifacts, calibration, validation and limits.
-        measured: artifacts that need no statistics get a measurement as well, as `run` gives it to all.
+        measured: artifacts that need no statistics get a measurement as well, as `run` gives it to
+            all.
         folder: on the disk that will be written.
         probe: read, run and round parts of one layer, to say how long everything takes.
         progress: is told what is downloaded.
@@ -743,7 +824,9 @@ def plan(
 
     from quantflow.planning.forecast import PlanJob, run
 
-    recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
+    recipe = dataclasses.replace(
+        recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress))
+    )
     job = PlanJob(recipe=recipe, measured=measured, folder=Path(folder))
     if probe:
         from quantflow.planning.probe import probe as measure_rates
@@ -753,7 +836,10 @@ def plan(
 
 
 def generate(
-    job: "GenerateJob", *, stream: Callable[[str], None] = lambda _: None, progress: Progress = SILENT
+    job: "GenerateJob",
+    *,
+    stream: Callable[[str], None] = lambda _: None,
+    progress: Progress = SILENT,
 ) -> Mapping[str, Any] | None:
     """Continue prompts with an artifact or a model; see `quantflow.runtime.generation`.
 
@@ -779,17 +865,26 @@ def conversation(job: "ChatJob", *, progress: Progress = SILENT) -> "Partner":
         progress: is told what is downloaded.
 
     Raises:
-        QuantflowError: the artifact cannot be loaded or has no chat template; the server does not answer.
+        QuantflowError: the artifact cannot be loaded or has no chat template; the server does not
+            answer.
     """
     from quantflow.runtime.conversation import partner_of
 
     if job.artifact is not None:
-        job = replace(job, artifact=model_folder(job.artifact, revision=job.revision, progress=progress))
+        job = replace(
+            job, artifact=model_folder(job.artifact, revision=job.revision, progress=progress)
+        )
     return partner_of(job)
 
 
 def sample_text(
-    artifact: Folder, *, model: Folder, text: Folder, prompt_tokens: int, new_tokens: int, disk_offload: bool = False
+    artifact: Folder,
+    *,
+    model: Folder,
+    text: Folder,
+    prompt_tokens: int,
+    new_tokens: int,
+    disk_offload: bool = False,
 ) -> tuple[str, str]:
     """Return the beginning of a text file and how an artifact continues it, by the most likely token each time.
 
@@ -816,7 +911,11 @@ def sample_text(
         raise InputError(f"{text}: no document has a token", "give another text")
     prompt = str(tokenizer.decode(document[:prompt_tokens], skip_special_tokens=True))
     job = GenerateJob(
-        artifact=Path(artifact), prompts=(prompt,), max_new_tokens=new_tokens, ignore_eos=True, disk_offload=disk_offload
+        artifact=Path(artifact),
+        prompts=(prompt,),
+        max_new_tokens=new_tokens,
+        ignore_eos=True,
+        disk_offload=disk_offload,
     )
     result = run(job, lambda _: None)
     return prompt, "" if result is None else str(result["outputs"][0]["text"])
@@ -826,7 +925,8 @@ def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] 
     """Time an artifact or a model as `generate` runs it; see `quantflow.benching.latency`.
 
     Returns:
-        Seconds of the first and the next tokens per batch size, as plain data. None on a rank that is not the first.
+        Seconds of the first and the next tokens per batch size, as plain data. None on a rank that
+        is not the first.
     """
     from quantflow.benching.latency import run
 
@@ -852,7 +952,11 @@ def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]
 
     job = decode(read_json(Path(order) / JOB)["job"])
     engine = import_module(_ENGINES[type(job).__name__])
-    result = engine.run(job, progress=progress, **({"stream": stream} if type(job).__name__ == "GenerateJob" else {}))
+    result = engine.run(
+        job,
+        progress=progress,
+        **({"stream": stream} if type(job).__name__ == "GenerateJob" else {}),
+    )
     rank = launched_rank()
     if isinstance(result, dict) and rank is not None and rank[0] == 0:
         (Path(order) / RESULT).write_text(json.dumps(result))
@@ -884,12 +988,15 @@ def backends(artifact: Folder, *, dtype: str) -> Sequence[Mapping[str, Any]]:
     return backend_choice.backends(Path(artifact), dtype=dtype)
 
 
-def describe(path: Folder, *, verify: bool = True, progress: Progress = SILENT) -> Mapping[str, Any]:
+def describe(
+    path: Folder, *, verify: bool = True, progress: Progress = SILENT
+) -> Mapping[str, Any]:
     """Return what a folder that another program quantized holds, or a GGUF file: schemes, linears, bytes, as plain data.
 
     Args:
         path: of the folder or the file.
-        verify: decode every tensor, so that what is damaged is refused with its name; else headers alone are read.
+        verify: decode every tensor, so that what is damaged is refused with its name; else headers
+            alone are read.
         progress: is told how far it is.
 
     Raises:
@@ -915,7 +1022,8 @@ def diff_values(
     Args:
         left: an artifact, another program's folder, or a model.
         right: the same.
-        text: a file as calibration takes them: both run on it, and how far their predictions are apart is in the result.
+        text: a file as calibration takes them: both run on it, and how far their predictions are
+            apart is in the result.
         tokens: of the text, at most.
         progress: is told how far it is.
 
@@ -946,7 +1054,8 @@ def dequantized(
 
     Args:
         model: an artifact, or a folder that another program quantized.
-        output: the folder; one that was made from the same files is left alone, another one replaced.
+        output: the folder; one that was made from the same files is left alone, another one
+            replaced.
         revision: of a model on the hub.
         resources: limits of memory and disk.
         progress: is told how far it is.
@@ -980,7 +1089,8 @@ def merged(
     Args:
         model: one that is not quantized.
         adapter: a folder in PEFT's files.
-        output: the folder; one that was made from the same files is left alone, another one replaced.
+        output: the folder; one that was made from the same files is left alone, another one
+            replaced.
         revision: of a model on the hub.
         progress: is told how far it is.
 
@@ -1011,7 +1121,9 @@ def continue_prompts(job: "ContinueJob", *, progress: Progress = SILENT) -> Mapp
     return run(replace(job, model=model_folder(job.model, progress=progress)), progress)
 
 
-def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int) -> Mapping[str, Any]:
+def inspect_calibration(
+    file: Folder, *, tokenizer: Folder, sequence_length: int
+) -> Mapping[str, Any]:
     """Return the tokens, padding, BOS, duplicates and truncation of a calibration text, as plain data.
 
     Args:
@@ -1027,7 +1139,10 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     from quantflow.measuring.text_sources import text_path
     from quantflow.models.tokenizer import load_tokenizer
 
-    words, path = load_tokenizer(model_folder(tokenizer, progress=SILENT)), text_path(str(file), SILENT)
+    words, path = (
+        load_tokenizer(model_folder(tokenizer, progress=SILENT)),
+        text_path(str(file), SILENT),
+    )
     return inspect(read_documents(path, words), words, sequence_length=sequence_length)
 
 
@@ -1079,7 +1194,9 @@ def _evaluated(options: Validate, progress: Progress) -> Validate:
     return dataclasses.replace(options, text=str(text))
 
 
-def read_quant_config(name: str, *, verb: str, quiet: bool = False) -> "tuple[GivenConfig, list[str]]":
+def read_quant_config(
+    name: str, *, verb: str, quiet: bool = False
+) -> "tuple[GivenConfig, list[str]]":
     """Return a QUANT_CONFIG, a file or a shipped one by its name, and its keys that mean nothing to a verb.
 
     Raises:
@@ -1106,7 +1223,9 @@ def under_quant_config(
     """
     from quantflow.quantizing import quant_config_defaults
 
-    return quant_config_defaults.under_quant_config(entry, given.config, model=Path(model), measurement=measurement)
+    return quant_config_defaults.under_quant_config(
+        entry, given.config, model=Path(model), measurement=measurement
+    )
 
 
 def quant_config_measurement(given: "GivenConfig") -> Path:

@@ -1,7 +1,8 @@
 """Python processes that this one starts: what every one of them is started with, so that no folder runs code in them.
 
-`python -m MODULE` puts the current folder first among those that modules are imported from: a `random.py` beside a model that
-somebody downloaded would run. `-P` leaves it out, and PYTHONSAFEPATH does for what the child starts itself.
+`python -m MODULE` puts the current folder first among those that modules are imported from: a
+`random.py` beside a model that somebody downloaded would run. `-P` leaves it out, and
+PYTHONSAFEPATH does for what the child starts itself.
 """
 
 import os

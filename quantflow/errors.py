@@ -12,7 +12,8 @@
     ├── UnsupportedError    6    a family, layout version or device that this version does not know
     └── IntegrityError      7    content that differs from its recorded hash
 
-A message has two parts: what disagrees (which tensor or file, the two values) and what to do about it.
+A message has two parts: what disagrees (which tensor or file, the two values) and what to do about
+it.
 """
 
 import difflib
@@ -91,7 +92,11 @@ class IntegrityError(QuantflowError):
 def nearest(word: str, valid: Sequence[str]) -> str:
     """Return the remedy for a misspelt word."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"
+    return (
+        f"did you mean {close[0]!r}? valid: {', '.join(valid)}"
+        if close
+        else f"valid: {', '.join(valid)}"
+    )
 
 
 def first_line(error: Exception) -> str:

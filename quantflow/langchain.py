@@ -3,7 +3,8 @@
     from quantflow.langchain import QuantflowLLM
     chain = PromptTemplate.from_template("def {name}(") | QuantflowLLM(artifact="work/4-export", max_new_tokens=64)
 
-For chat models and tools, serve the artifact and use `langchain_openai.ChatOpenAI(base_url="http://127.0.0.1:8000/v1")`.
+For chat models and tools, serve the artifact and use
+`langchain_openai.ChatOpenAI(base_url="http://127.0.0.1:8000/v1")`.
 """
 
 from typing import Any
@@ -51,9 +52,14 @@ class QuantflowLLM(BaseLLM):
             self._generator = TextGeneration(self.artifact)
         words = {"max_new_tokens": self.max_new_tokens, **self.options, **kwargs}
         found = self._generator(prompts, stop_strings=stop or (), return_full_text=False, **words)
-        generations = [[Generation(text=_before(one["generated_text"], stop)) for one in several] for several in found]
+        generations = [
+            [Generation(text=_before(one["generated_text"], stop)) for one in several]
+            for several in found
+        ]
         return LLMResult(generations=generations)
 
 
 def _before(text: str, stop: list[str] | None) -> str:
-    return text[: min((place for word in stop or () if (place := text.find(word)) >= 0), default=len(text))]
+    return text[
+        : min((place for word in stop or () if (place := text.find(word)) >= 0), default=len(text))
+    ]

@@ -2,8 +2,11 @@
 
 import re
 
-# Controls but tab and newline, what reverses the direction of writing, other ends of lines, halves of characters.
-_RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Controls but tab and newline, what reverses the direction of writing, other ends of lines, halves
+# of characters.
+_RAW = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def plain(text: str) -> str:

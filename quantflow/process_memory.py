@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-KEPT = 24 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+# bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+KEPT = 24 << 20
 CREATED = 100_000  # objects, after which cycles are searched for while a process imports
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
+# of mallopt, see mallopt(3)
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8
 _USUAL = gc.get_threshold()[0]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -25,7 +27,8 @@ class Usage:
     Attributes:
         resident: bytes in memory now.
         peak: the most since the start, or since `reset_peak`.
-        anonymous, file: of `resident`, what was allocated and what are pages of files; 0 where the system does not say.
+        anonymous, file: of `resident`, what was allocated and what are pages of files; 0 where the
+            system does not say.
     """
 
     resident: int
@@ -44,7 +47,9 @@ def usage() -> Usage:
             anonymous=fields.get("RssAnon", 0),
             file=fields.get("RssFile", 0),
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return Usage(resident=peak, peak=peak)
 
 
@@ -67,10 +72,11 @@ def largest_peak() -> int:
 def give_back_freed() -> None:
     """Let large blocks go back to the system when they are freed, where the C library can be told (glibc).
 
-    Left alone it raises the size from which blocks are mappings of their own with each that is freed, up to 32 MiB, and
-    keeps smaller ones for itself, in a heap per thread: the process stays larger than what it uses, by a tenth of a layer
-    and more. One heap serves all threads here, and keeps a little of what is freed: given back after every unit of work, a
-    third of the time would go into fresh pages.
+    Left alone it raises the size from which blocks are mappings of their own with each that is
+    freed, up to 32 MiB, and keeps smaller ones for itself, in a heap per thread: the process stays
+    larger than what it uses, by a tenth of a layer and more. One heap serves all threads here, and
+    keeps a little of what is freed: given back after every unit of work, a third of the time would
+    go into fresh pages.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -82,14 +88,17 @@ def give_back_freed() -> None:
 
 def ran_out(error: Exception) -> bool:
     """Return whether an error says that there was no memory: of a tensor in host memory torch raises RuntimeError."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def take_huge_pages() -> None:
     """Let torch ask for huge pages where a tensor is 2 MiB or more, and the system gives them to who asks (`madvise`).
 
-    A decoded layer is fresh memory each time. In pages of 4 KiB the kernel needs a third of the seconds that the proof of
-    an artifact takes. torch reads the variable with the first tensor. What is set already stays.
+    A decoded layer is fresh memory each time. In pages of 4 KiB the kernel needs a third of the
+    seconds that the proof of an artifact takes. torch reads the variable with the first tensor.
+    What is set already stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -97,8 +106,8 @@ def take_huge_pages() -> None:
 def search_seldom() -> None:
     """Search for cycles seldom: what torch and transformers create while they are imported is searched again and again.
 
-    That costs a fifth of a second per process, and the search at its end, through all that was imported, another third.
-    For a process of our own; in somebody else's it is theirs to say.
+    That costs a fifth of a second per process, and the search at its end, through all that was
+    imported, another third. For a process of our own; in somebody else's it is theirs to say.
     """
     gc.set_threshold(CREATED, *gc.get_threshold()[1:])
 
@@ -118,7 +127,8 @@ def end_quickly() -> None:
 def give_back_holes() -> None:
     """Give the system what lies free between blocks in use, where the C library can (glibc); a few milliseconds.
 
-    Between two layers: what one layer leaves in pieces would otherwise be added to the next one's peak.
+    Between two layers: what one layer leaves in pieces would otherwise be added to the next one's
+    peak.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -126,7 +136,9 @@ def give_back_holes() -> None:
 
 def peak_of_children() -> int:
     """Return the largest peak of the processes that this one started and waited for."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def total_bytes() -> int:
@@ -143,7 +155,9 @@ def available_bytes() -> int:
         cache = 0
         with suppress(OSError, ValueError, StopIteration):
             lines = (_CGROUP / "memory.stat").read_text().splitlines()
-            cache = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            cache = next(
+                int(line.split()[1]) for line in lines if line.startswith("inactive_file ")
+            )
         free = min(free, max(0, limit - current + cache))
     return free
 

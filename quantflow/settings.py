@@ -2,8 +2,9 @@
 
     samples: int = setting(128, help="Sequences at most (default 128).", flag="--samples", verbs=("measure", "plan"))
 
-is the one declaration of a setting. Its name is the key of a recipe and the keyword of a record, its annotation the type, its
-flag the option of the verbs it names. The command line makes its options by `settings_of` and lays their values over a recipe.
+is the one declaration of a setting. Its name is the key of a recipe and the keyword of a record,
+its annotation the type, its flag the option of the verbs it names. The command line makes its
+options by `settings_of` and lays their values over a recipe.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ class Declared:
 
     Attributes:
         help: one sentence; per verb where a verb uses the setting for something else.
-        flag: the option: `--samples`, `--yes/--no`, or `-b --batch-size` with a short one. None: no option.
+        flag: the option: `--samples`, `--yes/--no`, or `-b --batch-size` with a short one. None: no
+            option.
         metavar: what stands for the value in the help; None is the type.
         verbs: the verbs with this option.
         choices: the words that are allowed; empty where the record itself refuses wrong ones.
@@ -136,13 +138,19 @@ def check_numbers(record: Any) -> None:
             raise UsageError(f"{item.name}={value}", "give a number")
         if declared is None or type(value) is not int or declared.least <= value <= declared.most:
             continue
-        bound = f"{declared.least} or more" if value < declared.least else f"{declared.most} or less"
+        bound = (
+            f"{declared.least} or more" if value < declared.least else f"{declared.most} or less"
+        )
         raise UsageError(f"{item.name}={value}", f"give {bound}")
 
 
 def settings_of(record: type, verb: str) -> tuple[Setting, ...]:
     """Return the settings of a record, and of the records inside it, that are options of a verb; in the order of the fields."""
-    return tuple(item for item in every_setting(record) if item.declared.flag is not None and verb in item.declared.verbs)
+    return tuple(
+        item
+        for item in every_setting(record)
+        if item.declared.flag is not None and verb in item.declared.verbs
+    )
 
 
 def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ...]:
@@ -162,7 +170,8 @@ def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ..
                     declared=item.metadata[KEY],
                 )
             )
-        if item.metadata.get(KEY, Declared()).flag is None:  # one option for a whole record says all of it
+        # one option for a whole record says all of it
+        if item.metadata.get(KEY, Declared()).flag is None:
             for option in options:
                 if isinstance(option, type) and dataclasses.is_dataclass(option):
                     found += every_setting(option, (*path, item.name))

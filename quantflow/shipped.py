@@ -7,7 +7,8 @@ from quantflow.errors import UsageError, nearest
 
 SHIPPED = Path(configs.__file__).parent
 TEXTS = SHIPPED / "calibration"
-CALIBRATION, EVALUATION = TEXTS / "default.jsonl", TEXTS / "default-evaluation.jsonl"  # where no text is named
+# where no text is named
+CALIBRATION, EVALUATION = TEXTS / "default.jsonl", TEXTS / "default-evaluation.jsonl"
 
 
 def find_config(kind: str, name: str) -> Path:
@@ -22,7 +23,9 @@ def find_config(kind: str, name: str) -> Path:
     names = sorted(path.stem for path in shipped.glob("*.yaml"))
     if name in names:
         return shipped / f"{name}.yaml"
-    raise UsageError(f"{kind}: no file {name!r} and no shipped one of that name", nearest(name, names))
+    raise UsageError(
+        f"{kind}: no file {name!r} and no shipped one of that name", nearest(name, names)
+    )
 
 
 def shipped_texts() -> dict[str, Path]:

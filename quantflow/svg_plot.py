@@ -1,7 +1,7 @@
 """Plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them.
 
-Plots of a page are as wide as their box and drawn for 520 pixels, so their text is readable on a phone as well; the page's own
-style gives text and grids their colours.
+Plots of a page are as wide as their box and drawn for 520 pixels, so their text is readable on a
+phone as well; the page's own style gives text and grids their colours.
 """
 
 import math
@@ -53,7 +53,12 @@ class Point:
 
 
 def by_layer(
-    marks: Sequence[Mark], *, kinds: Sequence[str], unit: str, powers: tuple[int, int] | None = None, height: int = 210
+    marks: Sequence[Mark],
+    *,
+    kinds: Sequence[str],
+    unit: str,
+    powers: tuple[int, int] | None = None,
+    height: int = 210,
 ) -> str:
     """Draw marks over the layers of a model on a logarithmic axis; in a layer the kinds stand side by side.
 
@@ -61,7 +66,8 @@ def by_layer(
         marks: layers keep the order in which they first appear.
         kinds: every kind, in the order inside a layer; `colour_of` gives each its colour.
         unit: the name of the vertical axis.
-        powers: of ten at both ends of the vertical axis, for several plots that share it; None takes those of the marks.
+        powers: of ten at both ends of the vertical axis, for several plots that share it; None
+            takes those of the marks.
         height: of the drawing area, pixels.
     """
     drawn = [mark for mark in marks if mark.value > 0]
@@ -80,25 +86,49 @@ def by_layer(
     every = math.ceil(len(layers) / 14)
     for index, layer in enumerate(layers):
         x = left + slot * index
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{foot}" class="grid"/>' if index % every == 0 else "")
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{foot}" class="grid"/>'
+            if index % every == 0
+            else ""
+        )
         if index % every == 0:
-            parts.append(f'<text x="{x + slot / 2:.1f}" y="{foot + 16}" text-anchor="middle">{escape(layer)}</text>')
+            parts.append(
+                f'<text x="{x + slot / 2:.1f}" y="{foot + 16}" '
+                f'text-anchor="middle">{escape(layer)}</text>'
+            )
     radius = max(1.6, min(4.2, 0.55 * inner))
     for mark in drawn:
         x = left + slot * (layers.index(mark.layer) + 0.15) + inner * (kinds.index(mark.kind) + 0.5)
         y = TOP + height * (high - math.log10(mark.value)) / (high - low)
         colour = colour_of(mark.kind, kinds)
-        paint = f'fill="none" stroke="{colour}" stroke-width="1.3"' if mark.hollow else f'fill="{colour}"'
+        paint = (
+            f'fill="none" stroke="{colour}" stroke-width="1.3"'
+            if mark.hollow
+            else f'fill="{colour}"'
+        )
         told = escape(f"{mark.layer} {mark.kind}: {mark.value:.3g}")
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" {paint}><title>{told}</title></circle>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" '
+            f"{paint}><title>{told}</title></circle>"
+        )
     middle = TOP + height / 2
-    parts.append(f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">{escape(unit)}</text>')
-    parts.append(f'<text x="{(left + right) / 2:.1f}" y="{foot + 34}" text-anchor="middle">layer</text>')
+    parts.append(
+        f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
+        f'text-anchor="middle">{escape(unit)}</text>'
+    )
+    parts.append(
+        f'<text x="{(left + right) / 2:.1f}" y="{foot + 34}" text-anchor="middle">layer</text>'
+    )
     return _inline(parts, foot + 42)
 
 
 def heat_map(
-    values: Mapping[tuple[str, str], float], *, rows: Sequence[str], columns: Sequence[str], across: str, unit: str
+    values: Mapping[tuple[str, str], float],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    across: str,
+    unit: str,
 ) -> str:
     """Draw values as coloured cells, by the root of their size; values below zero in another colour, cells without one empty.
 
@@ -116,12 +146,18 @@ def heat_map(
     width, foot = (NARROW - 8 - left) / len(columns), TOP + pitch * len(rows)
     parts = []
     for place, row in enumerate(rows):
-        parts.append(f'<text x="{left - 7}" y="{TOP + pitch * place + 17}" text-anchor="end">{escape(row)}</text>')
+        parts.append(
+            f'<text x="{left - 7}" y="{TOP + pitch * place + 17}" '
+            f'text-anchor="end">{escape(row)}</text>'
+        )
     every = math.ceil(len(columns) / 14)
     for index, column in enumerate(columns):
         if index % every == 0:
             middle = left + width * (index + 0.5)
-            parts.append(f'<text x="{middle:.1f}" y="{foot + 16}" text-anchor="middle">{escape(column)}</text>')
+            parts.append(
+                f'<text x="{middle:.1f}" y="{foot + 16}" '
+                f'text-anchor="middle">{escape(column)}</text>'
+            )
         for place, row in enumerate(rows):
             value = values.get((row, column))
             box = f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" height="{pitch}" class="grid"'
@@ -130,13 +166,26 @@ def heat_map(
                 continue
             colour, told = _heat(value / largest), escape(f"{column} {row}: {value:.3g}")
             parts.append(f"<rect {box} {colour}><title>{told}</title></rect>")
-    parts.append(f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" text-anchor="middle">{escape(across)}</text>')
+    parts.append(
+        f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" '
+        f'text-anchor="middle">{escape(across)}</text>'
+    )
     legend, step = foot + 46, 26
-    shares = [-1.0, -0.25, 0.0, 0.25, 1.0] if min(values.values()) < 0 else [0.0, 0.06, 0.25, 0.56, 1.0]
+    shares = (
+        [-1.0, -0.25, 0.0, 0.25, 1.0] if min(values.values()) < 0 else [0.0, 0.06, 0.25, 0.56, 1.0]
+    )
     for index, share in enumerate(shares):
-        parts.append(f'<rect x="{left + step * index}" y="{legend}" width="{step}" height="14" class="grid" {_heat(share)}/>')
-    parts.append(f'<text x="{left - 7}" y="{legend + 12}" text-anchor="end">{shares[0] * largest:.2g}</text>')
-    parts.append(f'<text x="{left + step * len(shares) + 7}" y="{legend + 12}">{largest:.2g} {escape(unit)}</text>')
+        parts.append(
+            f'<rect x="{left + step * index}" y="{legend}" width="{step}" height="14" '
+            f'class="grid" {_heat(share)}/>'
+        )
+    parts.append(
+        f'<text x="{left - 7}" y="{legend + 12}" text-anchor="end">{shares[0] * largest:.2g}</text>'
+    )
+    parts.append(
+        f'<text x="{left + step * len(shares) + 7}" y="{legend + 12}">{largest:.2g} '
+        f"{escape(unit)}</text>"
+    )
     return _inline(parts, legend + 22)
 
 
@@ -175,25 +224,41 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
     parts = []
     for power in range(low, high + 1):
         x = x_of(10.0**power)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + height}" class="grid"/>')
-        parts.append(f'<text x="{x:.1f}" y="{TOP + height + 16}" text-anchor="middle">1e{power}</text>')
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + height}" class="grid"/>'
+        )
+        parts.append(
+            f'<text x="{x:.1f}" y="{TOP + height + 16}" text-anchor="middle">1e{power}</text>'
+        )
     for index, row in enumerate(rows):
         y = TOP + pitch * index + 30
         colour = COLOURS[0] if row.upper <= row.limit else COLOURS[6]
         parts.append(f'<text x="{left}" y="{y - 15}" class="label">{escape(row.label)}</text>')
         parts.append(
-            f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" '
+            f'y2="{y:.1f}" '
             f'stroke="{colour}" stroke-width="4"/>'
         )
         parts.append(f'<circle cx="{x_of(row.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
         x = x_of(row.limit)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" class="limit"/>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{TOP + height + 34}" text-anchor="middle">{escape(unit)}</text>')
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" class="limit"/>'
+        )
+    parts.append(
+        f'<text x="{(left + right) / 2}" y="{TOP + height + 34}" '
+        f'text-anchor="middle">{escape(unit)}</text>'
+    )
     return _inline(parts, TOP + height + 44)
 
 
 def curves(
-    *, line: Sequence[tuple[float, float]], label: str, points: Mapping[str, Sequence[Point]], x: str, y: str, height: int = 420
+    *,
+    line: Sequence[tuple[float, float]],
+    label: str,
+    points: Mapping[str, Sequence[Point]],
+    x: str,
+    y: str,
+    height: int = 420,
 ) -> str:
     """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own; zero is left out.
 
@@ -206,11 +271,16 @@ def curves(
         height: of the drawing area, pixels.
     """
     series = {label: [Point(label="", x=a, y=b) for a, b in line if b > 0]}
-    series |= {name: [point for point in of_name if point.y > 0] for name, of_name in points.items()}
+    series |= {
+        name: [point for point in of_name if point.y > 0] for name, of_name in points.items()
+    }
     everything = [point for of_name in series.values() for point in of_name]
     if not everything:
         return _file([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60)
-    low, high = (math.floor(min(p.x for p in everything)), math.ceil(max(p.x for p in everything) + 1e-9))
+    low, high = (
+        math.floor(min(p.x for p in everything)),
+        math.ceil(max(p.x for p in everything) + 1e-9),
+    )
     bottom, top = (
         math.floor(math.log10(min(p.y for p in everything))),
         math.ceil(math.log10(max(p.y for p in everything)) + 1e-9),
@@ -221,44 +291,68 @@ def curves(
         across = LEFT + (right - LEFT) * (point.x - low) / (high - low)
         return across, TOP + height * (top - math.log10(point.y)) / (top - bottom)
 
-    parts = _axes(place, across=range(low, high + 1), powers=range(bottom, top + 1), foot=foot, names=(x, y))
+    parts = _axes(
+        place, across=range(low, high + 1), powers=range(bottom, top + 1), foot=foot, names=(x, y)
+    )
     for index, (name, of_name) in enumerate(series.items()):
         colour, spots = COLOURS[index % len(COLOURS)], [place(point) for point in of_name]
         if index == 0:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+            )
         else:
-            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in spots]
+            parts += [
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in spots
+            ]
         for point, (a, b) in zip(of_name, spots, strict=True):
-            parts.append(f'<text x="{a + 6:.1f}" y="{b - 6:.1f}">{escape(point.label)}</text>' if point.label else "")
+            parts.append(
+                f'<text x="{a + 6:.1f}" y="{b - 6:.1f}">{escape(point.label)}</text>'
+                if point.label
+                else ""
+            )
         level = TOP + 12 + 18 * index
-        parts.append(f'<rect x="{right + 16}" y="{level - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{right + 16}" y="{level - 9}" width="10" height="10" fill="{colour}"/>'
+        )
         parts.append(f'<text x="{right + 32}" y="{level}">{escape(name)}</text>')
     return _file(parts, foot + 46)
 
 
 def _axes(
-    place: Callable[[Point], tuple[float, float]], *, across: range, powers: range, foot: float, names: tuple[str, str]
+    place: Callable[[Point], tuple[float, float]],
+    *,
+    across: range,
+    powers: range,
+    foot: float,
+    names: tuple[str, str],
 ) -> list[str]:
     """Return grid lines, their values, and the names of both axes."""
     parts, right = [], WIDTH - RIGHT
     for power in powers:
         level = place(Point(label="", x=across[0], y=10.0**power))[1]
-        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{level:.1f}" y2="{level:.1f}" class="grid"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{right}" y1="{level:.1f}" y2="{level:.1f}" class="grid"/>'
+        )
         parts.append(f'<text x="{LEFT - 8}" y="{level + 4:.1f}" text-anchor="end">1e{power}</text>')
     for value in across:
         at = place(Point(label="", x=value, y=1.0))[0]
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{foot}" class="grid"/>')
         parts.append(f'<text x="{at:.1f}" y="{foot + 16}" text-anchor="middle">{value}</text>')
     middle = (TOP + foot) / 2
-    parts.append(f'<text x="{(LEFT + right) / 2}" y="{foot + 36}" text-anchor="middle">{escape(names[0])}</text>')
+    parts.append(
+        f'<text x="{(LEFT + right) / 2}" y="{foot + 36}" '
+        f'text-anchor="middle">{escape(names[0])}</text>'
+    )
     turned = f'transform="rotate(-90 14 {middle})" text-anchor="middle"'
     return [*parts, f'<text x="14" y="{middle}" {turned}>{escape(names[1])}</text>']
 
 
 def _inline(parts: Sequence[str], height: float) -> str:
     """Return a plot of a page, which says what text and grids look like."""
-    return f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
+    return (
+        f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
+    )
 
 
 def _file(parts: Sequence[str], height: float) -> str:

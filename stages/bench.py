@@ -26,13 +26,20 @@ from quantflow.stages.cli.spelling import BENCH, spelled
 @click.command("bench", cls=spelled(BENCH))
 @click.argument("artifact", required=False)
 @job_settings("bench", BenchJob, KernelJob)
-@click.option("--kernels", is_flag=True, help="Time the backends on one linear each, our own and torch's, beside a plain read.")
+@click.option(
+    "--kernels",
+    is_flag=True,
+    help="Time the backends on one linear each, our own and torch's, beside a plain read.",
+)
 @QUIET
 @offline
-def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+def command(
+    artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any
+) -> None:
     """Time ARTIFACT, or a model that is not quantized: first and next token, per batch size.
 
-    It is named and runs as in `generate`; --baseline times a model beside it; --kernels times linears alone.
+    It is named and runs as in `generate`; --baseline times a model beside it; --kernels times
+    linears alone.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
@@ -58,11 +65,24 @@ def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **o
 
 def kernel_text(result: Mapping[str, Any]) -> str:
     """Return the result of `bench --kernels` as a table for people."""
-    lines = [f"{result['dtype']}, {result['threads']} threads, medians of {result['rounds']} calls, weights from memory"]
+    lines = [
+        f"{result['dtype']}, {result['threads']} threads, medians of {result['rounds']} calls, "
+        "weights from memory"
+    ]
     if result["why_not"] is not None:
         lines.append(f"our own kernels cannot run: {result['why_not']}")
     rows = [_kernel_row(timing) for timing in result["timings"]]
-    columns = ("shape", "scheme", "backend", "tokens", "microseconds", "GB/s", "plain read", "of it", "products/s")
+    columns = (
+        "shape",
+        "scheme",
+        "backend",
+        "tokens",
+        "microseconds",
+        "GB/s",
+        "plain read",
+        "of it",
+        "products/s",
+    )
     return "\n".join([*lines, "", table(columns, rows)])
 
 
@@ -85,7 +105,8 @@ def latency_text(result: Mapping[str, Any]) -> str:
     """Return the result of `bench ARTIFACT`: a latency summary per batch size, and text-generation-benchmark's tables."""
     there = result["memory"].get("device_peak_bytes")
     head = [
-        f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
+        f"{result['artifact']}: {result['decoder']} decoder, "
+        f"{', '.join(result['backends']) or 'no quantized linear'}, "
         f"{_workers(result)}, {result['method']}, loaded in {result['load_seconds']:.2f} s, "
         f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB"
         + ("" if there is None else f", of the device {there / 2**30:.2f} GiB"),
@@ -111,15 +132,30 @@ def baseline_text(result: Mapping[str, Any]) -> str:
     found, base, ratios = result, result["baseline"], result["ratios"]
     rows: list[Sequence[Any]] = []
     several = len({batch["input_tokens"] for batch in found["batches"]}) > 1
-    sides = [{(batch["input_tokens"], batch["batch_size"]): batch for batch in side["batches"]} for side in (found, base)]
+    sides = [
+        {(batch["input_tokens"], batch["batch_size"]): batch for batch in side["batches"]}
+        for side in (found, base)
+    ]
     for of in ratios["batches"]:
         length, size = of["input_tokens"], of["batch_size"]
         what = f"{size} at once, {length} tokens" if several else f"{size} at once"
         firsts = [side[length, size]["first_token"]["average"] for side in sides]
-        rows.append((f"first token, {what}", *(f"{second * 1e3:.1f} ms" for second in firsts), f"{of['first_token']:.2f}"))
+        rows.append(
+            (
+                f"first token, {what}",
+                *(f"{second * 1e3:.1f} ms" for second in firsts),
+                f"{of['first_token']:.2f}",
+            )
+        )
         if of["next_token"] is not None:
             rates = [side[length, size]["decode_per_second"]["average"] for side in sides]
-            rows.append((f"tokens per second, {what}", *(f"{rate:.1f}" for rate in rates), f"{of['next_token']:.2f}"))
+            rows.append(
+                (
+                    f"tokens per second, {what}",
+                    *(f"{rate:.1f}" for rate in rates),
+                    f"{of['next_token']:.2f}",
+                )
+            )
     for name, key, sizes in (
         ("peak memory", "memory", [side["memory"]["peak_bytes"] for side in (found, base)]),
         ("weights", "weights", [side["weight_bytes"] for side in (found, base)]),
@@ -132,7 +168,11 @@ def baseline_text(result: Mapping[str, Any]) -> str:
 def _workers(result: Mapping[str, Any]) -> str:
     """Return how many threads computed, of how many ranks."""
     ranks = result["ranks"]
-    return f"{result['threads']} threads" if ranks == 1 else f"{ranks} ranks of {result['threads']} threads"
+    return (
+        f"{result['threads']} threads"
+        if ranks == 1
+        else f"{ranks} ranks of {result['threads']} threads"
+    )
 
 
 def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
@@ -156,7 +196,13 @@ def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
             f"Tokens: {batch['requested']} requested, {batch['produced']} produced",
             f"Throughput: {batch['produced_per_second']:.2f} produced tokens/second, "
             f"{batch['requested_per_second']:.2f} requested",
-            *([] if not batch["joules"] else [f"Energy: {batch['joules']:.1f} J, {batch['produced_per_joule']:.2f} tokens/J"]),
+            *(
+                []
+                if not batch["joules"]
+                else [
+                    f"Energy: {batch['joules']:.1f} J, {batch['produced_per_joule']:.2f} tokens/J"
+                ]
+            ),
         ]
     )
 
@@ -181,11 +227,18 @@ def _parameters(result: Mapping[str, Any], length: int) -> str:
 
 
 def _latencies(batches: Sequence[Mapping[str, Any]]) -> str:
-    names = {"Prefill": "first_token", "Decode (token)": "decode_token", "Decode (total)": "decode_total"}
+    names = {
+        "Prefill": "first_token",
+        "Decode (token)": "decode_token",
+        "Decode (total)": "decode_total",
+    }
     shares = [f"p{p}" for p in PERCENTILES]
     columns = ("average", "lowest", "highest", *shares)
     rows = _stepwise(
-        batches, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns], width=len(columns)
+        batches,
+        names,
+        lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns],
+        width=len(columns),
     )
     return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest", *shares), rows)
 
@@ -194,7 +247,10 @@ def _rates(batches: Sequence[Mapping[str, Any]]) -> str:
     names = {"Prefill": "prefill_per_second", "Decode": "decode_per_second"}
     columns = ("average", "lowest", "highest")
     rows = _stepwise(
-        batches, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns], width=len(columns)
+        batches,
+        names,
+        lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns],
+        width=len(columns),
     )
     return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest"), rows)
 
@@ -210,7 +266,13 @@ def _stepwise(
             failed, spread = batch.get("failed"), batch.get(key)
             if failed is None and spread is None:
                 continue
-            rows.append((first, batch["batch_size"], *(cells(spread) if failed is None else (failed, *[""] * (width - 1)))))
+            rows.append(
+                (
+                    first,
+                    batch["batch_size"],
+                    *(cells(spread) if failed is None else (failed, *[""] * (width - 1))),
+                )
+            )
             first = ""
     return rows
 
@@ -219,5 +281,12 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a table whose columns are as wide as what is in them."""
     lines = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
+    shown = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    return "\n".join(
+        [shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]]
+    )

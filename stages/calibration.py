@@ -41,7 +41,14 @@ def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_s
 
 @command.command("continue")
 @click.argument("model")
-@click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), required=True, help="A .safetensors file.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A .safetensors file.",
+)
 @job_settings("continue", ContinueJob)
 @QUIET
 @offline
@@ -52,7 +59,9 @@ def continued(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     Example: quantflow calibration continue ./llama --prompts questions.jsonl --chat --new-tokens 128 -o said.safetensors
              quantflow measure ./llama -o work/1-measure --calibration said.safetensors
     """
-    job = ContinueJob(model=Path(model), output=output, **job_values("continue", ContinueJob, options))
+    job = ContinueJob(
+        model=Path(model), output=output, **job_values("continue", ContinueJob, options)
+    )
     result = api.continue_prompts(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
     counts = f"{result['prompt_tokens']} prompt tokens and {result['new_tokens']} new ones in {result['sequences']} sequences"
     show(result, as_json=as_json, text=f"{result['file']}: {counts}")

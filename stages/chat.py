@@ -24,7 +24,9 @@ from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.signals import Interrupted
 
-HELP = "/system TEXT sets the system message, /reset begins anew, /exit ends; Ctrl-C stops an answer"
+HELP = (
+    "/system TEXT sets the system message, /reset begins anew, /exit ends; Ctrl-C stops an answer"
+)
 
 
 @click.command("chat")
@@ -43,7 +45,10 @@ def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> N
              quantflow chat --url http://127.0.0.1:8000 --system "Answer in one sentence."
     """
     del debug  # `exit_code` reads it
-    job = ChatJob(artifact=None if artifact is None else Path(artifact), **job_values("chat", ChatJob, options))
+    job = ChatJob(
+        artifact=None if artifact is None else Path(artifact),
+        **job_values("chat", ChatJob, options),
+    )
     partner = api.conversation(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
         if not quiet:
@@ -94,7 +99,10 @@ def _answer(partner: Any, messages: list[dict[str, str]], *, quiet: bool) -> str
     click.echo()
     if partner.tokens > 1 and first is not None and not quiet:
         rate = (partner.tokens - 1) / max(1e-9, time.monotonic() - first)
-        click.echo(f"{partner.tokens} tokens, {rate:.1f} tokens/s, first after {first - begin:.2f} s", err=True)
+        click.echo(
+            f"{partner.tokens} tokens, {rate:.1f} tokens/s, first after {first - begin:.2f} s",
+            err=True,
+        )
     return "".join(pieces)
 
 

@@ -22,17 +22,35 @@ _COLUMNS = ("tensor", "verdict", "first", "second", "largest", "relative", "chan
 @click.command("diff")
 @click.argument("left")
 @click.argument("right")
-@click.option("--values", is_flag=True, help="Compare values, tensor by tensor: of artifacts, models, other programs' folders.")
-@click.option("--text", metavar="FILE|NAME", help="For --values: run both on this text, and say how far they are apart.")
-@click.option("--tokens", type=int, default=4096, show_default=True, help="For --text: how many, at most.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Compare values, tensor by tensor: of artifacts, models, other programs' folders.",
+)
+@click.option(
+    "--text",
+    metavar="FILE|NAME",
+    help="For --values: run both on this text, and say how far they are apart.",
+)
+@click.option(
+    "--tokens", type=int, default=4096, show_default=True, help="For --text: how many, at most."
+)
 @NO_VERIFY
 @offline
 def command(
-    left: str, right: str, values: bool, text: str | None, tokens: int, no_verify: bool, as_json: bool, **_shared: Any
+    left: str,
+    right: str,
+    values: bool,
+    text: str | None,
+    tokens: int,
+    no_verify: bool,
+    as_json: bool,
+    **_shared: Any,
 ) -> None:
     """Compare two artifacts: their manifests, or with --values the values of any two folders.
 
-    Prints every field, or tensor, that differs; exits 0 whether any does or not, 7 where one of them is damaged.
+    Prints every field, or tensor, that differs; exits 0 whether any does or not, 7 where one of
+    them is damaged.
 
     \b
     Example: quantflow diff work/old work/new
@@ -52,7 +70,9 @@ def command(
     differences = diff(read_manifest(Path(left)), read_manifest(Path(right)))
     rows = [(item.path, str(item.left), str(item.right)) for item in differences]
     lines = table(("field", left, right), rows) if rows else "no difference"
-    show([{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=lines)
+    show(
+        [{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=lines
+    )
 
 
 def _values_text(found: Mapping[str, Any]) -> str:

@@ -14,26 +14,45 @@ import click
 from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import FOLDER, QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import (
+    FOLDER,
+    QUANT_CONFIG,
+    common,
+    recipe_data,
+    recipe_flags,
+    recipe_settings,
+)
 from quantflow.stages.cli.output import reporting, show, show_call
 from quantflow.stages.cli.quant_config_layer import given_config
 
 
 @click.command("export")
 @click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
-@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact's folder.")
+@click.option(
+    "-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact's folder."
+)
 @click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
 @recipe_settings("export", "export")
-@click.option("--keep-orig", is_flag=True, help="Of format inc: keep what Gaudi measured beside what is written for it.")
+@click.option(
+    "--keep-orig",
+    is_flag=True,
+    help="Of format inc: keep what Gaudi measured beside what is written for it.",
+)
 @QUANT_CONFIG
 @common
 def command(
-    quantized: str, output: Path, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+    quantized: str,
+    output: Path,
+    model: str | None,
+    settings: tuple[str, ...],
+    recipe: str | None,
+    **shared: Any,
 ) -> None:
     """Stage 4: write an artifact and prove it in a fresh process.
 
-    QUANTIZED is the folder of quantize, or of unify after it. Format inc writes Gaudi's files of a MEASUREMENT. Format gguf
-    writes llama.cpp's file of a MODEL, or of an artifact's dequantized weights.
+    QUANTIZED is the folder of quantize, or of unify after it. Format inc writes Gaudi's files of a
+    MEASUREMENT. Format gguf writes llama.cpp's file of a MODEL, or of an artifact's dequantized
+    weights.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export

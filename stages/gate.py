@@ -18,15 +18,26 @@ from quantflow.stages.cli.output import show, table
 
 @click.command("gate")
 @click.argument("validation")
-@click.option("--previous", metavar="FILE", help="The validation.json of an older artifact: exits 4 where this one is worse.")
+@click.option(
+    "--previous",
+    metavar="FILE",
+    help="The validation.json of an older artifact: exits 4 where this one is worse.",
+)
 @recipe_settings("gate")
-@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="The verdicts as JUnit XML too.")
+@click.option(
+    "--junit",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The verdicts as JUnit XML too.",
+)
 @offline
-def command(validation: str, previous: str | None, junit: Path | None, as_json: bool, **shared: Any) -> None:
+def command(
+    validation: str, previous: str | None, junit: Path | None, as_json: bool, **shared: Any
+) -> None:
     """Judge VALIDATION, a validation.json or its folder, without the model; exits 4 as validate does.
 
-    \b
-    Example: quantflow gate new-validation --previous old-validation --gate limits.yaml --junit gate.xml
+    \b Example: quantflow gate new-validation --previous old-validation --gate limits.yaml --junit
+    gate.xml
     """
     flags, _ = recipe_flags("gate", shared)
     result = api.gate(
@@ -43,6 +54,11 @@ def command(validation: str, previous: str | None, junit: Path | None, as_json: 
 
 def verdicts(result: api.ValidateResult) -> str:
     """Return the tables of a validation: the gate's, then of the older artifact, of tasks, and where the loss is."""
-    tables = (api.verdict_table([result]), api.regression_table(result), api.task_table(result), api.diagnosis_table(result))
+    tables = (
+        api.verdict_table([result]),
+        api.regression_table(result),
+        api.task_table(result),
+        api.diagnosis_table(result),
+    )
     texts = [table(*each) for each in tables if each is not None]
     return "\n\n".join([*texts, *filter(None, [api.mend_hint(result)])])

@@ -19,7 +19,15 @@ from quantflow import api
 from quantflow.errors import GateError, UsageError
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.plain_text import plain
-from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling, echoed
+from quantflow.runtime.generate_job import (
+    Beams,
+    Contrastive,
+    GenerateJob,
+    Lookup,
+    Rules,
+    Sampling,
+    echoed,
+)
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show
@@ -36,7 +44,8 @@ from quantflow.stages.cli.streams import NobodyReads
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Continue prompts with ARTIFACT, which is verified first, or with a model that is not quantized.
 
-    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. docs/generate.md has every way to generate.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. docs/generate.md has every
+    way to generate.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
@@ -45,7 +54,8 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
              quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4 --num-return-sequences 2
     """
     pieces: list[str] = []
-    judged = (NobodyReads,) if options["reference"] is not None else ()  # the comparison still counts where nobody reads
+    # the comparison still counts where nobody reads
+    judged = (NobodyReads,) if options["reference"] is not None else ()
 
     def stream(text: str) -> None:
         pieces.append(text)
@@ -53,7 +63,9 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
             with suppress(*judged):
                 click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
 
-    if {"max_length", "max_new_tokens"} <= origins("generate", GenerateJob, click.get_current_context()).keys():
+    if {"max_length", "max_new_tokens"} <= origins(
+        "generate", GenerateJob, click.get_current_context()
+    ).keys():
         raise UsageError("generate: --max-length beside --max-new-tokens", "give one of them")
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
     result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
@@ -81,22 +93,44 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
         records[item.record][item.path[-1]] = value
     job, sampling = records[GenerateJob], records[Sampling]
     beams, contrastive, lookup = records[Beams], records[Contrastive], records[Lookup]
-    if sum(("count" in beams, "alpha" in contrastive, "tokens" in lookup, "draft" in job, "medusa" in job)) > 1:
-        raise UsageError("generate: several ways together", "choose one of beams, contrastive, assistant, lookup and medusa")
+    if (
+        sum(
+            (
+                "count" in beams,
+                "alpha" in contrastive,
+                "tokens" in lookup,
+                "draft" in job,
+                "medusa" in job,
+            )
+        )
+        > 1
+    ):
+        raise UsageError(
+            "generate: several ways together",
+            "choose one of beams, contrastive, assistant, lookup and medusa",
+        )
     if beams and "count" not in beams:
-        raise UsageError("generate: options of beams without --num-beams", "give --num-beams, such as 4")
+        raise UsageError(
+            "generate: options of beams without --num-beams", "give --num-beams, such as 4"
+        )
     method: Beams | Contrastive | Lookup | None = None
     if beams:
         method = Beams(**beams)
     elif contrastive:
-        method = Contrastive(**contrastive, **({"top_k": sampling.pop("top_k")} if "top_k" in sampling else {}))
+        method = Contrastive(
+            **contrastive, **({"top_k": sampling.pop("top_k")} if "top_k" in sampling else {})
+        )
     elif lookup:
         method = Lookup(**lookup)
     job |= {"signature": RequiredSignature(**records[RequiredSignature])}
     drawn = (
-        Sampling(**sampling) if sampling.keys() - {"seed"} and sampling.get("temperature") != 0 else None
+        Sampling(**sampling)
+        if sampling.keys() - {"seed"} and sampling.get("temperature") != 0
+        else None
     )  # 0: the likeliest
-    return GenerateJob(artifact=Path(artifact), method=method, sampling=drawn, rules=Rules(**records[Rules]), **job)
+    return GenerateJob(
+        artifact=Path(artifact), method=method, sampling=drawn, rules=Rules(**records[Rules]), **job
+    )
 
 
 def _raise_for_difference(result: Mapping[str, Any]) -> None:

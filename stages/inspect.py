@@ -21,17 +21,27 @@ from quantflow.stages.cli.progress_line import ProgressLine
 
 @click.command("inspect")
 @click.argument("path")
-@click.option("--backends", is_flag=True, help="Of an artifact: what would run each linear here, and why the others would not.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="For --backends."
+    "--backends",
+    is_flag=True,
+    help="Of an artifact: what would run each linear here, and why the others would not.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="For --backends.",
 )
 @NO_VERIFY
 @offline
-def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any) -> None:
+def command(
+    path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any
+) -> None:
     """Say what a model, a measurement, an artifact, a folder of another program or of OpenVINO, or a GGUF file holds.
 
-    An artifact is verified first. Of another program's folder and of a GGUF file every tensor is read: what is damaged is
-    refused with its name.
+    An artifact is verified first. Of another program's folder and of a GGUF file every tensor is
+    read: what is damaged is refused with its name.
 
     \b
     Example: quantflow inspect work/4-export
@@ -55,8 +65,14 @@ def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: boo
 
 def _backends_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as a table, and every reason once."""
-    cells = [(r["first"], r["scheme"], r["backend"], "x".join(map(str, r["shape"])), str(r["count"])) for r in rows]
+    cells = [
+        (r["first"], r["scheme"], r["backend"], "x".join(map(str, r["shape"])), str(r["count"]))
+        for r in rows
+    ]
     lines = [table(("first linear", "scheme", "backend", "shape", "linears"), cells)]
     for scheme, reasons in {r["scheme"]: r["why_not"] for r in rows}.items():
-        lines += [f"\n{scheme}, not run by", *(f"  {name}: {reason}" for name, reason in reasons.items())]
+        lines += [
+            f"\n{scheme}, not run by",
+            *(f"  {name}: {reason}" for name, reason in reasons.items()),
+        ]
     return "\n".join(lines)

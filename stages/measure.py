@@ -16,7 +16,15 @@ from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import FOLDER, QUANT_CONFIG, TRUST_NETWORK, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import (
+    FOLDER,
+    QUANT_CONFIG,
+    TRUST_NETWORK,
+    common,
+    recipe_data,
+    recipe_flags,
+    recipe_settings,
+)
 from quantflow.stages.cli.output import reporting, show, show_call
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
 
@@ -24,22 +32,34 @@ from quantflow.stages.cli.quant_config_layer import given_config, measure_beneat
 @click.command("measure")
 @click.argument("model")
 @click.option(
-    "-o", "--output", metavar="DIR", type=FOLDER, help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG)."
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=FOLDER,
+    help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).",
 )
 @recipe_settings("measure", "calibration")
 @click.option(
-    "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
+    "--for",
+    "schemes",
+    metavar="SCHEMES",
+    help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @).",
 )
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
 def command(
-    model: str, output: Path | None, schemes: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+    model: str,
+    output: Path | None,
+    schemes: str | None,
+    settings: tuple[str, ...],
+    recipe: str | None,
+    **shared: Any,
 ) -> None:
     """Stage 1: run calibration text through MODEL, keep statistics.
 
-    MODEL is a folder, a name on the hub (org/name), or a GGUF file. Without --for the statistics serve every scheme and its
-    default algorithm; best, yaqa and mixed precision need --for.
+    MODEL is a folder, a name on the hub (org/name), or a GGUF file. Without --for the statistics
+    serve every scheme and its default algorithm; best, yaqa and mixed precision need --for.
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
@@ -48,7 +68,9 @@ def command(
     config = given_config("measure", shared["quant_config"], quiet=shared["quiet"])
     flags, _ = recipe_flags("measure", shared)
     if shared["stats"] is not None and schemes is not None:
-        raise UsageError(f"measure: --stats {shared['stats']} beside --for {schemes}", "give one of them")
+        raise UsageError(
+            f"measure: --stats {shared['stats']} beside --for {schemes}", "give one of them"
+        )
     data = recipe_data(recipe, settings, {"model": model, **flags})
     if schemes is None:
         data = measure_beneath(data, config)

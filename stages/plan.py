@@ -14,21 +14,49 @@ import click
 from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import SET, offline, overlay, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import (
+    SET,
+    offline,
+    overlay,
+    recipe_data,
+    recipe_flags,
+    recipe_settings,
+)
 from quantflow.stages.cli.output import show, table
 from quantflow.units import duration, size
 
 
 @click.command("plan")
 @click.argument("subject", metavar="RECIPE|MODEL")
-@click.option("--for", "schemes", metavar="SCHEMES", help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).")
+@click.option(
+    "--for",
+    "schemes",
+    metavar="SCHEMES",
+    help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).",
+)
 @recipe_settings("plan", "calibration", "quantize")
-@click.option("--probe", is_flag=True, help="Read, run and round parts of one layer to say how long everything takes.")
-@click.option("-o", "--output", metavar="DIR", default="artifacts", help="A folder on the disk that will be written.")
+@click.option(
+    "--probe",
+    is_flag=True,
+    help="Read, run and round parts of one layer to say how long everything takes.",
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    default="artifacts",
+    help="A folder on the disk that will be written.",
+)
 @offline
 @SET
 def command(
-    subject: str, schemes: str | None, output: str, probe: bool, as_json: bool, settings: tuple[str, ...], **shared: Any
+    subject: str,
+    schemes: str | None,
+    output: str,
+    probe: bool,
+    as_json: bool,
+    settings: tuple[str, ...],
+    **shared: Any,
 ) -> None:
     """Say what a run needs: memory, disk, bytes, schemes.
 
@@ -39,12 +67,20 @@ def command(
     """
     whole = not api.names_model(subject)
     if whole and schemes is not None:
-        raise UsageError(f"plan: --for {schemes} beside recipe {subject}", "give the folder of a model with --for")
+        raise UsageError(
+            f"plan: --for {schemes} beside recipe {subject}",
+            "give the folder of a model with --for",
+        )
     flags, entry_flags = recipe_flags("plan", shared)
     otherwise = {} if whole else {"model": subject, "quantize": _entries(schemes)}
     data = recipe_data(subject if whole else None, settings, flags, otherwise=otherwise)
     for entry in data.get("quantize", ()):
-        overlay(entry, entry_flags if api.has_groups(entry.get("scheme")) else {**entry_flags, "group_size": None})
+        overlay(
+            entry,
+            entry_flags
+            if api.has_groups(entry.get("scheme"))
+            else {**entry_flags, "group_size": None},
+        )
     result = api.plan(recipe_from(data), measured=whole, folder=output, probe=probe)
     show(result, as_json=as_json, text=text(result))
 
@@ -57,15 +93,23 @@ def _entries(schemes: str | None) -> list[dict[str, Any]]:
 
 def text(plan: Mapping[str, Any]) -> str:
     """Return a plan, as `quantflow.planning.forecast.run` makes it, as tables for people."""
-    model, limits, calibration, total = plan["model"], plan["limits"], plan["calibration"], plan["total"]
+    model, limits, calibration, total = (
+        plan["model"],
+        plan["limits"],
+        plan["calibration"],
+        plan["total"],
+    )
     observers = ", ".join(calibration["observers"]) or "none, the token ids alone"
     lines = [
-        f"{model['folder']}: {model['family']}, {model['layers']} layers, {model['weights']:,} weights, {size(model['bytes'])}",
+        f"{model['folder']}: {model['family']}, {model['layers']} layers, {model['weights']:,} "
+        f"weights, {size(model['bytes'])}",
         f"memory: {size(limits['memory'])}, {limits['memory_from']}; {limits['cores']} cores",
-        f"calibration: {calibration['samples']} sequences of {calibration['sequence_length']} tokens; statistics: {observers}",
+        f"calibration: {calibration['samples']} sequences of {calibration['sequence_length']} "
+        f"tokens; statistics: {observers}",
         "",
         _stages(plan),
-        f"peak memory {size(total['peak_memory'])}, disk {size(total['disk'])}" + _seconds(total["seconds"], ", "),
+        f"peak memory {size(total['peak_memory'])}, disk {size(total['disk'])}"
+        + _seconds(total["seconds"], ", "),
     ]
     for artifact in plan["artifacts"]:
         lines += ["", *_artifact(artifact)]
@@ -84,7 +128,16 @@ def _stages(plan: Mapping[str, Any]) -> str:
         row.append(str(stage["workers"]))
         row += [size(stage["result"]), size(stage["scratch"])]
         rows.append([*row, duration(stage["seconds"])] if timed else row)
-    columns = ("stage", "artifact", "", "peak memory", *(["on device"] if placed else []), "workers", "result", "scratch")
+    columns = (
+        "stage",
+        "artifact",
+        "",
+        "peak memory",
+        *(["on device"] if placed else []),
+        "workers",
+        "result",
+        "scratch",
+    )
     refused = [f"does not fit: {stage['refused']}" for stage in plan["stages"] if stage["refused"]]
     return "\n".join([table((*columns, "time") if timed else columns, rows), *refused])
 
@@ -94,15 +147,20 @@ def _artifact(artifact: Mapping[str, Any]) -> list[str]:
     algorithm = " ".join([*artifact["transforms"], artifact["algorithm"]])
     algorithm += f", {artifact['tune']} steps of tuning" if artifact["tune"] else ""
     head = f" and a head of {artifact['head']}" if artifact["head"] else ""
-    path = ("" if artifact["kv_cache"] is None else f"cache {artifact['kv_cache']}, ") + artifact["path"]
+    path = ("" if artifact["kv_cache"] is None else f"cache {artifact['kv_cache']}, ") + artifact[
+        "path"
+    ]
     lines = [
-        f"{artifact['name']}: {artifact['scheme']} by {algorithm}{head}, {path}: {size(artifact['output_bytes'])}, "
+        f"{artifact['name']}: {artifact['scheme']} by {algorithm}{head}, {path}: "
+        f"{size(artifact['output_bytes'])}, "
         f"{artifact['bits_per_weight']:.2f} bits per quantized weight, "
-        f"{coverage['weights']:.1%} of the weights and {coverage['bytes']:.1%} of the bytes are quantized"
+        f"{coverage['weights']:.1%} of the weights and {coverage['bytes']:.1%} of the bytes are "
+        "quantized"
     ]
     if artifact["chosen"]:
         lines.append(
-            f"schemes are chosen when it runs, by what was measured; the figures are those of {artifact['scheme']} for all"
+            "schemes are chosen when it runs, by what was measured; the figures are those of "
+            f"{artifact['scheme']} for all"
         )
     rows = [
         (
@@ -118,7 +176,10 @@ def _artifact(artifact: Mapping[str, Any]) -> list[str]:
     lines.append(table(("tensors", "shape", "scheme", "count", "before", "after"), rows))
     for cards, obstacles in artifact["tensor_parallel"].items():
         shown = obstacles[:4] + ([f"and {len(obstacles) - 4} more"] if len(obstacles) > 4 else [])
-        lines.append(f"tensor parallel {cards}: {'; '.join(shown) if shown else 'every head, row and group divides'}")
+        lines.append(
+            f"tensor parallel {cards}: "
+            f"{'; '.join(shown) if shown else 'every head, row and group divides'}"
+        )
     return lines
 
 

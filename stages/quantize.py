@@ -8,8 +8,8 @@
     ... --dequantize                    MODEL is a quantized one; OUT.work/0-dequantized is what is quantized
     ... --adapter LORA                  an adapter of MODEL; OUT.work/0-merged, which has it inside, is what is quantized
 
-Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics that a given one lacks are
-measured beside it.
+Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics
+that a given one lacks are measured beside it.
 
 Reads    the model, a measurement where the artifact needs one; a text where it measures
 Writes   as above, and a log beside each
@@ -47,26 +47,53 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact; or its layers, see above.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=FOLDER,
+    required=True,
+    help="The artifact; or its layers, see above.",
+)
 @recipe_settings("quantize", "quantize")
-@click.option("--measurement", metavar="DIR", help="The folder of measure or unify; for FP8 also Gaudi's own files.")
+@click.option(
+    "--measurement",
+    metavar="DIR",
+    help="The folder of measure or unify; for FP8 also Gaudi's own files.",
+)
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
-    "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
+    "--ranks",
+    type=int,
+    default=1,
+    help="Processes (default 1); each writes a slice of each linear, unify joins them.",
 )
-@click.option("--export", "artifact", metavar="DIR", type=FOLDER, help="Layers go to -o, the artifact goes there.")
+@click.option(
+    "--export",
+    "artifact",
+    metavar="DIR",
+    type=FOLDER,
+    help="Layers go to -o, the artifact goes there.",
+)
 @click.option("--no-export", is_flag=True, help="Layers go to -o, and no artifact is written.")
-@click.option("--dequantize", is_flag=True, help="MODEL is a quantized one: DIR.work gets its weights, dequantized.")
+@click.option(
+    "--dequantize",
+    is_flag=True,
+    help="MODEL is a quantized one: DIR.work gets its weights, dequantized.",
+)
 @click.option(
     "--adapter",
     metavar="LORA",
     type=FOLDER,
-    help="An adapter (PEFT) of MODEL: DIR.work gets the weights with it inside, which are quantized.",
+    help="An adapter (PEFT) of MODEL: DIR.work gets the weights with it inside, which are "
+    "quantized.",
 )
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
-def command(model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
+def command(
+    model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any
+) -> None:
     """Quantize MODEL: measure what is needed, choose integers or float8 values and scales, write the artifact and prove it.
 
     With -o alone DIR is the artifact; what the stages before it write is in DIR.work, where the same command goes on. With
@@ -91,7 +118,12 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     config = given_config("quantize", shared["quant_config"], quiet=shared["quiet"])
     values, position, measurement = _recipe(model, settings, config, shared)
     _check_options(artifact, shared)
-    if measurement is None and artifact is None and not shared["no_export"] and shared["ranks"] == 1:
+    if (
+        measurement is None
+        and artifact is None
+        and not shared["no_export"]
+        and shared["ranks"] == 1
+    ):
         _one_command(model, output, values, position, shared)
         return
     measures = measurement is not None and shared["calibration"] is not None
@@ -99,7 +131,9 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     if measurement is None and shared["ranks"] == 1:
         with nullcontext(SILENT) if shared["dry_run"] else reporting(shared, output) as progress:
             entry = values.quantize[position]
-            measures = api.needs_measurement(model, entry, revision=values.revision, progress=progress)
+            measures = api.needs_measurement(
+                model, entry, revision=values.revision, progress=progress
+            )
         measurement = api.work_folder(output) / "1-measure" if measures else None
     quantizing: dict[str, Any] = {
         "model": model,
@@ -116,11 +150,23 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     }
     exporting: dict[str, Any] = {}
     if artifact is not None:
-        exporting = {"quantized": output, "output": artifact, "options": values.export, "model": model}
+        exporting = {
+            "quantized": output,
+            "output": artifact,
+            "options": values.export,
+            "model": model,
+        }
         api.check_export(**exporting)  # before hours of quantizing, not after them
-        exporting |= {"resources": values.resources, "revision": values.revision, "force": shared["force"]}
+        exporting |= {
+            "resources": values.resources,
+            "revision": values.revision,
+            "force": shared["force"],
+        }
     if shared["dry_run"]:
-        show_call({**quantizing, **({"export": exporting} if exporting else {})}, as_json=shared["as_json"])
+        show_call(
+            {**quantizing, **({"export": exporting} if exporting else {})},
+            as_json=shared["as_json"],
+        )
         return
     if measures:
         _measure(values, quantizing, shared)
@@ -135,13 +181,23 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
 
 
-def _dequantized(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
+def _dequantized(
+    model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]
+) -> str:
     """Write the model's dequantized weights beside the output, and return their folder."""
     folder = api.work_folder(output) / "0-dequantized"
     whole, _ = recipe_flags("quantize", shared)
     values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
     with reporting(shared, folder) as progress:
-        return str(api.dequantized(model, folder, revision=values.revision, resources=values.resources, progress=progress))
+        return str(
+            api.dequantized(
+                model,
+                folder,
+                revision=values.revision,
+                resources=values.resources,
+                progress=progress,
+            )
+        )
 
 
 def _merged(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
@@ -150,10 +206,16 @@ def _merged(model: str, output: Path, settings: tuple[str, ...], shared: dict[st
     whole, _ = recipe_flags("quantize", shared)
     values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
     with reporting(shared, folder) as progress:
-        return str(api.merged(model, shared["adapter"], folder, revision=values.revision, progress=progress))
+        return str(
+            api.merged(
+                model, shared["adapter"], folder, revision=values.revision, progress=progress
+            )
+        )
 
 
-def _one_command(model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]) -> None:
+def _one_command(
+    model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]
+) -> None:
     """Make the artifact, and say what to do with it."""
     words: dict[str, Any] = {
         "model": model,
@@ -174,7 +236,10 @@ def _one_command(model: str, output: Path, values: Recipe, position: int, shared
     prover = _proving(shared)
     with reporting(shared, output) as progress:
         made = api.make_artifact(**words, prover=prover, progress=progress)
-    work, revision = api.work_folder(output), "" if values.revision is None else f" --revision {values.revision}"
+    work, revision = (
+        api.work_folder(output),
+        "" if values.revision is None else f" --revision {values.revision}",
+    )
     text = (
         f"{_choice(made.quantized)}{made.folder}\n"
         f"compare it:  quantflow validate {made.folder} --baseline {model}{revision}\n"
@@ -200,7 +265,10 @@ def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:
     if artifact is not None and shared["no_export"]:
         raise UsageError(f"quantize: --export {artifact} beside --no-export", "leave one out")
     if artifact is not None and shared["ranks"] != 1:
-        raise UsageError(f"quantize: --export with --ranks {shared['ranks']}", "join the shards with unify, then export")
+        raise UsageError(
+            f"quantize: --export with --ranks {shared['ranks']}",
+            "join the shards with unify, then export",
+        )
     if shared["calibration"] is not None and shared["ranks"] != 1:
         cause = f"quantize: --calibration {shared['calibration']} with --ranks {shared['ranks']}"
         raise UsageError(cause, "measure first, then give --measurement alone")
@@ -228,14 +296,20 @@ def _recipe(
         else:
             remedy = "give --scheme, for example --scheme W4A16, or --target-bpw, or --recipe"
             raise UsageError("quantize: no scheme", remedy)
-        data = recipe_data(None, settings, {"model": model, **whole}, otherwise={"quantize": [entry]})
+        data = recipe_data(
+            None, settings, {"model": model, **whole}, otherwise={"quantize": [entry]}
+        )
     names = [item.name for item in recipe_from(data).quantize]
     if name not in (None, *names) or not names:
-        raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
+        raise UsageError(
+            f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names)
+        )
     position = 0 if name is None else names.index(name)
     entry = overlay(dict(data["quantize"][position]), flags)
     measurement = measurement_beneath(shared["measurement"], entry, config)
-    data["quantize"][position] = entry_beneath(entry, config, model=Path(model), measurement=measurement)
+    data["quantize"][position] = entry_beneath(
+        entry, config, model=Path(model), measurement=measurement
+    )
     return recipe_from(data), position, measurement
 
 

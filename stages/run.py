@@ -41,10 +41,14 @@ class RunJob:
 
 @click.command("run")
 @click.argument("recipe_names", metavar="RECIPE...", nargs=-1, required=True)
-@click.option("-o", "--output", metavar="DIR", type=FOLDER, help="Default: artifacts/<recipe>; of one recipe.")
+@click.option(
+    "-o", "--output", metavar="DIR", type=FOLDER, help="Default: artifacts/<recipe>; of one recipe."
+)
 @recipe_settings("run")
 @common
-def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
+def command(
+    recipe_names: tuple[str, ...], output: Path | None, settings: tuple[str, ...], **shared: Any
+) -> None:
     """Run all stages of each RECIPE, resumed where they stopped.
 
     RECIPE is a file, or the name of a shipped one; docs/recipes.md has every key.
@@ -53,18 +57,28 @@ def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[
     Example: quantflow run tiny-llama --set quantize.0.group_size=64
     """
     if shared["recipe"] is not None:
-        raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {' '.join(recipe_names)}", "give the recipe once")
+        raise UsageError(
+            f"run: --recipe {shared['recipe']} beside RECIPE {' '.join(recipe_names)}",
+            "give the recipe once",
+        )
     if output is not None and len(recipe_names) > 1:
-        raise UsageError(f"run: -o {output} of {len(recipe_names)} recipes", "leave out -o, or run one recipe at a time")
+        raise UsageError(
+            f"run: -o {output} of {len(recipe_names)} recipes",
+            "leave out -o, or run one recipe at a time",
+        )
     tell_unread("run")
     flags, _ = recipe_flags("run", shared)
     jobs = []
     for path in [find_config("recipes", name) for name in recipe_names]:
         recipe = recipe_from(recipe_data(str(path), settings, flags))
-        jobs.append(RunJob(recipe=recipe, name=path.stem, folder=Path(output or f"artifacts/{path.stem}")))
+        jobs.append(
+            RunJob(recipe=recipe, name=path.stem, folder=Path(output or f"artifacts/{path.stem}"))
+        )
     if shared["dry_run"]:
         values = [dataclasses.asdict(job.recipe) for job in jobs]
-        text = "\n".join(f"{job.folder}\n{outline(of_job)}" for job, of_job in zip(jobs, values, strict=True))
+        text = "\n".join(
+            f"{job.folder}\n{outline(of_job)}" for job, of_job in zip(jobs, values, strict=True)
+        )
         show(values if len(jobs) > 1 else values[0], as_json=shared["as_json"], text=text)
         return
     results = []
@@ -75,7 +89,11 @@ def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[
         if not shared["as_json"]:
             said = texts(job.folder, [entry.name for entry in job.recipe.quantize])
             table_of_job = table(*api.verdict_table(of_job))
-            show({}, as_json=False, text=f"{table_of_job}\nreport: {job.folder / 'report.html'}{said}")
+            show(
+                {},
+                as_json=False,
+                text=f"{table_of_job}\nreport: {job.folder / 'report.html'}{said}",
+            )
     if shared["as_json"]:
         show([result.values for result in results], as_json=True, text="")
     for result in results:
@@ -89,7 +107,11 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
         raise UsageError(f"{job.name}: quantize is empty", "add at least one artifact")
     recipe = api.resolve(job.recipe, progress=progress)
     for entry in recipe.quantize:
-        api.check_export(folder / "2-quantize" / entry.name, folder / "4-export" / entry.name, options=recipe.export)
+        api.check_export(
+            folder / "2-quantize" / entry.name,
+            folder / "4-export" / entry.name,
+            options=recipe.export,
+        )
     times = StageTimes()
     measurement = _measure(recipe, folder, times, progress)
     results = {}
@@ -108,7 +130,11 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
             )
         with times.timing("export", entry.name):
             artifact = api.export(
-                quantized.folder, folder / "4-export" / entry.name, options=recipe.export, model=recipe.model, **shared
+                quantized.folder,
+                folder / "4-export" / entry.name,
+                options=recipe.export,
+                model=recipe.model,
+                **shared,
             )
         with times.timing("validate", entry.name):
             results[artifact.folder] = api.validate(
@@ -146,4 +172,6 @@ def _measure(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress
         return rank_folder(measured.folder, 0, 1)
     groups = recipe.unify.groups or ()
     with times.timing("unify"):
-        return api.unify(measured.folder, folder / "3-unify", groups=groups, force=True, progress=progress).folder
+        return api.unify(
+            measured.folder, folder / "3-unify", groups=groups, force=True, progress=progress
+        ).folder

@@ -1,7 +1,8 @@
 """The end of `run`: where the seconds went, and how each artifact continues one prompt.
 
-The prompt is the beginning of the evaluation text, which no artifact was calibrated on. The texts are kept in
-`5-validate/texts.json` with the digest of what they were made from, so an up-to-date run loads no artifact again.
+The prompt is the beginning of the evaluation text, which no artifact was calibrated on. The texts
+are kept in `5-validate/texts.json` with the digest of what they were made from, so an up-to-date
+run loads no artifact again.
 """
 
 import json
@@ -40,7 +41,9 @@ class StageTimes:
         try:
             yield
         finally:
-            self._seconds[artifact, stage] = self._seconds.get((artifact, stage), 0.0) + time.monotonic() - begin
+            self._seconds[artifact, stage] = (
+                self._seconds.get((artifact, stage), 0.0) + time.monotonic() - begin
+            )
 
     def table(self) -> str:
         """Return seconds as aligned text: a row per artifact, a column per stage that ran, sums at both ends."""
@@ -50,12 +53,16 @@ class StageTimes:
         for artifact in artifacts:
             values = [self._seconds.get((artifact, stage)) for stage in stages]
             rows.append((artifact, *map(_cell, values), _cell(sum(filter(None, values)))))
-        columns = [sum(self._seconds.get((artifact, stage), 0.0) for artifact in artifacts) for stage in stages]
+        columns = [
+            sum(self._seconds.get((artifact, stage), 0.0) for artifact in artifacts)
+            for stage in stages
+        ]
         rows.append(("sum", *map(_cell, columns), _cell(sum(columns))))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
             "  ".join(
-                text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))
+                text.rjust(width) if i else text.ljust(width)
+                for i, (text, width) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
         )
@@ -64,7 +71,8 @@ class StageTimes:
 def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress) -> None:
     """Let each artifact of a run continue the beginning of the evaluation text, and keep what it said.
 
-    The most likely token is taken each time. Where the recipe bounds the memory, weights are read from disk for every token.
+    The most likely token is taken each time. Where the recipe bounds the memory, weights are read
+    from disk for every token.
 
     Args:
         recipe: whose artifacts stand in `folder`.
@@ -77,7 +85,9 @@ def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progr
     made: dict[str, dict[str, str]] = {}
     for entry in recipe.quantize:
         artifact = folder / "4-export" / entry.name
-        key = digest_of([read_manifest(artifact)["digest"], file_digest(source), PROMPT_TOKENS, NEW_TOKENS])
+        key = digest_of(
+            [read_manifest(artifact)["digest"], file_digest(source), PROMPT_TOKENS, NEW_TOKENS]
+        )
         if kept.get(entry.name, {}).get("key") == key:
             made[entry.name] = kept[entry.name]
             continue
@@ -89,7 +99,8 @@ def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progr
                     text=source,
                     prompt_tokens=PROMPT_TOKENS,
                     new_tokens=NEW_TOKENS,
-                    disk_offload=recipe.resources.disk_offload or recipe.resources.max_memory is not None,
+                    disk_offload=recipe.resources.disk_offload
+                    or recipe.resources.max_memory is not None,
                 )
         except QuantflowError as error:
             progress.say(f"generate {entry.name}: no text: {error.cause}")
@@ -111,7 +122,9 @@ def texts(folder: Path, names: Sequence[str]) -> str:
         ("prompt", prompt if len(prompt) <= WIDTH else f"...{prompt[-WIDTH:]}"),
         *((name, one["text"]) for name, one in said),
     ]
-    return "\n" + "\n".join(f"{name.ljust(width)}  {json.dumps(text, ensure_ascii=False)}" for name, text in rows)
+    return "\n" + "\n".join(
+        f"{name.ljust(width)}  {json.dumps(text, ensure_ascii=False)}" for name, text in rows
+    )
 
 
 def _cell(seconds: float | None) -> str:

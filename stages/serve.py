@@ -21,22 +21,45 @@ from quantflow.stages.cli.environment import bars_wanted, unread_variables
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
 from quantflow.stages.cli.progress_line import ProgressLine
 
-OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens": "max_batch_prefill_tokens"}
+OLD_NAMES = {
+    "max_input_length": "max_input_tokens",
+    "max_prefill_total_tokens": "max_batch_prefill_tokens",
+}
 
 
 @click.command("serve")
 @click.argument("artifact")
 @job_settings("serve", ServeJob)
-@click.option("--max-input-length", type=int, metavar="N", envvar="MAX_INPUT_LENGTH", help="TGI's older --max-input-tokens.")
-@click.option("--max-prefill-total-tokens", type=int, metavar="N", help="Another name of --max-batch-prefill-tokens.")
+@click.option(
+    "--max-input-length",
+    type=int,
+    metavar="N",
+    envvar="MAX_INPUT_LENGTH",
+    help="TGI's older --max-input-tokens.",
+)
+@click.option(
+    "--max-prefill-total-tokens",
+    type=int,
+    metavar="N",
+    help="Another name of --max-batch-prefill-tokens.",
+)
 @click.option("--dry-run", is_flag=True, help="Of --engine vllm: print its command.")
 @QUIET
 @DEBUG
 @click.pass_context
-def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool, debug: bool, **options: Any) -> None:
+def command(
+    context: click.Context,
+    /,
+    artifact: str,
+    dry_run: bool,
+    quiet: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
     """Answer HTTP with ARTIFACT, as TGI and OpenAI's API do.
 
-    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. Requests run together. docs/serving.md has every route.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. Requests run together.
+    docs/serving.md has every route.
 
     \b
     Example: quantflow serve work/4-export
@@ -54,12 +77,17 @@ def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool
             continue
         flags = [f"--{name.replace('_', '-')}" for name in (old, new)]
         if new in found:
-            raise UsageError(f"{flags[0]} {value} beside {flags[1]} {options[new]}", "give one of them")
+            raise UsageError(
+                f"{flags[0]} {value} beside {flags[1]} {options[new]}", "give one of them"
+            )
         progress.say(f"{flags[0]} is read as {flags[1]}")
         options[new], found[new] = value, flags[0]
     job = job_from(artifact, options, found)
     if dry_run and job.engine != "vllm":
-        raise UsageError(f"--dry-run with --engine {job.engine}", "leave it out: the limits are printed when it starts")
+        raise UsageError(
+            f"--dry-run with --engine {job.engine}",
+            "leave it out: the limits are printed when it starts",
+        )
     if dry_run:
         click.echo(shlex.join(vllm_command(job, progress=progress)))
     else:
@@ -77,4 +105,6 @@ def job_from(artifact: str, options: Mapping[str, Any], found: Mapping[str, str]
     Raises:
         UsageError: values outside their ranges, or options that do not go together.
     """
-    return ServeJob(artifact=Path(artifact), origins=found, **job_values("serve", ServeJob, options))
+    return ServeJob(
+        artifact=Path(artifact), origins=found, **job_values("serve", ServeJob, options)
+    )

@@ -19,11 +19,23 @@ from quantflow.stages.cli.output import outline, show
 
 @click.command("sign")
 @click.argument("artifact")
-@click.option("--key", metavar="PEM", type=click.Path(path_type=Path), help="A private elliptic-curve key.")
+@click.option(
+    "--key", metavar="PEM", type=click.Path(path_type=Path), help="A private elliptic-curve key."
+)
 @click.option("--certificate", metavar="PEM", type=click.Path(path_type=Path), help="Of the key.")
-@click.option("--chain", metavar="PEM", multiple=True, type=click.Path(path_type=Path), help="Between it and the root.")
-@click.option("--sigstore", is_flag=True, help="Sign as who this machine is to Sigstore, over the network.")
-@click.option("--password-file", metavar="FILE", type=click.Path(path_type=Path), help="Of the key.")
+@click.option(
+    "--chain",
+    metavar="PEM",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Between it and the root.",
+)
+@click.option(
+    "--sigstore", is_flag=True, help="Sign as who this machine is to Sigstore, over the network."
+)
+@click.option(
+    "--password-file", metavar="FILE", type=click.Path(path_type=Path), help="Of the key."
+)
 @offline
 def command(
     artifact: str,
@@ -45,8 +57,19 @@ def command(
     A pair of keys: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
                     openssl ec -in key.pem -pubout -out key.pub
     """
-    if sigstore == (key is not None) or (certificate is not None and key is None) or (chain and certificate is None):
-        raise UsageError("sign: give --key, --key with --certificate, or --sigstore", "see `quantflow sign --help`")
-    password = None if password_file is None else password_file.read_text(encoding="utf-8").rstrip("\n")
-    made = sign(Path(artifact), Signer(key=key, password=password, certificate=certificate, chain=chain))
+    if (
+        sigstore == (key is not None)
+        or (certificate is not None and key is None)
+        or (chain and certificate is None)
+    ):
+        raise UsageError(
+            "sign: give --key, --key with --certificate, or --sigstore",
+            "see `quantflow sign --help`",
+        )
+    password = (
+        None if password_file is None else password_file.read_text(encoding="utf-8").rstrip("\n")
+    )
+    made = sign(
+        Path(artifact), Signer(key=key, password=password, certificate=certificate, chain=chain)
+    )
     show(made, as_json=as_json, text=outline(made))

@@ -19,8 +19,15 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
 
 @click.command("unify")
 @recipe_settings("unify")
-@click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
-@click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
+@click.option(
+    "--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g."
+)
+@click.option(
+    "--expand",
+    type=int,
+    metavar="N",
+    help="Make N tensor-parallel ranks of one, instead of merging.",
+)
 @click.option(
     "-m",
     "--measurement",
@@ -30,9 +37,26 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
     required=True,
     help="The folder of `measure --ranks N` or `quantize --ranks N`, or Gaudi's own files.",
 )
-@click.option("-o", "--output", "--out", "output", metavar="DIR", type=FOLDER, required=True, help="Where the merged ranks go.")
-@click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
-@click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
+@click.option(
+    "-o",
+    "--output",
+    "--out",
+    "output",
+    metavar="DIR",
+    type=FOLDER,
+    required=True,
+    help="Where the merged ranks go.",
+)
+@click.option(
+    "--model",
+    metavar="DIR",
+    help="What quantized shards were made from (default: where quantize read it).",
+)
+@click.option(
+    "--allow-missing",
+    is_flag=True,
+    help="Go on without replicas that are missing; the result says which.",
+)
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
 def command(
@@ -46,7 +70,8 @@ def command(
 ) -> None:
     """Stage 3: merge ranks of a measurement, or quantized shards.
 
-    Measurements are merged before quantize, shards of `quantize --ranks` after it. Prints the rule of each statistic or tensor.
+    Measurements are merged before quantize, shards of `quantize --ranks` after it. Prints the rule
+    of each statistic or tensor.
 
     \b
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
@@ -57,7 +82,8 @@ def command(
     """
     flags, _ = recipe_flags("unify", {**shared, "groups": (*groups, *more_groups)})
     values = recipe_from(recipe_data(recipe, settings, {"model": "unused", **flags}))
-    counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
+    # flags win over what the recipe says
+    counted = shared["ranks"] is not None or shared["expand"] is not None
     words: dict[str, Any] = {
         "measurement": Path(measurement),
         "output": output,

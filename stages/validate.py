@@ -23,9 +23,13 @@ from quantflow.stages.gate import verdicts
 
 @click.command("validate", cls=spelled(VALIDATE))
 @click.argument("artifact")
-@click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
+@click.option(
+    "--baseline", metavar="DIR", required=True, help="The model that the artifact was made from."
+)
 @recipe_settings("validate", "validate")
-@click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
+@click.option(
+    "--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0."
+)
 @click.option(
     "--previous",
     metavar="DIR|FILE",
@@ -37,17 +41,29 @@ from quantflow.stages.gate import verdicts
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="lm-eval's own document of the tasks too; that of the source is <report>/tasks-baseline.json.",
+    help="lm-eval's own document of the tasks too; that of the source is "
+    "<report>/tasks-baseline.json.",
 )
-@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="The verdicts as JUnit XML too.")
+@click.option(
+    "--junit",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The verdicts as JUnit XML too.",
+)
 @click.option("--report", metavar="DIR", type=FOLDER, help="Default: <artifact>-validation.")
 @common
 def command(
-    artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: Path | None, **shared: Any
+    artifact: str,
+    baseline: str,
+    settings: tuple[str, ...],
+    recipe: str | None,
+    report: Path | None,
+    **shared: Any,
 ) -> None:
     """Stage 5: compare ARTIFACT with its source; a gate decides.
 
-    A failed or inconclusive gate exits 4, and so does an artifact that is worse than --previous by more than the gate allows.
+    A failed or inconclusive gate exits 4, and so does an artifact that is worse than --previous by
+    more than the gate allows.
 
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
@@ -78,7 +94,11 @@ def command(
         return
     with reporting(shared, folder) as progress:
         result = api.validate(**words, progress=progress)
-    show(result.values, as_json=shared["as_json"], text=f"{verdicts(result)}\nreport: {folder / 'report.html'}")
+    show(
+        result.values,
+        as_json=shared["as_json"],
+        text=f"{verdicts(result)}\nreport: {folder / 'report.html'}",
+    )
     if shared["output"] is not None:
         api.write_tasks(shared["output"], result)
     if shared["junit"] is not None:

@@ -1,6 +1,7 @@
 """Every byte of an artifact against its manifest, as a verb; exit 7 where one differs. Imports no torch.
 
-With a key, certificates or an identity the signature is checked as well, and names who is meant where it is another's.
+With a key, certificates or an identity the signature is checked as well, and names who is meant
+where it is another's.
 """
 
 from pathlib import Path
@@ -16,7 +17,12 @@ from quantflow.stages.cli.output import outline, show
 
 @click.command("verify")
 @click.argument("artifact")
-@click.option("--key", metavar="PEM", type=click.Path(path_type=Path), help="A public key: its signature is needed.")
+@click.option(
+    "--key",
+    metavar="PEM",
+    type=click.Path(path_type=Path),
+    help="A public key: its signature is needed.",
+)
 @click.option(
     "--certificate",
     metavar="PEM",
@@ -26,7 +32,9 @@ from quantflow.stages.cli.output import outline, show
 )
 @click.option("--identity", metavar="WHO", help="Of Sigstore, with --issuer; over the network.")
 @click.option("--issuer", metavar="URL", help="The service that knows them.")
-@click.option("--signature", metavar="FILE", type=click.Path(path_type=Path), help="Default: <artifact>.sig.")
+@click.option(
+    "--signature", metavar="FILE", type=click.Path(path_type=Path), help="Default: <artifact>.sig."
+)
 @offline
 def command(
     artifact: str,

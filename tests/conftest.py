@@ -1,7 +1,7 @@
 """Small models with a real tokenizer and text, made once per session, under pytest's own folders; and ranks as threads.
 
-Results of torch depend on the number of threads, so every test has one, with make as without; so have the processes that
-tests start.
+Results of torch depend on the number of threads, so every test has one, with make as without; so
+have the processes that tests start.
 """
 
 import os
@@ -51,7 +51,9 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)  # where something imported it earlier
 
 # How long a case takes says how busy the machine is, nothing of the code.
-settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("untimed")
 
 VOCABULARY = 320
@@ -59,7 +61,9 @@ VOCABULARY = 320
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add the hooks that record what other programs confirmed (proof_records.py)."""
-    spec = importlib.util.spec_from_file_location("proof_records", Path(__file__).with_name("proof_records.py"))
+    spec = importlib.util.spec_from_file_location(
+        "proof_records", Path(__file__).with_name("proof_records.py")
+    )
     assert spec is not None and spec.loader is not None
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
@@ -89,43 +93,110 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=EXPERTS, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(**MIXED, shared_expert_intermediate_size=160),
     "qwen3_moe": lambda: Qwen3MoeConfig(**MIXED, head_dim=16, norm_topk_prob=True),
-    "olmoe": lambda: OlmoeConfig(**GROUPED, num_experts=EXPERTS, num_experts_per_tok=2, pad_token_id=1),
+    "olmoe": lambda: OlmoeConfig(
+        **GROUPED, num_experts=EXPERTS, num_experts_per_tok=2, pad_token_id=1
+    ),
 }
-GPT = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "bos_token_id": 0, "eos_token_id": 1}
-FALCON = {key: value for key, value in SHAPE.items() if key != "intermediate_size"} | {"ffn_hidden_size": 128}
+GPT = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FALCON = {key: value for key, value in SHAPE.items() if key != "intermediate_size"} | {
+    "ffn_hidden_size": 128
+}
 GEMMA = {**GROUPED, "head_dim": 16, "pad_token_id": 1}
-LATENT = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-SPARSE_ATTENTION = {"indexer_types": ["full", "shared"], "index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
-OF_DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SPARSE_ATTENTION = {
+    "indexer_types": ["full", "shared"],
+    "index_topk": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+OF_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
 READS_IMAGES = {**GROUPED, "num_hidden_layers": 3, "cross_attention_layers": [1], "pad_token_id": 1}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2}
-VISION |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_global_layers": 1,
+    "attention_heads": 2,
+}
+VISION |= {
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+}
 DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quantflow
     "bloom": lambda: CONFIG_MAPPING["bloom"](
-        vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
     ),
     "codegen": lambda: CONFIG_MAPPING["codegen"](**GPT, rotary_dim=8),
     "cohere": lambda: CONFIG_MAPPING["cohere"](**GROUPED, pad_token_id=1),
     "falcon": lambda: CONFIG_MAPPING["falcon"](**FALCON),
-    "falcon new": lambda: CONFIG_MAPPING["falcon"](**FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon alibi": lambda: CONFIG_MAPPING["falcon"](**FALCON, alibi=True, parallel_attn=False, multi_query=False, bias=True),
+    "falcon new": lambda: CONFIG_MAPPING["falcon"](
+        **FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "falcon alibi": lambda: CONFIG_MAPPING["falcon"](
+        **FALCON, alibi=True, parallel_attn=False, multi_query=False, bias=True
+    ),
     "gemma": lambda: CONFIG_MAPPING["gemma"](**GEMMA),
     "gemma2": lambda: CONFIG_MAPPING["gemma2"](**GEMMA, sliding_window=16),
     "gemma3": lambda: CONFIG_MAPPING["gemma3_text"](**GEMMA, sliding_window=16),
-    "glm_moe_dsa": lambda: CONFIG_MAPPING["glm_moe_dsa"](**{**SHAPE, **SPARSE_ATTENTION, **LATENT, **OF_DEEPSEEK}),
+    "glm_moe_dsa": lambda: CONFIG_MAPPING["glm_moe_dsa"](
+        **{**SHAPE, **SPARSE_ATTENTION, **LATENT, **OF_DEEPSEEK}
+    ),
     "gpt_bigcode": lambda: CONFIG_MAPPING["gpt_bigcode"](**GPT, n_positions=128),
     "gptj": lambda: CONFIG_MAPPING["gptj"](**GPT, rotary_dim=8),
-    "granite": lambda: CONFIG_MAPPING["granite"](**GROUPED, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "granite": lambda: CONFIG_MAPPING["granite"](
+        **GROUPED, residual_multiplier=0.5, embedding_multiplier=2.0
+    ),
     "kimi_k25": lambda: CONFIG_MAPPING["kimi_k25"](
-        text_config={**SHAPE, **LATENT, **OF_DEEPSEEK, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1},
-        vision_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+        text_config={
+            **SHAPE,
+            **LATENT,
+            **OF_DEEPSEEK,
+            "model_type": "deepseek_v3",
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+        },
     ),
     "mllama": lambda: CONFIG_MAPPING["mllama"](text_config=READS_IMAGES, vision_config=VISION),
     "mpt": lambda: CONFIG_MAPPING["mpt"](
         vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, bos_token_id=0, eos_token_id=1
     ),
     "olmo2": lambda: CONFIG_MAPPING["olmo2"](**GROUPED, pad_token_id=1),
-    "opt": lambda: CONFIG_MAPPING["opt"](**SHAPE, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=1),
+    "opt": lambda: CONFIG_MAPPING["opt"](
+        **SHAPE, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=1
+    ),
     "phi": lambda: CONFIG_MAPPING["phi"](**GROUPED),
     "phi3": lambda: CONFIG_MAPPING["phi3"](**GROUPED, pad_token_id=1),
     "smollm3": lambda: CONFIG_MAPPING["smollm3"](**GROUPED, pad_token_id=1, no_rope_layers=[1, 0]),
@@ -137,7 +208,20 @@ DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quan
 def sentences(count: int, seed: int) -> list[str]:
     """Return made-up documents of a few dozen words."""
     generator = torch.Generator().manual_seed(seed)
-    words = ["value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point"]
+    words = [
+        "value",
+        "scale",
+        "round",
+        "group",
+        "layer",
+        "token",
+        "model",
+        "range",
+        "shift",
+        "pack",
+        "zero",
+        "point",
+    ]
     picks = torch.randint(len(words), (count, 60), generator=generator).tolist()
     return [" ".join(words[i] for i in row) + "." for row in picks]
 
@@ -154,11 +238,17 @@ def write_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(sentences(40, seed=5), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
 
 
-def write_model(folder: Path, family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_model(
+    folder: Path, family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Path:
     """Write a random model of a family with its tokenizer; weights large enough that layers matter."""
     torch.manual_seed(seed)
     config = {**FAMILIES, **DISCOVERED}[family]()
@@ -181,7 +271,9 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     paths = {}
     for name, count, seed in (("calibration", 12, 1), ("heldout", 40, 2)):
         paths[name] = folder / f"{name}.jsonl"
-        paths[name].write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(count, seed)))
+        paths[name].write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in sentences(count, seed))
+        )
     return paths
 
 
@@ -194,12 +286,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
     """A tiny Qwen3-VL mixture, and its folders: with experts as the model has them, and as it was released, axes exchanged."""
-    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "pad_token_id": 1}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "pad_token_id": 1,
+    }
     rotated = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+    }
     config = CONFIG_MAPPING["qwen3_vl_moe"](
-        text_config={**sizes, "rope_parameters": rotated}, vision_config={**vision, "deepstack_visual_indexes": [0]}
+        text_config={**sizes, "rope_parameters": rotated},
+        vision_config={**vision, "deepstack_visual_indexes": [0]},
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -208,7 +319,10 @@ def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dic
     for folder in folders.values():
         model.save_pretrained(folder)
     tensors = load_file(folders["model"] / "model.safetensors")
-    other = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()}
+    other = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
     save_file(other, folders["released"] / "model.safetensors", metadata={"format": "pt"})
     return model, folders
 
@@ -217,17 +331,24 @@ def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dic
 def write_adapter() -> Callable[..., dict[str, torch.Tensor]]:
     """Return what writes a random LoRA adapter as PEFT does, and returns alpha / r * B A of each linear."""
 
-    def write(folder: Path, shapes: dict[str, tuple[int, int]], *, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    def write(
+        folder: Path, shapes: dict[str, tuple[int, int]], *, seed: int, rank: int = 4
+    ) -> dict[str, torch.Tensor]:
         draw, alpha = torch.Generator().manual_seed(seed), 12
         tensors, deltas = {}, {}
         for name, (rows, columns) in shapes.items():
             down = torch.randn(rank, columns, generator=draw) * columns**-0.5
             up = torch.randn(rows, rank, generator=draw) * 0.1
-            tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+            tensors |= {
+                f"base_model.model.{name}.lora_A.weight": down,
+                f"base_model.model.{name}.lora_B.weight": up,
+            }
             deltas[name] = alpha / rank * (up @ down)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha}))
+        (folder / "adapter_config.json").write_text(
+            json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha})
+        )
         return deltas
 
     return write
@@ -309,7 +430,12 @@ class ProofServer:
             command = [sys.executable, "-P", str(Path(__file__).with_name("proof_server.py"))]
             environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd="/",
+                env=environment,
             )
         assert self.process.stdin is not None and self.process.stdout is not None
         request = {"order": order, "environment": dict(os.environ), "folder": str(Path.cwd())}
@@ -367,10 +493,14 @@ def measured_family(family_model, text_files, tmp_path_factory):
 
     def take(family: str) -> Path:
         if family not in taken:
-            calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+            calibration = Calibration(
+                source=str(text_files["calibration"]), samples=6, sequence_length=48
+            )
             folder = tmp_path_factory.mktemp("measured") / family
             stats = ("amax", "channel_amax", "min_max", "mean_abs")
-            job = measure.MeasureJob(model=family_model(family), output=folder, calibration=calibration, stats=stats)
+            job = measure.MeasureJob(
+                model=family_model(family), output=folder, calibration=calibration, stats=stats
+            )
             taken[family] = measure.run(job, ProgressLine(quiet=True))
         return taken[family]
 
@@ -393,7 +523,9 @@ def cards(monkeypatch):
         measurement: Path | None = None,
     ) -> Path:
         monkeypatch.setattr(quantize, "die_with_parent", lambda: None)
-        job = quantize.QuantizeJob(model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement)
+        job = quantize.QuantizeJob(
+            model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement
+        )
         for rank in range(ranks) if only is None else only:
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -422,22 +554,37 @@ def write_foreign():
     ) -> dict[str, torch.Tensor]:
         """Write the folder and return what its quantized weights are, by name.
 
-        With `ordered` groups are of inputs that do not stand together, of linears that share an input the same ones.
+        With `ordered` groups are of inputs that do not stand together, of linears that share an
+        input the same ones.
         """
         source, config = load_file(model / "model.safetensors"), open_source(model).config
         graph, packed, tensors, weights = graph_for(config), LAYOUTS[layout], {}, {}
         packed = packed.with_order() if ordered else packed
-        generator, orders, dtype = torch.Generator().manual_seed(7), {}, compressed_tensors.scale_dtype(scheme, torch.float16)
+        generator, orders, dtype = (
+            torch.Generator().manual_seed(7),
+            {},
+            compressed_tensors.scale_dtype(scheme, torch.float16),
+        )
         chosen = [name for name in graph.linears if f"{name}.weight" in source]
         for name, tensor in source.items():
             linear_name = name.removesuffix(".weight")
             if linear_name not in chosen:
                 tensors[name] = tensor
                 continue
-            kind = linear_name.rpartition(".")[0] if "down" not in linear_name and "o_proj" not in linear_name else linear_name
-            order = orders.setdefault(kind, torch.randperm(tensor.shape[1], generator=generator)) if ordered else None
+            kind = (
+                linear_name.rpartition(".")[0]
+                if "down" not in linear_name and "o_proj" not in linear_name
+                else linear_name
+            )
+            order = (
+                orders.setdefault(kind, torch.randperm(tensor.shape[1], generator=generator))
+                if ordered
+                else None
+            )
             weight = tensor.float() if order is None else tensor.float()[:, order]
-            made = rtn.quantize_group({linear_name: weight}, scheme, statistics={}, scale_dtype=dtype)[linear_name]
+            made = rtn.quantize_group(
+                {linear_name: weight}, scheme, statistics={}, scale_dtype=dtype
+            )[linear_name]
             linear = QuantizedLinear(weight=made.weight, scheme=scheme, order=order)
             tensors |= packed.encode(linear_name, linear, scale_dtype=torch.float16)
             split = made.weight.qvalue.float().view(len(weight), made.weight.scale.shape[1], -1)
@@ -448,7 +595,9 @@ def write_foreign():
         shutil.copytree(model, folder)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         told = json.loads((folder / "config.json").read_text())
-        words = packed.quantization_config(dict.fromkeys(chosen, scheme), ignore=ignore, model_type=told["model_type"])
+        words = packed.quantization_config(
+            dict.fromkeys(chosen, scheme), ignore=ignore, model_type=told["model_type"]
+        )
         (folder / "config.json").write_text(json.dumps(told | {"quantization_config": words}))
         return weights
 
@@ -460,8 +609,19 @@ def run_apart() -> Callable[..., None]:
     """Return what runs a file of tests in a process of its own: torch cannot forget a kind of device that it was told of."""
 
     def run(tests: str, *words: str) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, Path(__file__).parent / tests]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *words,
+            Path(__file__).parent / tests,
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 

@@ -45,7 +45,11 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "gptq": {**W4, "algorithm": "gptq"},
     "awq": {**W4, "algorithm": "rtn", "transforms": ({"awq": {}},)},
     "smoothquant": {"scheme": "W8A8", "transforms": ({"smoothquant": {"alpha": "auto"}},)},
-    "signround": {**W4, "algorithm": "signround", "signround": SignRound(iterations=2, sequences=2, start="gptq")},
+    "signround": {
+        **W4,
+        "algorithm": "signround",
+        "signround": SignRound(iterations=2, sequences=2, start="gptq"),
+    },
     "best": {**W4, "algorithm": "best", "tune": Tune(steps=1, sequences=2)},
     "hqq": {**W4, "algorithm": "hqq"},
 }
@@ -55,10 +59,22 @@ ENTRIES: dict[str, dict[str, Any]] = {
 def wide(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one layer, whose weights outweigh what the formulas round up."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 320, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 1}
+    shape = {
+        "vocab_size": 320,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 1,
+    }
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     folder = tmp_path_factory.mktemp("wide") / "m"
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads, max_position_embeddings=128))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**shape, **heads, max_position_embeddings=128)
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
     for path in llama.glob("*token*"):
         shutil.copy(path, folder)
@@ -69,7 +85,8 @@ def wide(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     for stage in (measure, quantize, validate):
         monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
-    monkeypatch.setattr(file_to_file, "Workers", lambda _count: Workers(1))  # the simulation is of one thread
+    # the simulation is of one thread
+    monkeypatch.setattr(file_to_file, "Workers", lambda _count: Workers(1))
     return SimulatedGpu(Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to)
 
 
@@ -79,7 +96,9 @@ def calibration(text_files: dict[str, Path]) -> Calibration:
 
 
 @pytest.fixture(scope="module")
-def measured(wide: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(
+    wide: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=96)
     folder = tmp_path_factory.mktemp("measured") / "m"
     return api.measure(wide, folder, calibration=calibration, measuring=Measure(stats=STATS)).folder
@@ -87,7 +106,9 @@ def measured(wide: Path, text_files: dict[str, Path], tmp_path_factory: pytest.T
 
 def _planned(stage: str, model: Path, calibration: Calibration, **words: Any) -> int:
     recipe = Recipe(model=str(model), calibration=calibration, compute=ON_GPU, **words)
-    (found,) = [each for each in api.plan(recipe, measured=True)["stages"] if each["stage"] == stage]
+    (found,) = [
+        each for each in api.plan(recipe, measured=True)["stages"] if each["stage"] == stage
+    ]
     return int(found["device_memory"])
 
 
@@ -105,20 +126,38 @@ def _tensors(planned: int) -> int:
     ],
 )
 def test_measure_takes_what_is_planned(
-    stats: tuple[str, ...], wide: Path, calibration: Calibration, tmp_path: Path, simulated: SimulatedGpu
+    stats: tuple[str, ...],
+    wide: Path,
+    calibration: Calibration,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
 ) -> None:
     entry = Quantize(name="a", **W4)
-    planned = _tensors(_planned("measure", wide, calibration, measure=Measure(stats=stats), quantize=(entry,)))
+    planned = _tensors(
+        _planned("measure", wide, calibration, measure=Measure(stats=stats), quantize=(entry,))
+    )
     with simulated:
-        api.measure(wide, tmp_path / "m", calibration=calibration, measuring=Measure(stats=stats), compute=ON_GPU)
+        api.measure(
+            wide,
+            tmp_path / "m",
+            calibration=calibration,
+            measuring=Measure(stats=stats),
+            compute=ON_GPU,
+        )
     assert planned / 2 < simulated.peak <= planned
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "signround" else pytest.mark.slow) for name in ENTRIES]
+    "name",
+    [pytest.param(name, marks=() if name == "signround" else pytest.mark.slow) for name in ENTRIES],
 )
 def test_quantize_takes_what_is_planned(
-    name: str, wide: Path, measured: Path, calibration: Calibration, tmp_path: Path, simulated: SimulatedGpu
+    name: str,
+    wide: Path,
+    measured: Path,
+    calibration: Calibration,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
 ) -> None:
     entry = Quantize(name="a", **ENTRIES[name])
     planned = _tensors(_planned("quantize", wide, calibration, quantize=(entry,)))
@@ -130,10 +169,16 @@ def test_quantize_takes_what_is_planned(
 
 @pytest.mark.slow
 def test_validate_takes_what_is_planned(
-    wide: Path, text_files: dict[str, Path], calibration: Calibration, tmp_path: Path, simulated: SimulatedGpu
+    wide: Path,
+    text_files: dict[str, Path],
+    calibration: Calibration,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
 ) -> None:
     entry = Quantize(name="a", scheme="W4A16_ASYM", algorithm="rtn", group_size=32)
-    made = api.export(api.quantize(wide, tmp_path / "q", artifact=entry).folder, tmp_path / "a").folder
+    made = api.export(
+        api.quantize(wide, tmp_path / "q", artifact=entry).folder, tmp_path / "a"
+    ).folder
     options = Validate(text=str(text_files["heldout"]), tokens=192, sequence_length=96)
     planned = _tensors(_planned("validate", wide, calibration, quantize=(entry,), validate=options))
     with simulated:
@@ -141,17 +186,30 @@ def test_validate_takes_what_is_planned(
     assert planned / 2 < simulated.peak <= planned
 
 
-def test_a_plan_says_what_each_stage_takes_of_a_device_and_what_does_not_fit(wide: Path, calibration: Calibration) -> None:
-    recipe = {"model": str(wide), "calibration": calibration, "quantize": (Quantize(name="a", **ENTRIES["gptq"]),)}
+def test_a_plan_says_what_each_stage_takes_of_a_device_and_what_does_not_fit(
+    wide: Path, calibration: Calibration
+) -> None:
+    recipe = {
+        "model": str(wide),
+        "calibration": calibration,
+        "quantize": (Quantize(name="a", **ENTRIES["gptq"]),),
+    }
     plain = api.plan(Recipe(**recipe))
-    assert not any("device_memory" in stage for stage in plain["stages"]) and "on device" not in text(plain)
+    assert not any(
+        "device_memory" in stage for stage in plain["stages"]
+    ) and "on device" not in text(plain)
     found = api.plan(Recipe(**recipe, compute=ON_GPU))
     told = {stage["stage"]: stage["device_memory"] for stage in found["stages"]}
     assert told["export"] is None and told["measure"] > 0 and told["quantize"] > 0
     assert "on device" in text(found)
-    refused = api.plan(Recipe(**recipe, compute=ON_GPU, resources=Resources(max_device_memory="1MB")))
+    refused = api.plan(
+        Recipe(**recipe, compute=ON_GPU, resources=Resources(max_device_memory="1MB"))
+    )
     by_stage = {stage["stage"]: stage["refused"] for stage in refused["stages"]}
-    assert f"tensors of quantize take {told['quantize']} bytes on cuda, --max-device-memory is 1MB" == by_stage["quantize"]
+    assert (
+        f"tensors of quantize take {told['quantize']} bytes on cuda, --max-device-memory is 1MB"
+        == by_stage["quantize"]
+    )
     assert by_stage["export"] is None
 
 
@@ -164,7 +222,11 @@ def test_a_plan_for_a_device_times_a_layer_there_and_its_stages_add_up(
     monkeypatch.setattr(forecast, "open_device", lambda _name: SIMULATED)
     with simulated:
         found = api.plan(recipe, probe=True)
-    layer = sum(tensor.nbytes for name, tensor in load_file(wide / "model.safetensors").items() if ".layers.0." in name)
+    layer = sum(
+        tensor.nbytes
+        for name, tensor in load_file(wide / "model.safetensors").items()
+        if ".layers.0." in name
+    )
     assert simulated.put_bytes > 2 * layer  # in both dtypes, and pieces that are rounded
     assert simulated.operators > 500 and simulated.fetched_bytes > 0
     assert simulated.live < simulated.peak / 10, "what was timed is let go of"
@@ -174,7 +236,9 @@ def test_a_plan_for_a_device_times_a_layer_there_and_its_stages_add_up(
     assert found["total"]["seconds"] == pytest.approx(sum(seconds.values()))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test says it lacks")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has what the test says it lacks"
+)
 def test_a_probe_needs_the_device_and_a_plan_of_memory_does_not(wide: Path) -> None:
     with pytest.raises(UnsupportedError, match="--device cuda: torch .* finds no device"):
         api.plan(Recipe(model=str(wide), compute=ON_GPU), probe=True)
@@ -186,8 +250,21 @@ def test_quantize_refuses_what_a_device_has_no_room_for_before_a_layer_is_read(
 ) -> None:
     entry = Quantize(name="a", **ENTRIES["gptq"])
     planned = _planned("quantize", wide, calibration, quantize=(entry,))
-    told, resources = f"quantize: tensors take {planned} bytes", Resources(max_device_memory=str(planned - 1))
-    with simulated, pytest.raises(ResourceError, match=f"{told} .* is --max-device-memory") as refused:
-        api.quantize(wide, tmp_path / "q", artifact=entry, measurement=measured, compute=ON_GPU, resources=resources)
+    told, resources = (
+        f"quantize: tensors take {planned} bytes",
+        Resources(max_device_memory=str(planned - 1)),
+    )
+    with (
+        simulated,
+        pytest.raises(ResourceError, match=f"{told} .* is --max-device-memory") as refused,
+    ):
+        api.quantize(
+            wide,
+            tmp_path / "q",
+            artifact=entry,
+            measurement=measured,
+            compute=ON_GPU,
+            resources=resources,
+        )
     assert refused.value.exit_code == 5
     assert simulated.put_bytes == 0

@@ -48,7 +48,16 @@ from quantflow.validating import layerwise, validate
 from tests.simulated_gpu import GPU, KIND, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
-STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "gradient")
+STATS = (
+    "amax",
+    "channel_amax",
+    "min_max",
+    "mean_abs",
+    "histogram",
+    "hessian",
+    "fisher",
+    "gradient",
+)
 ON_GPU = Compute(device="cuda")
 CROSSINGS = (Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to)
 ARTIFACTS: dict[str, dict[str, Any]] = {
@@ -62,7 +71,9 @@ ARTIFACTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _measure(model: Path, output: Path, text: Path, stats: tuple[str, ...] = STATS, **words: Any) -> dict[str, torch.Tensor]:
+def _measure(
+    model: Path, output: Path, text: Path, stats: tuple[str, ...] = STATS, **words: Any
+) -> dict[str, torch.Tensor]:
     calibration = Calibration(source=str(text), samples=3, sequence_length=32)
     api.measure(model, output, calibration=calibration, measuring=Measure(stats=stats), **words)
     return load_file(output / "rank-000-of-001" / "statistics.safetensors")
@@ -77,12 +88,18 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
 
 
 @pytest.fixture(scope="module")
-def on_cpu(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def on_cpu(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
     return _measure(llama, tmp_path_factory.mktemp("cpu") / "m", text_files["calibration"])
 
 
 def test_measure_finds_the_same_on_a_device_and_no_tensor_crosses_without_a_name(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, on_cpu: dict[str, torch.Tensor]
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    on_cpu: dict[str, torch.Tensor],
 ) -> None:
     with simulated:
         found = _measure(llama, tmp_path / "m", text_files["calibration"], compute=ON_GPU)
@@ -92,13 +109,21 @@ def test_measure_finds_the_same_on_a_device_and_no_tensor_crosses_without_a_name
             assert found[name].sum() == expected.sum()
         else:
             torch.testing.assert_close(
-                found[name], expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                found[name],
+                expected,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
     assert simulated.operators > 1000
-    assert simulated.fetched_bytes >= sum(tensor.nbytes for tensor in set(found.values()) if tensor.ndim == 2)
+    assert simulated.fetched_bytes >= sum(
+        tensor.nbytes for tensor in set(found.values()) if tensor.ndim == 2
+    )
 
 
-@pytest.mark.parametrize("broken", ["masks stay in host memory", "weights stay there", "statistics are not fetched"])
+@pytest.mark.parametrize(
+    "broken", ["masks stay in host memory", "weights stay there", "statistics are not fetched"]
+)
 def test_the_simulation_fails_where_one_crossing_is_forgotten(
     broken: str,
     llama: Path,
@@ -115,12 +140,21 @@ def test_the_simulation_fails_where_one_crossing_is_forgotten(
         monkeypatch.setattr(capture, "placed", lambda module, device: nullcontext())
     else:
         monkeypatch.setattr(observe, "fetched", lambda tensors, device: tensors)
-    with simulated, pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"):
+    with (
+        simulated,
+        pytest.raises(
+            (AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"
+        ),
+    ):
         _measure(llama, tmp_path / "m", text_files["calibration"], compute=ON_GPU)
 
 
 def test_a_layer_is_read_while_the_one_before_it_runs_and_the_bits_stay(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     second, run, readers = threading.Event(), capture.LayerStream.run, set[str]()
     read = read_ahead.read_tensor
@@ -141,7 +175,9 @@ def test_a_layer_is_read_while_the_one_before_it_runs_and_the_bits_stay(
         patched.setattr(capture.LayerStream, "run", running)
         found = _measure(llama, tmp_path / "ahead", text_files["calibration"], compute=ON_GPU)
     assert {name.rpartition("_")[0] for name in readers} == {read_ahead.THREAD}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(read_ahead.THREAD)]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith(read_ahead.THREAD)
+    ]
     with SimulatedGpu(*CROSSINGS):
         monkeypatch.setattr(measure, "reading_ahead", lambda source, _device: nullcontext(source))
         expected = _measure(llama, tmp_path / "after", text_files["calibration"], compute=ON_GPU)
@@ -150,12 +186,25 @@ def test_a_layer_is_read_while_the_one_before_it_runs_and_the_bits_stay(
 
 
 def test_what_a_device_has_no_room_for_is_refused_before_a_layer_is_read(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Source, "fill_", lambda *_of, **_words: pytest.fail("a weight was read"))
-    with simulated, pytest.raises(ResourceError, match="tensors take .* of simulated:0 .*--max-device-memory 100KB") as refused:
+    with (
+        simulated,
+        pytest.raises(
+            ResourceError, match="tensors take .* of simulated:0 .*--max-device-memory 100KB"
+        ) as refused,
+    ):
         _measure(
-            llama, tmp_path / "m", text_files["calibration"], compute=ON_GPU, resources=Resources(max_device_memory="100KB")
+            llama,
+            tmp_path / "m",
+            text_files["calibration"],
+            compute=ON_GPU,
+            resources=Resources(max_device_memory="100KB"),
         )
     assert refused.value.exit_code == 5
     assert simulated.put_bytes == 0
@@ -173,7 +222,13 @@ def test_a_run_in_bfloat16_has_float32_statistics_near_those_of_float32(
     llama: Path, text_files: dict[str, Path], tmp_path: Path, on_cpu: dict[str, torch.Tensor]
 ) -> None:
     forward = tuple(name for name in STATS if not of_gradients(name))
-    found = _measure(llama, tmp_path / "m", text_files["calibration"], compute=Compute(dtype="bfloat16"), stats=forward)
+    found = _measure(
+        llama,
+        tmp_path / "m",
+        text_files["calibration"],
+        compute=Compute(dtype="bfloat16"),
+        stats=forward,
+    )
     on_cpu = {name: tensor for name, tensor in on_cpu.items() if name in found}
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in on_cpu.items()
@@ -192,9 +247,13 @@ def test_the_host_hands_back_the_tensor_that_it_is_given() -> None:
     assert not HOST.host_empty((2,), dtype=torch.float32).is_pinned()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test says it lacks")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has what the test says it lacks"
+)
 def test_cuda_without_cuda_says_what_torch_says() -> None:
-    with pytest.raises(UnsupportedError, match=r"--device cuda:1: torch .* finds no device") as refused:
+    with pytest.raises(
+        UnsupportedError, match=r"--device cuda:1: torch .* finds no device"
+    ) as refused:
         open_device("cuda:1")
     assert refused.value.exit_code == 6
 
@@ -205,7 +264,9 @@ def test_a_workspace_of_cublas_without_one_order_of_sums_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A", major=9, minor=0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="A", major=9, minor=0)
+    )
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if given is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
@@ -249,22 +310,51 @@ def test_a_word_that_is_no_device_and_no_dtype_is_refused(words: dict[str, str])
 
 
 def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_gradients_in_bfloat16_are_refused(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words: dict[str, Any] = {"calibration": Calibration(source=str(text_files["calibration"]))}
     with pytest.raises(UsageError, match="2 ranks with --device cuda:0, which they would share"):
-        api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2), compute=Compute(device="cuda:0"), **words)
+        api.measure(
+            llama,
+            tmp_path / "m",
+            measuring=Measure(ranks=2),
+            compute=Compute(device="cuda:0"),
+            **words,
+        )
     monkeypatch.delitem(Backend.default_device_backend_map, KIND)
-    with pytest.raises(UnsupportedError, match="share a model with --device cuda, whose sums torch .* cannot make there"):
-        api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2, tp=2), compute=ON_GPU, **words)
+    with pytest.raises(
+        UnsupportedError,
+        match="share a model with --device cuda, whose sums torch .* cannot make there",
+    ):
+        api.measure(
+            llama, tmp_path / "m", measuring=Measure(ranks=2, tp=2), compute=ON_GPU, **words
+        )
     with pytest.raises(UnsupportedError, match="gradients go back through layers in float32"):
-        api.measure(llama, tmp_path / "m", measuring=Measure(stats=("gradient",)), compute=Compute(dtype="bfloat16"), **words)
+        api.measure(
+            llama,
+            tmp_path / "m",
+            measuring=Measure(stats=("gradient",)),
+            compute=Compute(dtype="bfloat16"),
+            **words,
+        )
 
 
-def test_run_hands_the_device_of_a_recipe_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_hands_the_device_of_a_recipe_to_measure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(run.api, "measure", lambda *_, **words: seen.update(words) or SimpleNamespace(folder=tmp_path))
-    run._measure(Recipe(model="m", compute=Compute(device="cuda:1")), tmp_path, run.StageTimes(), SILENT)
+    monkeypatch.setattr(
+        run.api,
+        "measure",
+        lambda *_, **words: seen.update(words) or SimpleNamespace(folder=tmp_path),
+    )
+    run._measure(
+        Recipe(model="m", compute=Compute(device="cuda:1")), tmp_path, run.StageTimes(), SILENT
+    )
     assert seen["compute"] == Compute(device="cuda:1")
 
 
@@ -278,13 +368,18 @@ def test_deterministic_kernels_are_asked_for_and_the_setting_is_put_back() -> No
 
 
 def test_memory_that_ends_on_a_device_is_no_defect_of_the_program() -> None:
-    with pytest.raises(ResourceError, match="simulated:0: its memory ended") as refused, SIMULATED.deterministic():
+    with (
+        pytest.raises(ResourceError, match="simulated:0: its memory ended") as refused,
+        SIMULATED.deterministic(),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
     assert refused.value.exit_code == 5
 
 
 @pytest.fixture(scope="module")
-def artifacts(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def artifacts(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Artifacts whose layers, heads, inputs and caches are quantized in ways that put other tensors on a device."""
     folder, made = tmp_path_factory.mktemp("artifacts"), {}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
@@ -296,7 +391,9 @@ def artifacts(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest
     return made
 
 
-def _validate(artifact: Path, model: Path, report: Path, text: Path, *, exact: bool = False, **words: Any) -> dict[str, Any]:
+def _validate(
+    artifact: Path, model: Path, report: Path, text: Path, *, exact: bool = False, **words: Any
+) -> dict[str, Any]:
     options = Validate(text=str(text), tokens=160, sequence_length=40, exact=exact)
     return dict(api.validate(artifact, model, options=options, report=report, **words).values)
 
@@ -311,24 +408,44 @@ def test_validate_finds_the_same_on_a_device_and_no_tensor_crosses_without_a_nam
     simulated: SimulatedGpu,
 ) -> None:
     exact = name == "zero points"  # weights alone are quantized
-    expected = _validate(artifacts[name], llama, tmp_path / "cpu", text_files["heldout"], exact=exact)
+    expected = _validate(
+        artifacts[name], llama, tmp_path / "cpu", text_files["heldout"], exact=exact
+    )
     with simulated:
-        found = _validate(artifacts[name], llama, tmp_path / "gpu", text_files["heldout"], exact=exact, compute=ON_GPU)
-    assert found["protocol"]["device"] == {"kind": "simulated", "model": "simulated", "capability": "0.0"}
+        found = _validate(
+            artifacts[name],
+            llama,
+            tmp_path / "gpu",
+            text_files["heldout"],
+            exact=exact,
+            compute=ON_GPU,
+        )
+    assert found["protocol"]["device"] == {
+        "kind": "simulated",
+        "model": "simulated",
+        "capability": "0.0",
+    }
     assert "device" not in expected["protocol"]
     assert found["windows"].keys() == expected["windows"].keys()
     # Where inputs are rounded, another order of sums turns some to the other neighbour.
     apart = {
-        metric: abs(found["metrics"][metric]["value"] / bound["value"] - 1) for metric, bound in expected["metrics"].items()
+        metric: abs(found["metrics"][metric]["value"] / bound["value"] - 1)
+        for metric, bound in expected["metrics"].items()
     }
     assert max(apart.values()) < (1e-4 if exact else 0.05), apart
-    assert found["noise_floor"]["mean_kld"]["value"] == pytest.approx(expected["noise_floor"]["mean_kld"]["value"], rel=0.05)
+    assert found["noise_floor"]["mean_kld"]["value"] == pytest.approx(
+        expected["noise_floor"]["mean_kld"]["value"], rel=0.05
+    )
     assert simulated.operators > 1000
-    scored = 4 * 39 * (8 + 1 + 8 + 8) * 2  # divergence, agreement and both likelihoods of each token; candidate and noise
+    # divergence, agreement and both likelihoods of each token; candidate and noise
+    scored = 4 * 39 * (8 + 1 + 8 + 8) * 2
     assert simulated.fetched_bytes > scored
 
 
-@pytest.mark.parametrize("broken", ["linears stay in host memory", "scales of caches stay there", "scores are not fetched"])
+@pytest.mark.parametrize(
+    "broken",
+    ["linears stay in host memory", "scales of caches stay there", "scores are not fetched"],
+)
 def test_the_simulation_fails_where_a_crossing_of_validate_is_forgotten(
     broken: str,
     artifacts: dict[str, Path],
@@ -344,8 +461,19 @@ def test_the_simulation_fails_where_a_crossing_of_validate_is_forgotten(
         monkeypatch.setattr(validate, "rounder", lambda artifact, device: rounder(artifact))
     else:
         monkeypatch.setattr(layerwise, "brought_back", lambda comparison, device: comparison)
-    with simulated, pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"):
-        _validate(artifacts["inputs, heads and caches"], llama, tmp_path / "r", text_files["heldout"], compute=ON_GPU)
+    with (
+        simulated,
+        pytest.raises(
+            (AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"
+        ),
+    ):
+        _validate(
+            artifacts["inputs, heads and caches"],
+            llama,
+            tmp_path / "r",
+            text_files["heldout"],
+            compute=ON_GPU,
+        )
 
 
 def test_a_validation_of_another_device_or_dtype_is_refused_and_nothing_of_it_is_used(
@@ -366,12 +494,18 @@ def test_a_validation_of_another_device_or_dtype_is_refused_and_nothing_of_it_is
     _validate(artifact, llama, tmp_path / "r", text)
     assert seen == ["cpu"] * 6  # two layers of the source, the artifact, and the source in bfloat16
     for other in (ON_GPU, Compute(dtype="bfloat16")):
-        with simulated, pytest.raises(QuantflowError, match="holds a finished result with (device|dtype) = null, now"):
+        with (
+            simulated,
+            pytest.raises(
+                QuantflowError, match="holds a finished result with (device|dtype) = null, now"
+            ),
+        ):
             _validate(artifact, llama, tmp_path / "r", text, compute=other)
     seen.clear()
     with simulated:
         _validate(artifact, llama, tmp_path / "r", text, compute=ON_GPU, force=True)
-    assert seen == ["simulated:0"] * 6  # what the source's layers put out on the CPU was kept, for the CPU
+    # what the source's layers put out on the CPU was kept, for the CPU
+    assert seen == ["simulated:0"] * 6
 
 
 def test_a_stopped_validation_begins_again_on_another_device(
@@ -400,12 +534,21 @@ def test_a_stopped_validation_begins_again_on_another_device(
 
 
 def test_validations_of_two_devices_are_not_compared(
-    artifacts: dict[str, Path], llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu
+    artifacts: dict[str, Path],
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
 ) -> None:
     artifact, text = artifacts["zero points"], text_files["heldout"]
     _validate(artifact, llama, tmp_path / "cpu", text)
-    with simulated, pytest.raises(QuantflowError, match=r"device .*simulated.* and None: validated otherwise"):
-        _validate(artifact, llama, tmp_path / "gpu", text, compute=ON_GPU, previous=tmp_path / "cpu")
+    with (
+        simulated,
+        pytest.raises(QuantflowError, match=r"device .*simulated.* and None: validated otherwise"),
+    ):
+        _validate(
+            artifact, llama, tmp_path / "gpu", text, compute=ON_GPU, previous=tmp_path / "cpu"
+        )
 
 
 def test_the_cpu_by_name_is_the_cpu_by_default(
@@ -414,10 +557,26 @@ def test_the_cpu_by_name_is_the_cpu_by_default(
     artifact, text = artifacts["zero points"], text_files["heldout"]
     before = _validate(artifact, llama, tmp_path / "r", text)
     made = (tmp_path / "r" / "validation.json").stat().st_mtime_ns
-    assert _validate(artifact, llama, tmp_path / "r", text, compute=Compute(device="cpu", dtype="float32")) == before
+    assert (
+        _validate(
+            artifact, llama, tmp_path / "r", text, compute=Compute(device="cpu", dtype="float32")
+        )
+        == before
+    )
     assert (tmp_path / "r" / "validation.json").stat().st_mtime_ns == made
-    known = {"windows", "tokens", "sequence_length", "text", "dtype", "bound", "resamples", "seed", "hash"}
-    assert before["protocol"].keys() == known  # another key would make every validation of before another one
+    known = {
+        "windows",
+        "tokens",
+        "sequence_length",
+        "text",
+        "dtype",
+        "bound",
+        "resamples",
+        "seed",
+        "hash",
+    }
+    # another key would make every validation of before another one
+    assert before["protocol"].keys() == known
 
 
 def test_a_validation_in_bfloat16_is_near_that_in_float32_by_the_noise(
@@ -431,16 +590,37 @@ def test_a_validation_in_bfloat16_is_near_that_in_float32_by_the_noise(
     assert 0 < found["noise_floor"]["mean_kld"]["value"] == pytest.approx(noise, rel=0.2)
     difference = abs(found["metrics"]["mean_kld"]["value"] - exact["metrics"]["mean_kld"]["value"])
     assert 0 < difference < 10 * noise
-    assert "the baseline in float32 against itself in bf16" in (tmp_path / "16" / "report.html").read_text()
+    assert (
+        "the baseline in float32 against itself in bf16"
+        in (tmp_path / "16" / "report.html").read_text()
+    )
 
 
 def test_a_diagnosis_is_refused_on_a_device_and_in_bfloat16(llama: Path, tmp_path: Path) -> None:
     for compute in (ON_GPU, Compute(dtype="bfloat16")):
-        with pytest.raises(UnsupportedError, match="--diagnose with --device .* probes run in float32 on the CPU"):
-            api.validate(llama, llama, options=Validate(diagnose=40), report=tmp_path / "r", compute=compute)
+        with pytest.raises(
+            UnsupportedError, match="--diagnose with --device .* probes run in float32 on the CPU"
+        ):
+            api.validate(
+                llama, llama, options=Validate(diagnose=40), report=tmp_path / "r", compute=compute
+            )
 
 
 def test_validate_takes_the_device_of_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["validate", "artifact", "--baseline", "model", "--device", "cuda:1", "--dtype", "bfloat16", "--dry-run", "--json"]
+    words = [
+        "validate",
+        "artifact",
+        "--baseline",
+        "model",
+        "--device",
+        "cuda:1",
+        "--dtype",
+        "bfloat16",
+        "--dry-run",
+        "--json",
+    ]
     assert exit_code(cli, words) == 0
-    assert json.loads(capsys.readouterr().out)["compute"] == {"device": "cuda:1", "dtype": "bfloat16"}
+    assert json.loads(capsys.readouterr().out)["compute"] == {
+        "device": "cuda:1",
+        "dtype": "bfloat16",
+    }

@@ -2,8 +2,9 @@
 
     {"test_gptqmodel.py::test_awq": {"cases": {"": "passed"}, "with": {"gptqmodel": "7.7.0"}}}
 
-A case is what stands in brackets after the test's name. Skipped cases leave the file as it is, so runs with one program each
-add up. Versions are those of the environment that the mark's variable names, or of this one. docs/make_proofs.py reads it.
+A case is what stands in brackets after the test's name. Skipped cases leave the file as it is, so
+runs with one program each add up. Versions are those of the environment that the mark's variable
+names, or of this one. docs/make_proofs.py reads it.
 """
 
 import json
@@ -33,13 +34,20 @@ _reports: dict[str, dict[str, Any]] = {}  # of this process: test -> its mark's 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: object) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: object
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the words of the mark into the report, which goes from workers to the process that counts."""
     report = yield
     mark = item.get_closest_marker(KEY)
     if mark is not None:
         words = {name: mark.kwargs.get(name) for name in ("programs", "environment")}
-        report.user_properties.append((KEY, {"test": f"{item.path.name}::{getattr(item, 'originalname', item.name)}", **words}))
+        report.user_properties.append(
+            (
+                KEY,
+                {"test": f"{item.path.name}::{getattr(item, 'originalname', item.name)}", **words},
+            )
+        )
     return report
 
 
@@ -70,5 +78,7 @@ def _versions(words: dict[str, Any]) -> dict[str, str | None]:
     folder = os.environ.get(words["environment"] or "")
     python = str(Path(folder).absolute() / "bin" / "python") if folder else sys.executable
     line = [python, "-c", _VERSIONS, *words["programs"].values()]
-    found: dict[str, str | None] = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, str | None] = json.loads(
+        subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    )
     return found

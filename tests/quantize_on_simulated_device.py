@@ -54,13 +54,31 @@ FILES: dict[str, dict[str, Any]] = {  # rounded row by row
     "exponents": {"scheme": "MXFP4A16"},
 }
 LAYERS: dict[str, dict[str, Any]] = {  # with the calibration text
-    "gptq": {**W4, "algorithm": "gptq", "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head")},
-    "zero points": {"scheme": "W4A16_ASYM", "group_size": 32, "algorithm": "gptq", "quantized_inputs": True},
-    "hadamard": {**W4, "algorithm": "gptq", "transforms": ({"hadamard": {}},), "head": HeadSettings(scheme="W8A16")},
+    "gptq": {
+        **W4,
+        "algorithm": "gptq",
+        "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head"),
+    },
+    "zero points": {
+        "scheme": "W4A16_ASYM",
+        "group_size": 32,
+        "algorithm": "gptq",
+        "quantized_inputs": True,
+    },
+    "hadamard": {
+        **W4,
+        "algorithm": "gptq",
+        "transforms": ({"hadamard": {}},),
+        "head": HeadSettings(scheme="W8A16"),
+    },
     "awq": {**W4, "algorithm": "rtn", "transforms": ({"awq": {}},)},
     "smoothquant": {"scheme": "W8A8", "transforms": ({"smoothquant": {"alpha": "auto"}},)},
     "static": {"scheme": "W8A8_STATIC", "transforms": ({"smoothquant": {"alpha": "auto"}},)},
-    "signround": {**W4, "algorithm": "signround", "signround": SignRound(iterations=2, sequences=2, start="gptq")},
+    "signround": {
+        **W4,
+        "algorithm": "signround",
+        "signround": SignRound(iterations=2, sequences=2, start="gptq"),
+    },
     "best": {**W4, "algorithm": "best", "tune": Tune(steps=2, sequences=2)},
 }
 
@@ -74,10 +92,14 @@ class HereProver:
     def expect(self, kind: str) -> None:
         """Import nothing: all is there."""
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+    def prove(
+        self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool
+    ) -> dict[str, Any]:
         """Prove an artifact."""
         with torch.no_grad():
-            return proof_process.prove(artifact, quantized, source, workers=SEQUENTIAL, measures=measures)
+            return proof_process.prove(
+                artifact, quantized, source, workers=SEQUENTIAL, measures=measures
+            )
 
 
 @pytest.fixture
@@ -85,15 +107,20 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch`, a quantized weight as a whole."""
     for stage in (measure, quantize, canary):
         monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
-    monkeypatch.setattr(file_to_file, "Workers", lambda _count: Workers(1))  # the simulation is of one thread
+    # the simulation is of one thread
+    monkeypatch.setattr(file_to_file, "Workers", lambda _count: Workers(1))
     return SimulatedGpu(Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to)
 
 
 @pytest.fixture(scope="module")
-def measured(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     folder = tmp_path_factory.mktemp("measured") / "m"
-    return api.measure(llama, folder, calibration=calibration, measuring=Measure(stats=STATS)).folder
+    return api.measure(
+        llama, folder, calibration=calibration, measuring=Measure(stats=STATS)
+    ).folder
 
 
 def _quantize(model: Path, output: Path, words: dict[str, Any], **others: Any) -> Path:
@@ -119,12 +146,16 @@ def test_rows_that_are_rounded_on_a_device_are_those_of_the_cpu_and_the_proof_de
         assert left.keys() == right.keys()
         for key in right:
             assert torch.equal(left[key].view(torch.uint8), right[key].view(torch.uint8)), key
-    assert [record["values"] for record in _records(found)] == [record["values"] for record in _records(expected)]
+    assert [record["values"] for record in _records(found)] == [
+        record["values"] for record in _records(expected)
+    ]
     assert simulated.operators > 100 and simulated.fetched_bytes > 0
     api.export(found, tmp_path / "a")  # tensors are compared: that needs no device
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYERS]
+)
 def test_layers_that_are_quantized_on_a_device_lose_what_those_of_the_cpu_lose_and_are_proved_there(
     name: str, llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu
 ) -> None:
@@ -135,8 +166,11 @@ def test_layers_that_are_quantized_on_a_device_lose_what_those_of_the_cpu_lose_a
     lost = [0.0, 0.0]
     for left, right in zip(_records(found), _records(expected), strict=True):
         assert left["decisions"].keys() == right["decisions"].keys()
-        for linear, errors in right["errors"].items():  # sums have another order: some weights go to the other neighbour
-            assert left["errors"][linear]["weight"] == pytest.approx(errors["weight"], rel=0.05), linear
+        # sums have another order: some weights go to the other neighbour
+        for linear, errors in right["errors"].items():
+            assert left["errors"][linear]["weight"] == pytest.approx(errors["weight"], rel=0.05), (
+                linear
+            )
             lost = [lost[0] + left["errors"][linear]["output"], lost[1] + errors["output"]]
     assert lost[0] == pytest.approx(lost[1], rel=0.05)
     for left, right in zip(_layers(found), _layers(expected), strict=True):
@@ -153,28 +187,46 @@ def test_layers_that_are_quantized_on_a_device_lose_what_those_of_the_cpu_lose_a
 
 
 def test_the_proof_of_what_a_device_made_is_refused_where_that_device_is_not(
-    llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    measured: Path,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with simulated:
-        found = _quantize(llama, tmp_path / "gpu", LAYERS["gptq"], measurement=measured, compute=ON_GPU)
+        found = _quantize(
+            llama, tmp_path / "gpu", LAYERS["gptq"], measurement=measured, compute=ON_GPU
+        )
     other = Device(kind=GPU, model="another", capability="0.0")
     monkeypatch.setattr(canary, "open_device", lambda _name: other)
     with (
         simulated,
         pytest.raises(
-            UnsupportedError, match="simulated:0: the layers were computed with model 'simulated', here it is 'another'"
+            UnsupportedError,
+            match="simulated:0: the layers were computed with model 'simulated', here it is "
+            "'another'",
         ),
     ):
         api.export(found, tmp_path / "a", prover=HereProver())  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
 
 
-BROKEN = ["Hessians stay in host memory", "quantized linears stay there", "statistics stay there", "nothing comes back"]
+BROKEN = [
+    "Hessians stay in host memory",
+    "quantized linears stay there",
+    "statistics stay there",
+    "nothing comes back",
+]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_the_simulation_fails_where_a_crossing_of_quantize_is_forgotten(
-    broken: str, llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    broken: str,
+    llama: Path,
+    measured: Path,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if broken == "Hessians stay in host memory":
         monkeypatch.setattr(Device, "factories", lambda _self: nullcontext())
@@ -182,16 +234,27 @@ def test_the_simulation_fails_where_a_crossing_of_quantize_is_forgotten(
         monkeypatch.setattr(QuantizedLinear, "to", lambda self, _device: self)
     elif broken == "statistics stay there":
         of_device = Forward._measured
-        monkeypatch.setattr(Forward, "_measured", lambda self, layer: of_device(replace(self, device=HOST), layer))
+        monkeypatch.setattr(
+            Forward, "_measured", lambda self, layer: of_device(replace(self, device=HOST), layer)
+        )
     else:
         monkeypatch.setattr(Device, "fetch", lambda _self, tensor: tensor)
     words = LAYERS["smoothquant" if broken == "statistics stay there" else "gptq"]
-    with simulated, pytest.raises((AcrossError, RuntimeError, TypeError), match="two devices|crosses|subclass|numpy"):
+    with (
+        simulated,
+        pytest.raises(
+            (AcrossError, RuntimeError, TypeError), match="two devices|crosses|subclass|numpy"
+        ),
+    ):
         _quantize(llama, tmp_path / "q", words, measurement=measured, compute=ON_GPU)
 
 
 def test_a_quantization_of_another_device_is_refused_and_a_stopped_one_begins_again_there(
-    llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    measured: Path,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words, seen = LAYERS["zero points"], list[str]()
     done = _quantize(llama, tmp_path / "q", words, measurement=measured)
@@ -215,7 +278,11 @@ def test_a_quantization_of_another_device_is_refused_and_a_stopped_one_begins_ag
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_on_a_device_writes_the_bytes_of_one_that_was_not(
-    llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    llama: Path,
+    measured: Path,
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words: dict[str, Any] = {"measurement": measured, "compute": ON_GPU}
     with simulated:
@@ -231,7 +298,11 @@ def test_a_run_that_is_resumed_on_a_device_writes_the_bytes_of_one_that_was_not(
             patched.setattr(capture.LayerStream, "layer", stopped)
             _quantize(llama, tmp_path / "resumed", LAYERS["gptq"], **words)
         resumed = _quantize(llama, tmp_path / "resumed", LAYERS["gptq"], **words)
-    names = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file() and path.name != ".hashes.json")
+    names = sorted(
+        path.relative_to(whole)
+        for path in whole.rglob("*")
+        if path.is_file() and path.name != ".hashes.json"
+    )
     for name in names:
         if name.suffix in (".safetensors", ".json"):
             assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
@@ -248,13 +319,18 @@ def test_schemes_that_are_chosen_for_a_device_cost_what_those_of_the_cpu_cost(
     expected = _quantize(llama, tmp_path / "cpu", words, measurement=given)
     with simulated:
         found = _quantize(llama, tmp_path / "gpu", words, measurement=given, compute=ON_GPU)
-    records = [json.loads((folder / "quantize.json").read_text())["recipe"]["chosen"] for folder in (found, expected)]
+    records = [
+        json.loads((folder / "quantize.json").read_text())["recipe"]["chosen"]
+        for folder in (found, expected)
+    ]
     left, right = (record["rounds"][-1] for record in records)
     assert left == pytest.approx(right, rel=0.05)
     assert simulated.operators > 1000
 
 
-def _ranks(words: list[str], folder: Path, *, world: int, apart: bool = False) -> list[dict[str, Any]]:
+def _ranks(
+    words: list[str], folder: Path, *, world: int, apart: bool = False
+) -> list[dict[str, Any]]:
     """Run a command line as ranks of one machine; return what each noted of its device.
 
     Args:
@@ -290,8 +366,28 @@ def test_ranks_with_a_device_each_quantize_what_one_process_does(
     words = {**W4, "algorithm": "gptq", "transforms": ({"awq": {}},)}
     with simulated:
         whole = _quantize(llama, tmp_path / "whole", words, measurement=measured, compute=ON_GPU)
-    flags = ["quantize", str(llama), "--measurement", str(measured), "--ranks", "2", "--name", "a", "--device", "cuda"]
-    flags += ["--scheme", "W4A16", "--group-size", "32", "--algorithm", "gptq", "--set", "quantize.0.transforms=[{awq: {}}]"]
+    flags = [
+        "quantize",
+        str(llama),
+        "--measurement",
+        str(measured),
+        "--ranks",
+        "2",
+        "--name",
+        "a",
+        "--device",
+        "cuda",
+    ]
+    flags += [
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        "32",
+        "--algorithm",
+        "gptq",
+        "--set",
+        "quantize.0.transforms=[{awq: {}}]",
+    ]
     told = {}
     for way in ("direct", APART):
         shards = tmp_path / way / "shards"
@@ -307,20 +403,45 @@ def test_ranks_with_a_device_each_quantize_what_one_process_does(
         assert direct["exchanged"] > 0 == through_host["exchanged"]
         assert direct["fetched"] < through_host["fetched"]  # by the inputs that the other rank got
     sentence = "torch has no backend for simulated:0, ranks exchange through host memory"
-    assert [rank["said"].count(sentence) for rank in (*told["direct"], *told[APART])] == [0, 0, 1, 0]
+    assert [rank["said"].count(sentence) for rank in (*told["direct"], *told[APART])] == [
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 def _measure_with_ranks(
     model: Path, text: Path, folder: Path, *, tp: int
 ) -> tuple[list[dict[str, Any]], list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]]:
     """Measure with two ranks on devices and on the CPU; return what the former noted, and both statistics of each rank."""
-    stats, words = ("amax", "min_max", "mean_abs", "hessian"), ["--samples", "4", "--sequence-length", "32", "--ranks", "2"]
-    flags = ["measure", str(model), "--calibration", str(text), *words, "--tp", str(tp), "--stats", ",".join(stats)]
+    stats, words = (
+        ("amax", "min_max", "mean_abs", "hessian"),
+        ["--samples", "4", "--sequence-length", "32", "--ranks", "2"],
+    )
+    flags = [
+        "measure",
+        str(model),
+        "--calibration",
+        str(text),
+        *words,
+        "--tp",
+        str(tp),
+        "--stats",
+        ",".join(stats),
+    ]
     told = _ranks([*flags, "-o", str(folder / "gpu"), "--device", "cuda"], folder / "seen", world=2)
     calibration = Calibration(source=str(text), samples=4, sequence_length=32)
-    api.measure(model, folder / "cpu", calibration=calibration, measuring=Measure(ranks=2, tp=tp, stats=stats))
+    api.measure(
+        model,
+        folder / "cpu",
+        calibration=calibration,
+        measuring=Measure(ranks=2, tp=tp, stats=stats),
+    )
     ranks = [f"rank-00{rank}-of-002/statistics.safetensors" for rank in range(2)]
-    return told, [(load_file(folder / "gpu" / name), load_file(folder / "cpu" / name)) for name in ranks]
+    return told, [
+        (load_file(folder / "gpu" / name), load_file(folder / "cpu" / name)) for name in ranks
+    ]
 
 
 @pytest.mark.slow
@@ -335,44 +456,102 @@ def test_ranks_with_a_device_each_measure_what_ranks_of_the_cpu_do(
     for found, expected in measurements:
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def test_the_cpu_by_name_is_the_cpu_by_default(llama: Path, measured: Path, tmp_path: Path) -> None:
     done = _quantize(llama, tmp_path / "q", LAYERS["gptq"], measurement=measured)
     made = (done / "DONE.json").stat().st_mtime_ns
-    _quantize(llama, done, LAYERS["gptq"], measurement=measured, compute=Compute(device="cpu", dtype="float32"))
+    _quantize(
+        llama,
+        done,
+        LAYERS["gptq"],
+        measurement=measured,
+        compute=Compute(device="cpu", dtype="float32"),
+    )
     assert (done / "DONE.json").stat().st_mtime_ns == made
     inputs = json.loads((done / "DONE.json").read_text())["inputs"]
-    assert "device" not in inputs and "device" not in json.loads((done / "quantize.json").read_text())
+    assert "device" not in inputs and "device" not in json.loads(
+        (done / "quantize.json").read_text()
+    )
 
 
 @pytest.mark.slow
 def test_quantize_says_that_its_layers_run_in_float32(
     llama: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["quantize", str(llama), "--measurement", str(measured), "--scheme", "W4A16", "--group-size", "32", "--name", "a"]
+    words = [
+        "quantize",
+        str(llama),
+        "--measurement",
+        str(measured),
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        "32",
+        "--name",
+        "a",
+    ]
     assert exit_code(cli, [*words, "-o", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
-    assert "quantize a: layers run in float32, whatever --dtype bfloat16 says" in capsys.readouterr().err
+    assert (
+        "quantize a: layers run in float32, whatever --dtype bfloat16 says"
+        in capsys.readouterr().err
+    )
     assert exit_code(cli, [*words, "-o", str(tmp_path / "single")]) == 0
     assert "whatever --dtype" not in capsys.readouterr().err
     for half, single in zip(_layers(tmp_path / "half"), _layers(tmp_path / "single"), strict=True):
         assert all(torch.equal(half[key], tensor) for key, tensor in single.items())
 
 
-def test_what_does_not_go_with_a_device_is_refused(llama: Path, tmp_path: Path, simulated: SimulatedGpu) -> None:
+def test_what_does_not_go_with_a_device_is_refused(
+    llama: Path, tmp_path: Path, simulated: SimulatedGpu
+) -> None:
     with pytest.raises(UsageError, match="2 ranks with --device cuda:1, which they would share"):
         _quantize(llama, tmp_path / "q", FILES["rtn"], ranks=2, compute=Compute(device="cuda:1"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test says it lacks")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has what the test says it lacks"
+)
 def test_quantize_without_cuda_ends_with_exit_code_6(llama: Path, tmp_path: Path) -> None:
-    words = ["quantize", str(llama), "-o", str(tmp_path / "q"), "--scheme", "FP8_DYNAMIC", "--no-export", "--device", "cuda"]
+    words = [
+        "quantize",
+        str(llama),
+        "-o",
+        str(tmp_path / "q"),
+        "--scheme",
+        "FP8_DYNAMIC",
+        "--no-export",
+        "--device",
+        "cuda",
+    ]
     assert exit_code(cli, words) == 6
     assert not (tmp_path / "q").exists()
 
 
-def test_quantize_takes_the_device_of_its_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["quantize", "model", "-o", str(tmp_path / "a"), "--scheme", "W4A16", "--device", "cuda:1", "--dry-run", "--json"]
+def test_quantize_takes_the_device_of_its_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [
+        "quantize",
+        "model",
+        "-o",
+        str(tmp_path / "a"),
+        "--scheme",
+        "W4A16",
+        "--device",
+        "cuda:1",
+        "--dry-run",
+        "--json",
+    ]
     assert exit_code(cli, words) == 0
-    assert json.loads(capsys.readouterr().out)["compute"] == {"device": "cuda:1", "dtype": "float32"}
+    assert json.loads(capsys.readouterr().out)["compute"] == {
+        "device": "cuda:1",
+        "dtype": "float32",
+    }

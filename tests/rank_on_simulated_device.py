@@ -35,6 +35,11 @@ def main() -> None:
         del Backend.default_device_backend_map[KIND], words[0]
     with SimulatedGpu(Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to) as gpu:
         code = exit_code(cli, words)
-    seen = {"asked": sorted(asked), "operators": gpu.operators, "exchanged": gpu.exchanged_bytes, "fetched": gpu.fetched_bytes}
+    seen = {
+        "asked": sorted(asked),
+        "operators": gpu.operators,
+        "exchanged": gpu.exchanged_bytes,
+        "fetched": gpu.fetched_bytes,
+    }
     Path(path).write_text(json.dumps(seen))
     sys.exit(code)

@@ -54,13 +54,19 @@ def fetch(tensor: Tensor) -> Tensor:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """The device, entered by the test; weights cross in `filled`, and what is named beside it."""
     monkeypatch.setattr(runtime, "_MISSING", {**runtime._MISSING, KIND: lambda _: None})
-    # Under inference_mode the operators that a mode sees are others; no gradient is needed here either.
+    # Under inference_mode the operators that a mode sees are others; no gradient is needed here
+    # either.
     monkeypatch.setattr(decoding, "_run", torch.no_grad()(decoding._run.__wrapped__))
     for name in ("begin", "forward", "forward_hidden", "keep"):
-        monkeypatch.setattr(GraphDecoder, name, torch.no_grad()(getattr(GraphDecoder, name).__wrapped__))
-    torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` goes the way of every other operator
+        monkeypatch.setattr(
+            GraphDecoder, name, torch.no_grad()(getattr(GraphDecoder, name).__wrapped__)
+        )
+    # so that `torch.tensor` goes the way of every other operator
+    torch._C._set_only_lift_cpu_tensors(True)
     made_empty = (DynamicLayer.lazy_initialization, StaticLayer.lazy_initialization)
-    gpu = SimulatedGpu(modules.filled, QuantizedLinear.to, KVScales.to, put, fetch, constrained_search, *made_empty)
+    gpu = SimulatedGpu(
+        modules.filled, QuantizedLinear.to, KVScales.to, put, fetch, constrained_search, *made_empty
+    )
     monkeypatch.setattr(gpu, "computed", Waiting(gpu))
     yield gpu
     torch._C._set_only_lift_cpu_tensors(False)
@@ -82,12 +88,16 @@ def waited(gpu: SimulatedGpu) -> int:
 
 
 @pytest.fixture(scope="module")
-def artifacts(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def artifacts(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     folder, made = tmp_path_factory.mktemp("artifacts"), {}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     measured = api.measure(llama, folder / "1", calibration=calibration).folder
     for name, words in ARTIFACTS.items():
-        api.quantize(llama, folder / "2" / name, artifact=Quantize(name="a", **words), measurement=measured)
+        api.quantize(
+            llama, folder / "2" / name, artifact=Quantize(name="a", **words), measurement=measured
+        )
         made[name] = api.export(folder / "2" / name, folder / name).folder
     return made
 
@@ -99,7 +109,9 @@ def prompt(rows: int = 2, length: int = 7) -> Tensor:
 def logits(decoder: Decoder, ids: Tensor, *, padding: Tensor | None = None) -> list[Tensor]:
     """Return the logits of a prompt and of some steps of given tokens, in host memory."""
     decoder.begin(rows=len(ids), capacity=ids.shape[1] + STEPS)
-    found = [fetch(decoder.forward(put(ids) if decoder.device.type == KIND else ids, padding=padding))]
+    found = [
+        fetch(decoder.forward(put(ids) if decoder.device.type == KIND else ids, padding=padding))
+    ]
     for step in range(STEPS):
         token = torch.full((len(ids), 1), 5 + step)
         found.append(fetch(decoder.forward(put(token) if decoder.device.type == KIND else token)))
@@ -131,13 +143,21 @@ def test_a_decoder_on_a_device_has_the_logits_of_the_cpu_and_only_ids_and_logits
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_steps_of_a_fixed_cache_cross_no_more_and_wait_for_no_number(
-    padded: bool, artifacts: dict[str, Path], simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    padded: bool,
+    artifacts: dict[str, Path],
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)  # as under a capture
-    here = runtime.load(artifacts["zero points"], decoder="transformers", backend="reference", exact=True)
+    # as under a capture
+    monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
+    here = runtime.load(
+        artifacts["zero points"], decoder="transformers", backend="reference", exact=True
+    )
     assert here.model is not None
     padding = torch.tensor([0, 2])
-    expected = logits(TransformersDecoder(here.model), prompt(), padding=padding if padded else None)
+    expected = logits(
+        TransformersDecoder(here.model), prompt(), padding=padding if padded else None
+    )
     with simulated:
         there = open_there(artifacts["zero points"])
         assert there.model is not None
@@ -152,27 +172,39 @@ def test_steps_of_a_fixed_cache_cross_no_more_and_wait_for_no_number(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-PLAIN_SCALES = {name: scheme for name, scheme in PRESETS.items() if scheme.weights.scale_format == "float"}
+PLAIN_SCALES = {
+    name: scheme for name, scheme in PRESETS.items() if scheme.weights.scale_format == "float"
+}
 
 
 def random_linear(scheme: LinearScheme, shape: tuple[int, int]) -> QuantizedLinear:
     weights = scheme.weights
     codes = torch.randint(-2, 2, shape, generator=torch.Generator().manual_seed(0))
-    size = (1, 1) if weights.granularity == "per_tensor" else (shape[0], shape[1] // (weights.group_size or shape[1]))
+    size = (
+        (1, 1)
+        if weights.granularity == "per_tensor"
+        else (shape[0], shape[1] // (weights.group_size or shape[1]))
+    )
     zero_point = None if weights.symmetric else torch.ones(size, dtype=torch.int8)
     qvalue = codes.to(qvalue_dtype(weights))
-    linear = QTensor(qvalue=qvalue, scale=torch.full(size, 0.5), zero_point=zero_point, scheme=weights)
+    linear = QTensor(
+        qvalue=qvalue, scale=torch.full(size, 0.5), zero_point=zero_point, scheme=weights
+    )
     static = scheme.input is not None and scheme.input.measured
     return QuantizedLinear(
         weight=linear,
         scheme=scheme,
         input_scale=torch.full((1,), 0.1) if static else None,
-        input_zero_point=torch.ones(1, dtype=torch.int8) if static and not scheme.input.symmetric else None,
+        input_zero_point=torch.ones(1, dtype=torch.int8)
+        if static and not scheme.input.symmetric
+        else None,
     )
 
 
 @pytest.mark.parametrize("name", PLAIN_SCALES)
-def test_the_reference_waits_for_no_number_so_that_a_step_can_be_captured(name: str, simulated: SimulatedGpu) -> None:
+def test_the_reference_waits_for_no_number_so_that_a_step_can_be_captured(
+    name: str, simulated: SimulatedGpu
+) -> None:
     linear, reference = random_linear(PLAIN_SCALES[name], (128, 256)), BACKENDS["reference"]
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
     expected = reference.linear(x, reference.prepare(linear, torch.float32), None)
@@ -187,7 +219,12 @@ def test_the_reference_waits_for_no_number_so_that_a_step_can_be_captured(name: 
 METHODS: dict[str, dict[str, Any]] = {
     "greedily": {},
     "with rules": {
-        "rules": Rules(repetition_penalty=1.2, frequency_penalty=0.1, no_repeat_ngram_size=2, bad_words=((7, 8),)),
+        "rules": Rules(
+            repetition_penalty=1.2,
+            frequency_penalty=0.1,
+            no_repeat_ngram_size=2,
+            bad_words=((7, 8),),
+        ),
         "padding": torch.tensor([0, 2]),
     },
     "beams": {"method": Beams(count=2), "eos_token_id": 1},
@@ -205,18 +242,31 @@ def test_every_way_to_generate_stays_on_the_device(
     words = dict(METHODS[way])
     ids, padding = prompt(words.pop("rows", 2)), words.pop("padding", None)
     crops = way == "lookup"
-    here = runtime.load(artifacts["zero points"], decoder="transformers", backend="reference", exact=True, crops=crops)
+    here = runtime.load(
+        artifacts["zero points"],
+        decoder="transformers",
+        backend="reference",
+        exact=True,
+        crops=crops,
+    )
     expected = generate(here.decoder, ids, max_new_tokens=6, padding=padding, **words)
     with simulated:
-        there = runtime.load(artifacts["zero points"], decoder="transformers", device=GPU, exact=True, crops=crops)
+        there = runtime.load(
+            artifacts["zero points"], decoder="transformers", device=GPU, exact=True, crops=crops
+        )
         assert there.model is not None
-        decoder = GraphDecoder(there.model, device=GPU, capture=lambda step: step) if fixed else there.decoder
+        decoder = (
+            GraphDecoder(there.model, device=GPU, capture=lambda step: step)
+            if fixed
+            else there.decoder
+        )
         generate(decoder, put(ids), max_new_tokens=2, **words)  # the cache takes its memory
         before = simulated.put_bytes
         told = None if padding is None else put(padding)
         found = fetch(generate(decoder, put(ids), max_new_tokens=6, padding=told, **words))
         more = simulated.put_bytes - before - ids.nbytes - (0 if told is None else told.nbytes)
-    # Forced words keep what they follow in lists; a fixed cache of another number of rows brings a count for each layer.
+    # Forced words keep what they follow in lists; a fixed cache of another number of rows brings a
+    # count for each layer.
     layers, caches = 2, 12 if fixed and way in ("beams", "contrastive") else 0
     assert way == "forced words" or more <= 8 * layers * caches
     assert torch.equal(found, expected)
@@ -224,11 +274,17 @@ def test_every_way_to_generate_stays_on_the_device(
 
 @pytest.mark.parametrize("broken", ["scales of caches stay in host memory", "weights stay there"])
 def test_the_simulation_fails_where_a_crossing_of_the_runtime_is_forgotten(
-    broken: str, artifacts: dict[str, Path], simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    broken: str,
+    artifacts: dict[str, Path],
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner = KVScales if broken.startswith("scales") else QuantizedLinear
     monkeypatch.setattr(owner, "to", lambda self, device: self)
-    with simulated, pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass"):
+    with (
+        simulated,
+        pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass"),
+    ):
         logits(open_there(artifacts["static inputs, a head, a cache"]).decoder, prompt())
 
 

@@ -6,13 +6,13 @@
 It behaves as a GPU does where that is strict, and is stricter where a GPU would wait silently:
 
 - an operator on tensors of both sides is refused, but for a scalar of the host (0-dim);
-- a tensor may cross only inside the functions that are named to `SimulatedGpu.crossings`; `.to`, `.cpu()`, `copy_` anywhere
-  else, and numpy, are refused.
-- tensors go to the device of another process by a process group that has a backend of this kind of device, and no other. The
-  backend is gloo on their values.
+- a tensor may cross only inside the functions that are named to `SimulatedGpu.crossings`; `.to`,
+  `.cpu()`, `copy_` anywhere else, and numpy, are refused.
+- tensors go to the device of another process by a process group that has a backend of this kind of
+  device, and no other. The backend is gloo on their values.
 
-It counts what crossed and what went to other devices or came from there, in bytes, and the most bytes that were on the device
-at once.
+It counts what crossed and what went to other devices or came from there, in bytes, and the most
+bytes that were on the device at once.
 """
 
 import sys
@@ -28,14 +28,18 @@ from torch.utils._pytree import tree_map
 
 KIND = "simulated"
 backend_registration._setup_privateuseone_for_python_backend(KIND)
-BACKEND = "exchanged"  # between simulated devices: torch's process groups get it where it is asked for
+# between simulated devices: torch's process groups get it where it is asked for
+BACKEND = "exchanged"
 distributed.Backend.register_backend(
     BACKEND,
-    lambda store, rank, size, timeout: distributed.ProcessGroupGloo(store, rank, size, timeout=timeout),
+    lambda store, rank, size, timeout: distributed.ProcessGroupGloo(
+        store, rank, size, timeout=timeout
+    ),
     devices=[KIND],
 )
 GPU = torch.device(KIND, 0)
-_FLASH = "_fused_sdp_choice"  # chooses a kernel by the device: that of plain mathematics has no device of its own
+# chooses a kernel by the device: that of plain mathematics has no device of its own
+_FLASH = "_fused_sdp_choice"
 
 
 class AcrossError(Exception):
@@ -50,7 +54,12 @@ class OnGpu(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnGpu":
         made: OnGpu = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=GPU
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=GPU,
         )
         made.inner = inner
         return made
@@ -97,17 +106,26 @@ class SimulatedGpu(TorchDispatchMode):
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operator on the values of its tensors; its result is where they are, or where it is told to be."""
         tensors: list[Tensor] = []
-        tree_map(lambda value: tensors.append(value) if isinstance(value, Tensor) else None, (args, kwargs))
+        tree_map(
+            lambda value: tensors.append(value) if isinstance(value, Tensor) else None,
+            (args, kwargs),
+        )
         there = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
         named = kwargs.get("device")
         asked = None if named is None else torch.device(named).type
         with torch.utils._python_dispatch._disable_current_modes():
             if not there and asked != KIND:
-                return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+                return func(
+                    *args, **{name: value for name, value in kwargs.items() if name != "pin_memory"}
+                )
             name = func.overloadpacket.__name__
             if func.namespace == "c10d":
                 self._allow_exchange(func, there)
-            host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.ndim and not tensor.is_meta]
+            host = [
+                tensor
+                for tensor in tensors
+                if not isinstance(tensor, OnGpu) and tensor.ndim and not tensor.is_meta
+            ]
             crosses = False
             if name == "_to_copy" and asked in (KIND, "cpu"):
                 crosses = (asked == KIND) != bool(there)
@@ -120,12 +138,20 @@ class SimulatedGpu(TorchDispatchMode):
                 else:
                     self.put_bytes += tensors[0].nbytes  # a number of the host too
             elif host and there:
-                shapes = ", ".join(f"{'gpu' if isinstance(t, OnGpu) else 'host'} {list(t.shape)}" for t in tensors)
+                shapes = ", ".join(
+                    f"{'gpu' if isinstance(t, OnGpu) else 'host'} {list(t.shape)}" for t in tensors
+                )
                 raise AcrossError(f"{func}: tensors on two devices: {shapes}")
             if name == _FLASH:
                 return 0
-            values, words = tree_map(lambda value: value.inner if isinstance(value, OnGpu) else value, (args, kwargs))
-            words = {key: value for key, value in words.items() if key not in ("pin_memory", "non_blocking")}
+            values, words = tree_map(
+                lambda value: value.inner if isinstance(value, OnGpu) else value, (args, kwargs)
+            )
+            words = {
+                key: value
+                for key, value in words.items()
+                if key not in ("pin_memory", "non_blocking")
+            }
             if asked == KIND:
                 words["device"] = torch.device("cpu")
             result = func(*values, **words)
@@ -136,7 +162,10 @@ class SimulatedGpu(TorchDispatchMode):
             if back:
                 return result
             known = {id(tensor.inner): tensor for tensor in there}
-            return tree_map(lambda value: self._wrapped(value, known) if isinstance(value, Tensor) else value, result)
+            return tree_map(
+                lambda value: self._wrapped(value, known) if isinstance(value, Tensor) else value,
+                result,
+            )
 
     def _wrapped(self, value: Tensor, known: dict[int, OnGpu]) -> Tensor:
         """Return a result on the device: the operand itself where it was modified in place."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}  # of the product, that each change touches
+# of the product, that each change touches
+FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}
 START = "from quantflow import Calibration, Export, Quantize, export, measure, quantize\n"
 RUNS = {
     "algorithm": """
@@ -68,18 +69,26 @@ def applied(change, folder):
     leave = shutil.ignore_patterns("__pycache__", "stages", "configs")
     shutil.copytree(ROOT / "quantflow", product / "quantflow", ignore=leave)
     for folder in ("stages", "configs"):
-        shutil.copytree(ROOT / folder, product / "quantflow" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / folder,
+            product / "quantflow" / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     patch = (ROOT / f"docs/adding/{change}.patch").read_text()
     touched = set(re.findall(r"^\+\+\+ b/(\S+)", patch, re.MULTILINE))
     run = ["git", "apply", "--unidiff-zero", "-C1", "-"]
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder)}  # the copy is no repository
-    result = subprocess.run(run, cwd=product, env=outside, input=patch, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        run, cwd=product, env=outside, input=patch, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return product, sorted(touched)
 
 
 @pytest.mark.parametrize("change", FILES)
-def test_a_change_of_the_page_touches_the_number_of_product_files_that_it_says(change, tmp_path, capsys):
+def test_a_change_of_the_page_touches_the_number_of_product_files_that_it_says(
+    change, tmp_path, capsys
+):
     _, touched = applied(change, tmp_path)
     assert len(touched) == FILES[change], touched
     with capsys.disabled():
@@ -87,18 +96,29 @@ def test_a_change_of_the_page_touches_the_number_of_product_files_that_it_says(c
 
 
 @pytest.mark.parametrize(
-    "change", [name if name == "algorithm" else pytest.param(name, marks=pytest.mark.slow) for name in FILES]
+    "change",
+    [name if name == "algorithm" else pytest.param(name, marks=pytest.mark.slow) for name in FILES],
 )
 def test_a_change_of_the_page_runs_in_a_copy(change, tmp_path, llama, text_files):
     product, _ = applied(change, tmp_path)
     (tmp_path / "llama").symlink_to(llama)
     (tmp_path / "text.jsonl").symlink_to(text_files["calibration"])
     environment = {**os.environ, "PYTHONPATH": str(product), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"import quantflow\nassert {str(product)!r} in quantflow.__file__\n{START}{RUNS[change]}"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-c",
+        f"import quantflow\nassert {str(product)!r} in quantflow.__file__\n{START}{RUNS[change]}",
+    ]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
 
 
 def test_the_page_has_every_change():
     page = (ROOT / "docs/adding.md").read_text()
-    assert set(re.findall(r"\(adding/(\w+)\.patch\)", page)) == set(FILES) == {p.stem for p in (ROOT / "docs/adding").iterdir()}
+    assert (
+        set(re.findall(r"\(adding/(\w+)\.patch\)", page))
+        == set(FILES)
+        == {p.stem for p in (ROOT / "docs/adding").iterdir()}
+    )

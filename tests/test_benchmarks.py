@@ -52,8 +52,19 @@ def shared(part) -> ModuleType:
 
 
 def outcome(results: ModuleType, program: str, scheme: str = W4, **values: Any):
-    plain = {"model": "tiny-llama", "bits": 4.125, "mean_kld": 0.01, "kld_p999": 0.2, "ppl_ratio": 1.01, "top1_agreement": 0.9}
-    return results.Outcome(program=program, scheme=scheme, **{**plain, "seconds": 10.0, "cpu": 9.0, "rss": 10**9, **values})
+    plain = {
+        "model": "tiny-llama",
+        "bits": 4.125,
+        "mean_kld": 0.01,
+        "kld_p999": 0.2,
+        "ppl_ratio": 1.01,
+        "top1_agreement": 0.9,
+    }
+    return results.Outcome(
+        program=program,
+        scheme=scheme,
+        **{**plain, "seconds": 10.0, "cpu": 9.0, "rss": 10**9, **values},
+    )
 
 
 def words_of(values: list[int], bits: int) -> np.ndarray:
@@ -67,7 +78,16 @@ def test_integers_are_read_from_words_in_the_order_of_their_bits(shared, bits):
     values = [(5 * index + 3) % (1 << bits) for index in range(32)]
     assert shared.unpack(words_of(values, bits)[None], bits, axis=1)[0].tolist() == values
     assert shared.unpack(words_of(values, bits)[:, None], bits, axis=0)[:, 0].tolist() == values
-    assert shared.unpack(np.array([[0x76543210]]), 4, axis=1)[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert shared.unpack(np.array([[0x76543210]]), 4, axis=1)[0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("minus_one", [True, False])
@@ -79,12 +99,21 @@ def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
     stored = [sum(int(point) << (4 * index) for index, point in enumerate(row)) for row in points]
     stored = [(word - (0x11111111 if minus_one else 0)) % 2**32 for word in stored]
     tensors = {
-        "x.qweight": np.array([[sum(int(v) << (4 * i) for i, v in enumerate(values[:, o])) for o in range(8)]], dtype="<u4"),
+        "x.qweight": np.array(
+            [[sum(int(v) << (4 * i) for i, v in enumerate(values[:, o])) for o in range(8)]],
+            dtype="<u4",
+        ),
         "x.qzeros": np.array([[word] for word in stored], dtype="<u4"),
         "x.scales": scales,
     }
-    tensors = {name: tensor.view("<i4") if tensor.dtype == np.dtype("<u4") else tensor for name, tensor in tensors.items()}
-    expected = [[float(scales[i // 4, o]) * float(values[i, o] - points[i // 4, o]) for i in range(8)] for o in range(8)]
+    tensors = {
+        name: tensor.view("<i4") if tensor.dtype == np.dtype("<u4") else tensor
+        for name, tensor in tensors.items()
+    }
+    expected = [
+        [float(scales[i // 4, o]) * float(values[i, o] - points[i // 4, o]) for i in range(8)]
+        for o in range(8)
+    ]
     found = shared.gptq_weight(tensors, "x", bits=4, minus_one=minus_one)
     assert found.dtype == np.float32
     assert found.tolist() == expected
@@ -119,17 +148,31 @@ def test_awqs_layout_is_read_in_its_order(shared):
 
 
 def test_a_peers_two_files_come_back_as_a_candidate(part, shared, tmp_path, monkeypatch):
-    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones((4, 2), dtype=np.float32)}
+    weights = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.ones((4, 2), dtype=np.float32),
+    }
     scheme = {"kind": "float", "num_bits": 8, "granularity": "per_tensor", "dynamic": False}
 
     def quantized(model, rows, output, settings):
-        assert (model, rows, output, settings) == ("M", [[1, 2], [3]], tmp_path / "model", {"bits": 4})
+        assert (model, rows, output, settings) == (
+            "M",
+            [[1, 2], [3]],
+            tmp_path / "model",
+            {"bits": 4},
+        )
         return shared.Report(version="1.2", seconds=3.0, settings={"more": True})
 
     def dequantized(model, output, settings):
-        assert (model, output, settings) == (Path("M"), tmp_path / "model", {"bits": 4, "more": True})
+        assert (model, output, settings) == (
+            Path("M"),
+            tmp_path / "model",
+            {"bits": 4, "more": True},
+        )
         changed = {"norm.weight": np.full(3, 2.0)}
-        return shared.Saved(weights=weights, stored=7, changed=changed, input=scheme, scales={"a": 0.5, "b": 0.25})
+        return shared.Saved(
+            weights=weights, stored=7, changed=changed, input=scheme, scales={"a": 0.5, "b": 0.25}
+        )
 
     (tmp_path / "c.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [3]}\n')
     told = ["quantize", "M", str(tmp_path / "c.jsonl"), str(tmp_path), '{"bits": 4}']
@@ -138,18 +181,31 @@ def test_a_peers_two_files_come_back_as_a_candidate(part, shared, tmp_path, monk
         shared.main(quantized, dequantized)
     assert load_file(tmp_path / "weights.safetensors")["a.weight"].tolist() == weights["a"].tolist()
     candidate = part("_accuracy.score").of_peer(tmp_path)
-    assert {name: weight.tolist() for name, weight in candidate.weights.items()} == {n: w.tolist() for n, w in weights.items()}
+    assert {name: weight.tolist() for name, weight in candidate.weights.items()} == {
+        n: w.tolist() for n, w in weights.items()
+    }
     assert candidate.changed["norm.weight"].tolist() == [2.0, 2.0, 2.0]
-    assert candidate.inputs["b"].scale.tolist() == [0.25] and not candidate.inputs["b"].scheme.dynamic
+    assert (
+        candidate.inputs["b"].scale.tolist() == [0.25] and not candidate.inputs["b"].scheme.dynamic
+    )
     assert candidate.bits == 8 * 7 / 14
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["version"], report["seconds"], report["settings"]) == ("1.2", 3.0, {"bits": 4, "more": True})
+    assert (report["version"], report["seconds"], report["settings"]) == (
+        "1.2",
+        3.0,
+        {"bits": 4, "more": True},
+    )
 
 
 def test_a_static_input_without_a_scale_is_refused(part, shared, tmp_path):
     shared.write_safetensors(tmp_path / "weights.safetensors", {"a.weight": np.zeros((2, 2))})
     report = {"bytes": 1, "linears": ["a"], "scales": {}}
-    report["input"] = {"kind": "float", "num_bits": 8, "granularity": "per_tensor", "dynamic": False}
+    report["input"] = {
+        "kind": "float",
+        "num_bits": 8,
+        "granularity": "per_tensor",
+        "dynamic": False,
+    }
     (tmp_path / "report.json").write_text(json.dumps(report))
     with pytest.raises(part("_watch").Failed, match="0 scales of 1 linears"):
         part("_accuracy.score").of_peer(tmp_path)
@@ -168,18 +224,28 @@ def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     lines = [json.dumps({"input_ids": list(range(start, start + 60))}) for start in range(2, 10)]
     (folder / "ids.jsonl").write_text("\n".join(lines) + "\n")
     calibration = Calibration(source=str(folder / "ids.jsonl"), samples=8, sequence_length=64)
-    measured = measure.run(measure.MeasureJob(model=llama, output=folder / "m", calibration=calibration), QUIET)
+    measured = measure.run(
+        measure.MeasureJob(model=llama, output=folder / "m", calibration=calibration), QUIET
+    )
     made = {}
     for scheme, group in (("W4A16_ASYM", 32), ("W8A8", None), ("FP8", None)):
-        entry = Quantize(name=scheme.lower().replace("_", "-"), scheme=scheme, algorithm="rtn", group_size=group)
-        job = quantize.QuantizeJob(model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured)
+        entry = Quantize(
+            name=scheme.lower().replace("_", "-"), scheme=scheme, algorithm="rtn", group_size=group
+        )
+        job = quantize.QuantizeJob(
+            model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured
+        )
         done = quantize.run(job, QUIET)
         made[scheme] = export.run(export.ExportJob(quantized=done, output=folder / scheme), QUIET)
     return made
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("W4A16_ASYM", 4 + 16 / 32 + 4 / 32), ("W8A8", None), ("FP8", None)])
-def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(part, llama, smoothed, scheme, bits):
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("W4A16_ASYM", 4 + 16 / 32 + 4 / 32), ("W8A8", None), ("FP8", None)]
+)
+def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(
+    part, llama, smoothed, scheme, bits
+):
     """Weights, smoothed norms and rounded inputs all arrive: the scores are those of the runtime's own logits."""
     module, windows = part("_accuracy.score"), [torch.arange(5, 65), torch.arange(100, 140)]
     judge = module.Judge(llama, windows)
@@ -188,9 +254,12 @@ def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(part, llama, 
     original = logits_of(load_model(open_source(llama), dtype=torch.float32))
     running = logits_of(load(smoothed[scheme], backend="reference").model)
     kld = torch.cat([score(original(window), running(window), window).kld for window in windows])
-    assert found["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4) and float(kld.mean()) > 1e-6
+    assert (
+        found["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4) and float(kld.mean()) > 1e-6
+    )
     assert found["kld_p999"] == pytest.approx(float(kld.max()), rel=1e-4)  # of 98 tokens
-    assert bool(candidate.changed) == (scheme == "W8A8") and candidate.inputs  # of W4A16 in groups too
+    # of W4A16 in groups too
+    assert bool(candidate.changed) == (scheme == "W8A8") and candidate.inputs
     if bits is not None:
         assert candidate.bits == bits
     else:
@@ -205,7 +274,9 @@ def test_a_linear_that_was_left_out_is_refused(part, llama, smoothed):
     rest = {key: weight for key, weight in whole.weights.items() if key != name}
     with pytest.raises(part("_watch").Failed, match=f"{name}: not quantized"):
         judge.score(module.Candidate(weights=rest, stored=1))
-    with pytest.raises(part("_watch").Failed, match=r"down_proj.weight: \[2, 2\], the model has \[64, 128\]"):
+    with pytest.raises(
+        part("_watch").Failed, match=r"down_proj.weight: \[2, 2\], the model has \[64, 128\]"
+    ):
         judge.score(module.Candidate(weights={**rest, name: torch.zeros(2, 2)}, stored=1))
 
 
@@ -228,7 +299,10 @@ def test_logits_of_a_file_are_scored_window_by_window_against_the_original(part,
 
 def test_a_text_that_names_a_row_whole_takes_it_alone_and_another_takes_all_that_contain_it(part):
     rows = part("_accuracy.rows")
-    table = [rows.Row(program="gptq", scheme=scheme, commands=()) for scheme in ("NVFP4", "NVFP4A16", "W4A16")]
+    table = [
+        rows.Row(program="gptq", scheme=scheme, commands=())
+        for scheme in ("NVFP4", "NVFP4A16", "W4A16")
+    ]
 
     def schemes(*only: str) -> list[str]:
         return [row.scheme for row in rows.wanted(table, only)]
@@ -242,7 +316,10 @@ def test_a_text_that_names_a_row_whole_takes_it_alone_and_another_takes_all_that
 
 def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_path):
     rows = part("_accuracy.rows")
-    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")}
+    paths = {
+        key: tmp_path / key
+        for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")
+    }
     found = rows.all_rows(rows.Place(**paths))
     assert len({(row.program, row.scheme) for row in found}) == len(found)
     table = {(row.program, row.scheme): row for row in found}
@@ -253,17 +330,34 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
         return "--calibration" in command and "--measurement" in command
 
     assert not measured("quantflow rtn", W4) and not measured("quantflow rtn", "FP8_DYNAMIC")
-    assert measured("quantflow gptq", W4) and measured("quantflow rtn", "W8A8") and measured("quantflow rtn", "FP8")
+    assert (
+        measured("quantflow gptq", W4)
+        and measured("quantflow rtn", "W8A8")
+        and measured("quantflow rtn", "FP8")
+    )
     (words,) = table["quantflow gptq", "W3A16_ASYM g64"].commands
-    assert words[words.index("--group-size") + 1] == "64" and words[words.index("--scheme") + 1] == "W3A16_ASYM"
+    assert (
+        words[words.index("--group-size") + 1] == "64"
+        and words[words.index("--scheme") + 1] == "W3A16_ASYM"
+    )
     (mixed,) = table["quantflow best", "W4A16@4.25"].commands
-    assert [mixed[mixed.index(f"--{word}") + 1] for word in ("scheme", "algorithm", "target-bpw")] == ["W4A16", "best", "4.25"]
+    assert [
+        mixed[mixed.index(f"--{word}") + 1] for word in ("scheme", "algorithm", "target-bpw")
+    ] == ["W4A16", "best", "4.25"]
     assert measured("quantflow best", "W4A16@4.25") and "--group-size" not in mixed
     (uniform,) = table["quantflow gptq", "W5A16 g128"].commands
-    assert uniform[uniform.index("--scheme") + 1] == "W5A16" and uniform[uniform.index("--group-size") + 1] == "128"
-    assert "--target-bpw" not in uniform and "--group-size" not in table["quantflow best", "W8A16"].commands[0]
+    assert (
+        uniform[uniform.index("--scheme") + 1] == "W5A16"
+        and uniform[uniform.index("--group-size") + 1] == "128"
+    )
+    assert (
+        "--target-bpw" not in uniform
+        and "--group-size" not in table["quantflow best", "W8A16"].commands[0]
+    )
     assert measured("quantflow signround", W4)
-    mixing = {program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)}
+    mixing = {
+        program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)
+    }
     assert mixing == {"quantflow gptq", "quantflow best"}
     assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1
     peer = table["GPTQModel", "W2A16 g64"]
@@ -272,19 +366,33 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     file = table["quantflow best", "Q4_K_M.gguf"]
     assert file.runs and not rows.installed(file), "llama.cpp, which runs the file, is not there"
     quantize, write = file.commands
-    assert quantize[quantize.index("--scheme") + 1] == "Q4_K_M" and write[3] == "export" and write[-1] == "gguf"
+    assert (
+        quantize[quantize.index("--scheme") + 1] == "Q4_K_M"
+        and write[3] == "export"
+        and write[-1] == "gguf"
+    )
     assert file.after[2:4] == ("run", tmp_path / "output" / "gguf" / "model-q4_k_m.gguf")
-    weighed, plain = (table[program, "Q4_0.gguf"].commands[0] for program in ("llama.cpp imatrix", "llama.cpp"))
+    weighed, plain = (
+        table[program, "Q4_0.gguf"].commands[0] for program in ("llama.cpp imatrix", "llama.cpp")
+    )
     assert [json.loads(words[-1])["importance"] for words in (weighed, plain)] == [True, False]
-    scripts = {row.commands[0][1] for row in found if row.after is not None and not row.program.startswith("quantflow")}
+    scripts = {
+        row.commands[0][1]
+        for row in found
+        if row.after is not None and not row.program.startswith("quantflow")
+    }
     assert len(scripts) == 6 and all(script.is_file() for script in scripts)
 
 
 def test_a_model_that_128_does_not_divide_has_its_four_bits_in_groups_of_64(part, tmp_path):
     rows = part("_accuracy.rows")
-    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")}
+    paths = {
+        key: tmp_path / key
+        for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")
+    }
     wide, narrow = (
-        {(row.program, row.scheme) for row in rows.all_rows(rows.Place(**paths, narrow=it))} for it in (False, True)
+        {(row.program, row.scheme) for row in rows.all_rows(rows.Place(**paths, narrow=it))}
+        for it in (False, True)
     )
     assert {scheme for _, scheme in narrow - wide} == {"W4A16 g64", "W4A16_ASYM g64"}
     assert not [scheme for _, scheme in narrow if "g128" in scheme or "@" in scheme]
@@ -298,9 +406,13 @@ def test_gptq_is_judged_against_each_peer_at_equal_settings(results):
         outcome(results, "quantflow gptq", mean_kld=0.0102, seconds=5.0, rss=6 * 10**8),
         outcome(results, "GPTQModel", mean_kld=0.0100, seconds=10.0),
         outcome(results, "llm-compressor GPTQ", mean_kld=0.0099, seconds=8.0),
-        outcome(results, "GPTQModel", "W3A16 g64", mean_kld=1e-9),  # nothing of ours to compare it with
+        # nothing of ours to compare it with
+        outcome(results, "GPTQModel", "W3A16 g64", mean_kld=1e-9),
     ]
-    found = {(bar.what.rsplit(": ")[-1], bar.promised): (bar.found, bar.met) for bar in results.judge(rows)}
+    found = {
+        (bar.what.rsplit(": ")[-1], bar.promised): (bar.found, bar.met)
+        for bar in results.judge(rows)
+    }
     assert found == {
         ("KLD", "<= 1.02x GPTQModel"): ("1.02x, 0.01020 of 0.01000", True),
         ("KLD", "<= 1.02x llm-compressor GPTQ"): ("1.03x, 0.01020 of 0.00990", False),
@@ -315,7 +427,8 @@ def test_best_is_judged_against_equal_settings_and_fewer_bits_of_peers_alone(res
     rows = [
         outcome(results, "quantflow best", mean_kld=0.0084, seconds=100.0),
         outcome(results, "quantflow gptq", mean_kld=0.0001),
-        outcome(results, "AutoRound", mean_kld=0.0105, bits=4.156, seconds=99.0),  # stores zero points that say nothing
+        # stores zero points that say nothing
+        outcome(results, "AutoRound", mean_kld=0.0105, bits=4.156, seconds=99.0),
         outcome(results, "llama.cpp", "IQ4_NL", mean_kld=0.0002, bits=4.5),
         outcome(results, "llm-compressor RTN", "W8A8", mean_kld=0.0003, bits=4.0),
         outcome(results, "llama.cpp", "Q9", mean_kld=0.0100, bits=4.1),
@@ -337,7 +450,11 @@ def test_quantized_inputs_are_judged_by_the_best_of_both_sides(results):
         outcome(results, "llm-compressor RTN", "FP8_DYNAMIC", mean_kld=0.0001),
     ]
     (bar,) = results.judge(rows)
-    assert (bar.what, bar.found, bar.met) == ("tiny-llama, FP8, quantflow other: KLD", "0.95x, 0.00190 of 0.00200", True)
+    assert (bar.what, bar.found, bar.met) == (
+        "tiny-llama, FP8, quantflow other: KLD",
+        "0.95x, 0.00190 of 0.00200",
+        True,
+    )
     (bar,) = results.judge([*rows, outcome(results, "quantflow best", "FP8", mean_kld=0.0022)])
     assert (bar.found, bar.met) == ("1.10x, 0.00220 of 0.00200", False)
 
@@ -350,10 +467,16 @@ def test_floats_of_four_bits_are_judged_at_a_share_of_the_best_peers_divergence(
         outcome(results, "AutoRound", "NVFP4", mean_kld=0.031),
     ]
     (bar,) = results.judge(rows)
-    assert (bar.promised, bar.found, bar.met) == ("<= 0.85x llm-compressor GPTQ", "0.87x, 0.02600 of 0.03000", False)
+    assert (bar.promised, bar.found, bar.met) == (
+        "<= 0.85x llm-compressor GPTQ",
+        "0.87x, 0.02600 of 0.03000",
+        False,
+    )
 
 
-def test_a_file_that_llama_cpp_ran_is_judged_against_its_quantizer_with_an_importance_matrix_alone(results):
+def test_a_file_that_llama_cpp_ran_is_judged_against_its_quantizer_with_an_importance_matrix_alone(
+    results,
+):
     name = "Q4_K_M.gguf"
     rows = [
         outcome(results, "quantflow best", name, mean_kld=0.006),
@@ -361,8 +484,15 @@ def test_a_file_that_llama_cpp_ran_is_judged_against_its_quantizer_with_an_impor
         outcome(results, "llama.cpp imatrix", name, mean_kld=0.009),
     ]
     (bar,) = results.judge(rows)
-    assert (bar.promised, bar.found, bar.met) == ("<= 0.7x llama.cpp imatrix", "0.67x, 0.00600 of 0.00900", True)
-    layers = [outcome(results, "quantflow best", mean_kld=0.01), outcome(results, "AutoRound", mean_kld=0.02)]
+    assert (bar.promised, bar.found, bar.met) == (
+        "<= 0.7x llama.cpp imatrix",
+        "0.67x, 0.00600 of 0.00900",
+        True,
+    )
+    layers = [
+        outcome(results, "quantflow best", mean_kld=0.01),
+        outcome(results, "AutoRound", mean_kld=0.02),
+    ]
     best, *_ = results.judge([*layers, *rows])
     assert best.promised == "<= 0.85x AutoRound", "whole files are no peers of layers"
 
@@ -400,9 +530,21 @@ def test_a_mixture_is_judged_against_q4_k_m_where_it_has_no_more_bits(results):
     ]
     assert results.judge(rows) == []
     four = outcome(results, "llama.cpp", "Q4_K_M", bits=4.7, mean_kld=0.0085)
-    assert [(bar.what, bar.promised, bar.found, bar.met) for bar in results.judge([*rows, four])] == [
-        ("tiny-llama, W4A16@4.25, quantflow best: KLD", "<= 1.0x llama.cpp Q4_K_M", "1.06x, 0.00900 of 0.00850", False),
-        ("tiny-llama, W4A16@4.65, quantflow best: KLD", "<= 1.0x llama.cpp Q4_K_M", "0.94x, 0.00800 of 0.00850", True),
+    assert [
+        (bar.what, bar.promised, bar.found, bar.met) for bar in results.judge([*rows, four])
+    ] == [
+        (
+            "tiny-llama, W4A16@4.25, quantflow best: KLD",
+            "<= 1.0x llama.cpp Q4_K_M",
+            "1.06x, 0.00900 of 0.00850",
+            False,
+        ),
+        (
+            "tiny-llama, W4A16@4.65, quantflow best: KLD",
+            "<= 1.0x llama.cpp Q4_K_M",
+            "0.94x, 0.00800 of 0.00850",
+            True,
+        ),
     ]
     fewer = outcome(results, "llama.cpp", "Q4_K_M", bits=4.6, mean_kld=0.0085)
     assert ["4.25" in bar.what for bar in results.judge([*rows, fewer])] == [True]
@@ -410,23 +552,34 @@ def test_a_mixture_is_judged_against_q4_k_m_where_it_has_no_more_bits(results):
 
 def test_fewer_bits_than_q4_k_ms_are_asked_for_on_every_model(part):
     """llama.cpp mixes 4.5 bits with 6.5625 (values and the MLP's way back, of some layers) and 5.5 (a fused q/k/v)."""
-    wide = {"qkvo": 2 * 768 * 768 + 768 * 256, "v": 768 * 256, "mlp": 2 * 768 * 2304, "down": 768 * 2304}  # 1 of 3 layers
+    # 1 of 3 layers
+    wide = {
+        "qkvo": 2 * 768 * 768 + 768 * 256,
+        "v": 768 * 256,
+        "mlp": 2 * 768 * 2304,
+        "down": 768 * 2304,
+    }
     least = 4.5 + (6.5625 - 4.5) * (wide["v"] + wide["down"]) / sum(wide.values()) / 3
-    assert all(bits < least for bits in part("_accuracy.rows").MIXED.values()) and least == pytest.approx(4.696, abs=1e-3)
+    assert all(
+        bits < least for bits in part("_accuracy.rows").MIXED.values()
+    ) and least == pytest.approx(4.696, abs=1e-3)
 
 
 def test_8_bits_are_judged_by_being_below_peers_of_equal_bits_and_llama_cpps_8_bits(results):
     rows = [
         outcome(results, "quantflow best", "W8A16", bits=8.03, mean_kld=0.00010),
         outcome(results, "llm-compressor GPTQ", "W8A16", bits=8.03, mean_kld=0.00011),
-        outcome(results, "GPTQModel", "W8A16", bits=8.05, mean_kld=0.00009),  # equal settings, its zero points say nothing
+        # equal settings, its zero points say nothing
+        outcome(results, "GPTQModel", "W8A16", bits=8.05, mean_kld=0.00009),
         outcome(results, "llama.cpp", "Q8_0", bits=8.5, mean_kld=0.000125),
     ]
     assert [(bar.promised, bar.found, bar.met) for bar in results.judge(rows)] == [
         ("<= 1.0x GPTQModel", "1.11x, 0.0001000 of 0.0000900", False),
         ("<= 1.0x llama.cpp Q8_0", "0.80x, 0.0001000 of 0.0001250", True),
     ]
-    (bar,) = results.judge([row for row in rows if row.program in ("quantflow best", "llm-compressor GPTQ")])
+    (bar,) = results.judge(
+        [row for row in rows if row.program in ("quantflow best", "llm-compressor GPTQ")]
+    )
     assert (bar.promised, bar.met) == ("<= 1.0x llm-compressor GPTQ", True)
 
 
@@ -444,22 +597,41 @@ def test_seconds_of_a_busy_machine_are_neither_shown_nor_judged(results):
     assert results.as_table(rows[1:2]).splitlines()[2].endswith("| 90.00% |  | 1.00 GB |")
 
 
-def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, results, tmp_path, monkeypatch, capsys):
+def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(
+    part, results, tmp_path, monkeypatch, capsys
+):
     """Two programs, three rounds: 7 of 9, 3, 7 seconds and 20 of 10, 30, 20; the one that is not installed says so once."""
     program, rows = part("accuracy"), part("_accuracy.rows")
     plain: dict[str, Any] = {"scheme": W4, "commands": [[sys.executable]], "after": None}
     ours, theirs = (rows.Row(program=name, **plain) for name in ("quantflow gptq", "GPTQModel"))
-    missing = rows.Row(program="HQQ", scheme=W4, commands=[[tmp_path / "no" / "python"]], after=None)
+    missing = rows.Row(
+        program="HQQ", scheme=W4, commands=[[tmp_path / "no" / "python"]], after=None
+    )
     seconds, asked, found = iter([9.0, 10.0, 3.0, 30.0, 7.0, 20.0]), [], {}
 
     def run(name, row, place, judge, *, idle):
         asked.append(row.program)
-        return outcome(results, row.program, seconds=(taken := next(seconds)), rss=int(taken), idle=idle)
+        return outcome(
+            results, row.program, seconds=(taken := next(seconds)), rss=int(taken), idle=idle
+        )
 
     monkeypatch.setattr(program, "_outcome", run)
-    place = rows.Place(**dict.fromkeys(("model", "calibration", "output", "gguf", "names", "windows", "peers"), tmp_path))
+    place = rows.Place(
+        **dict.fromkeys(
+            ("model", "calibration", "output", "gguf", "names", "windows", "peers"), tmp_path
+        )
+    )
     told = {"idle": True, "rounds": 3}
-    program._model_rows("tiny-llama", [ours, missing, theirs], place, None, found, tmp_path / "r.json", {"tokens": 9}, **told)
+    program._model_rows(
+        "tiny-llama",
+        [ours, missing, theirs],
+        place,
+        None,
+        found,
+        tmp_path / "r.json",
+        {"tokens": 9},
+        **told,
+    )
     assert asked == ["quantflow gptq", "GPTQModel"] * 3
     assert capsys.readouterr().out.count("HQQ: W4A16 g128: not installed") == 1
     assert [(row.seconds, row.rss, row.runs) for row in found.values()] == [
@@ -467,12 +639,21 @@ def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, res
         (20.0, 20, [10.0, 30.0, 20.0]),
     ]
     assert results.read(tmp_path / "r.json", tokens=9) == found
-    assert results.middle([outcome(results, "a", seconds=taken) for taken in (4.0, 2.0)]).seconds == 4.0
+    assert (
+        results.middle([outcome(results, "a", seconds=taken) for taken in (4.0, 2.0)]).seconds
+        == 4.0
+    )
 
 
 def test_models_are_judged_apart(results):
-    pair = [outcome(results, "quantflow gptq", mean_kld=0.02), outcome(results, "GPTQModel", mean_kld=0.01)]
-    other = [outcome(results, row.program, model="gpt-neox", mean_kld=0.03 - row.mean_kld) for row in pair]
+    pair = [
+        outcome(results, "quantflow gptq", mean_kld=0.02),
+        outcome(results, "GPTQModel", mean_kld=0.01),
+    ]
+    other = [
+        outcome(results, row.program, model="gpt-neox", mean_kld=0.03 - row.mean_kld)
+        for row in pair
+    ]
     klds = [bar.met for bar in results.judge([*pair, *other]) if "KLD" in bar.what]
     assert klds == [False, True]
 
@@ -488,14 +669,22 @@ def test_the_table_is_in_order_and_says_each_row(results):
     ]
     found = results.ordered(rows, ["tiny-llama", "gpt-neox"])
     assert [row.program for row in found] == ["c", "b", "a", "llama.cpp", "llama.cpp", "llama.cpp"]
-    assert [row.scheme for row in found[3:]] == ["Q4_0", "Q8_0", "Q8_0"] and found[-1].model == "gpt-neox"
+    assert [row.scheme for row in found[3:]] == ["Q4_0", "Q8_0", "Q8_0"] and found[
+        -1
+    ].model == "gpt-neox"
     lines = results.as_table(found[:1]).splitlines()
     assert lines[0].count("|") == lines[2].count("|") == 11
-    assert lines[2] == f"| tiny-llama | c | {W4} | 4.125 | 0.01000 | 0.2000 | 1.0100 | 90.00% | 10 | 1.00 GB |"
+    assert (
+        lines[2]
+        == f"| tiny-llama | c | {W4} | 4.125 | 0.01000 | 0.2000 | 1.0100 | 90.00% | 10 | 1.00 GB |"
+    )
 
 
 def test_results_are_kept_for_the_next_run_unless_the_evaluation_differs(results, tmp_path):
-    path, rows = tmp_path / "r.json", [outcome(results, "GPTQModel", settings={"bits": 4}, quantizing=2.0)]
+    path, rows = (
+        tmp_path / "r.json",
+        [outcome(results, "GPTQModel", settings={"bits": 4}, quantizing=2.0)],
+    )
     assert results.read(path, tokens=100) == results.read(None, tokens=100) == {}
     results.write(path, {"tokens": 100}, rows, [])
     assert results.read(path, tokens=100) == {("tiny-llama", "GPTQModel", W4): rows[0]}
@@ -511,11 +700,18 @@ def test_the_plot_has_a_mark_for_every_row_with_weights_alone(part, results, tmp
         outcome(results, "GPTQModel", "W3A16 g64", bits=3.25),
     ]
     rows += [outcome(results, "HQQ", "4 bits g64", bits=4.5, model="gpt-neox")]
-    part("_accuracy.plot").draw([*rows, outcome(results, "llm-compressor RTN", "FP8")], tmp_path / "p.svg")
+    part("_accuracy.plot").draw(
+        [*rows, outcome(results, "llm-compressor RTN", "FP8")], tmp_path / "p.svg"
+    )
     text = (tmp_path / "p.svg").read_text()
     ElementTree.fromstring(text)
-    assert [text.count(f">{word}<") for word in ("tiny-llama", "gpt-neox", "bits per weight")] == [1, 1, 2]
-    assert [text.count(f">{word}<") for word in ("quantflow rtn", "GPTQModel", "HQQ")] == [1, 1, 1]  # one legend for all panels
+    assert [text.count(f">{word}<") for word in ("tiny-llama", "gpt-neox", "bits per weight")] == [
+        1,
+        1,
+        2,
+    ]
+    # one legend for all panels
+    assert [text.count(f">{word}<") for word in ("quantflow rtn", "GPTQModel", "HQQ")] == [1, 1, 1]
     assert "llm-compressor" not in text
 
 
@@ -536,20 +732,28 @@ with locked(Path(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize("name", ["accuracy", "runtime", "large_checkpoint", "measure_ranks", "unify_many_ranks"])
-def test_a_second_benchmark_in_a_work_folder_names_the_first_and_ends(part, tmp_path, capsys, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", ["accuracy", "runtime", "large_checkpoint", "measure_ranks", "unify_many_ranks"]
+)
+def test_a_second_benchmark_in_a_work_folder_names_the_first_and_ends(
+    part, tmp_path, capsys, monkeypatch, name
+):
     work = tmp_path / "work"
     program = part(name)
     begun = []
     monkeypatch.setattr(program, "_run", lambda given: begun.append(given) or 0)
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(work)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(work)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         assert program.main(["--work", str(work)]) == 5
         assert begun == []
         assert capsys.readouterr().err == (
-            f"error: {work}: process {first.pid} is writing it\n  fix: wait for it, or choose another folder, with --work\n"
+            f"error: {work}: process {first.pid} is writing it\n  fix: wait for it, or choose "
+            "another folder, with --work\n"
         )
         first.communicate()
     assert program.main(["--work", str(work)]) == 0 and len(begun) == 1
@@ -577,22 +781,42 @@ def test_a_type_passes_when_no_stage_has_a_reason_and_types_that_cannot_be_made_
     }
     told = families.table(rows, {"a": None, "b": "no linears"})
     assert "Models that read images too:\n\n- W4A16: 1 of 1 types pass, 100.0%" in told
-    assert "- W4A16: 2 of 3 types pass, 66.7%" in told and "- W8A8: 1 of 3 types pass, 33.3%" in told
-    assert "| c | no (3) | no (3) |" in told and "3. c: refused: no" in told and "- d: no size" in told
+    assert (
+        "- W4A16: 2 of 3 types pass, 66.7%" in told and "- W8A8: 1 of 3 types pass, 33.3%" in told
+    )
+    assert (
+        "| c | no (3) | no (3) |" in told and "3. c: refused: no" in told and "- d: no size" in told
+    )
     assert "(W4A16, GPTQ): 1 of 2 types pass, 50.0%" in told
-    assert "1 types are refused with the reason; the weights of 1 of them go through by name" in told
+    assert (
+        "1 types are refused with the reason; the weights of 1 of them go through by name" in told
+    )
 
 
 def test_a_soak_names_what_a_server_did_not_keep(part):
     soak = part("soak")
-    names = ("running", "waiting", "pool_used", "reserved_tokens", "failed", "cancelled", "submitted", "finished")
+    names = (
+        "running",
+        "waiting",
+        "pool_used",
+        "reserved_tokens",
+        "failed",
+        "cancelled",
+        "submitted",
+        "finished",
+    )
     kept = dict.fromkeys(names, 0.0) | {"submitted": 5.0, "finished": 5.0}
     level = soak.Seen(memory=[(when, 500) for when in range(0, 100, 2)])
-    grown = soak.Seen(memory=[(when, 500 + 2 * when) for when in range(0, 100, 2)], faults=["generate: 500: b''"])
+    grown = soak.Seen(
+        memory=[(when, 500 + 2 * when) for when in range(0, 100, 2)], faults=["generate: 500: b''"]
+    )
     assert soak.judge(level, kept, seconds=100, growth=0.1) == []
     faults = soak.judge(grown, kept | {"pool_used": 2.0, "submitted": 6.0}, seconds=100, growth=0.1)
     assert faults[0] == "generate: 500: b''" and "pool_used is 2 at the end" in faults
-    assert any(text.startswith("requests: ") for text in faults) and "resident memory grew from" in faults[-1]
+    assert (
+        any(text.startswith("requests: ") for text in faults)
+        and "resident memory grew from" in faults[-1]
+    )
 
 
 def test_what_a_soak_asks_is_drawn_from_the_seed_alone(part):
@@ -627,9 +851,14 @@ def seen_of(serving: ModuleType, pieces: list[tuple[float, bytes]]):
 
 def test_a_token_of_a_server_came_when_the_last_byte_of_its_line_did(serving):
     event = b'data: {"choices": [{"text": "a"}]}\n\n'
-    pieces = [(101.0, b"HTTP/1.1 200 OK\r\n\r\n" + event + event[:9]), (103.0, event[9:]), (104.0, b"data: [DONE]\n\n")]
+    pieces = [
+        (101.0, b"HTTP/1.1 200 OK\r\n\r\n" + event + event[:9]),
+        (103.0, event[9:]),
+        (104.0, b"data: [DONE]\n\n"),
+    ]
     seen = seen_of(serving, pieces)
-    assert (seen.first, seen.last, seen.tokens, seen.error) == (1.0, 3.0, 3, None)  # two events of three tokens
+    # two events of three tokens
+    assert (seen.first, seen.last, seen.tokens, seen.error) == (1.0, 3.0, 3, None)
     assert (seen.ttft, seen.tpot) == (1.0, 1.0)
 
 

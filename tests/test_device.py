@@ -4,7 +4,11 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "tests", ["on_simulated_device.py", pytest.param("runtime_on_simulated_device.py", marks=pytest.mark.slow)]
+    "tests",
+    [
+        "on_simulated_device.py",
+        pytest.param("runtime_on_simulated_device.py", marks=pytest.mark.slow),
+    ],
 )
 def test_on_a_simulated_device(tests, run_apart):
     run_apart(tests)

@@ -35,9 +35,14 @@ KMP_AFFINITY PYTORCH_TUNABLEOP_ENABLED
 
 def rows(heading):
     """Return the variables of a section's table."""
-    section = (ROOT / "docs/environment.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs/environment.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    )
     return [
-        name for line in section.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split(" | ")[0])
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split(" | ")[0])
     ]
 
 
@@ -65,14 +70,20 @@ def literals(path):
 
 def test_the_page_has_every_variable_that_is_read_or_set():
     read = set().union(*map(literals, READERS))
-    read |= {option.envvar for option in serve.params if isinstance(option, click.Option) and option.envvar}
+    read |= {
+        option.envvar
+        for option in serve.params
+        if isinstance(option, click.Option) and option.envvar
+    }
     found = rows("Read or set here")
     assert sorted(found) == sorted(read)
     assert len(set(found)) == len(found)
 
 
 def test_the_page_says_of_variables_that_are_not_read_why():
-    section = (ROOT / "docs/environment.md").read_text().split("## Of other servers, and not read\n")[1]
+    section = (
+        (ROOT / "docs/environment.md").read_text().split("## Of other servers, and not read\n")[1]
+    )
     assert [f"| `{name}` | {why} |" for name, why in UNREAD.items()] == [
         line for line in section.splitlines() if line.startswith("| `")
     ]

@@ -30,7 +30,9 @@ def test_every_preset_algorithm_and_transform_stands_in_the_table():
     module = make_tables()
     header, _, *rows = (line for line in module.table().splitlines() if line.startswith("|"))
     assert all(f"`{name}`" in header for name in module.COLUMNS)
-    schemes = [name for row in rows for name in row.split("|")[1].strip().split(", ") if name in PRESETS]
+    schemes = [
+        name for row in rows for name in row.split("|")[1].strip().split(", ") if name in PRESETS
+    ]
     assert sorted(schemes) == sorted(PRESETS)
 
 
@@ -52,10 +54,16 @@ def test_integers_that_share_one_scale_are_no_preset_and_are_answered_too(name):
 def _goes(algorithm, scheme):
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(32, 32, generator=generator), torch.randn(128, 32, generator=generator)
-    statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(128), "w|gradient_sum": torch.eye(32)}
+    statistics = {
+        "hessian_sum": x.T @ x,
+        "count": torch.tensor(128),
+        "w|gradient_sum": torch.eye(32),
+    }
 
     def quantize():
-        return algorithm.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)
+        return algorithm.quantize_group(
+            {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+        )
 
     if algorithm.SUPPORTS.scheme(scheme) is None:
         assert torch.isfinite(quantize()["w"].weight.scale).all()

@@ -8,8 +8,14 @@ PAGE = (ROOT / "docs" / "versions.md").read_text()
 
 
 def test_a_version_is_the_one_that_is_pinned_or_that_its_tests_ask_for():
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| .+ \| `(tests/[\w/]+\.py)` \|$", PAGE, re.MULTILINE)
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    rows = re.findall(
+        r"^\| ([\w-]+) \| ([\d.]+) \| .+ \| `(tests/[\w/]+\.py)` \|$", PAGE, re.MULTILINE
+    )
     assert len(rows) == len(re.findall(r"^\| [\w-]+ \| \d", PAGE, re.MULTILINE)) > 9
     for name, version, path in rows:
         test = (ROOT / path).read_text()

@@ -64,8 +64,13 @@ def test_training_and_heldout_text_share_no_file() -> None:
     assert not set(training) & set(heldout)
     names = {name.split(".")[0] for name in STDLIB.heldout_names()}
     root = Path(sysconfig.get_paths()["stdlib"])
-    for name in names:  # read without the program: a held-out module is a file or a folder of that name
-        paths = [root / f"{name}.py"] if (root / f"{name}.py").exists() else sorted((root / name).rglob("*.py"))
+    # read without the program: a held-out module is a file or a folder of that name
+    for name in names:
+        paths = (
+            [root / f"{name}.py"]
+            if (root / f"{name}.py").exists()
+            else sorted((root / name).rglob("*.py"))
+        )
         assert paths
         assert not set(read_files(paths)) & {text for text in training if len(text) > 200}
 
@@ -82,7 +87,14 @@ def test_the_text_leaves_out_tests_and_what_is_not_the_library() -> None:
     files = [path.relative_to(root) for paths in STDLIB.module_files().values() for path in paths]
     assert len(files) > 300
     for path in files:
-        assert not {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"} & set(path.parts)
+        assert not {
+            "test",
+            "tests",
+            "idle_test",
+            "site-packages",
+            "dist-packages",
+            "encodings",
+        } & set(path.parts)
     assert len({str(path) for path in files}) == len(files)
 
 
@@ -161,29 +173,41 @@ def check_planted(model: Path, folder: Path, *, layers: int) -> None:
     found, after = logits_and_norm_peaks(plant(model, folder), tokens)
     relative = float((found - expected).abs().max() / expected.abs().max())
     growth = [after[name] / before[name] for name in before]
-    print(f"relative difference of the logits {relative:.2e}, norm outputs grew by {min(growth):.0f} to {max(growth):.0f}")
+    print(
+        f"relative difference of the logits {relative:.2e}, norm outputs grew by "
+        f"{min(growth):.0f} to {max(growth):.0f}"
+    )
     assert len(growth) == 2 * layers
     assert relative <= 1e-5
     assert min(growth) >= 16
 
 
-def test_planted_outliers_change_activations_and_not_the_function(small_model: Path, tmp_path: Path) -> None:
+def test_planted_outliers_change_activations_and_not_the_function(
+    small_model: Path, tmp_path: Path
+) -> None:
     check_planted(small_model, tmp_path / "planted", layers=2)
 
 
 @needs_weights
-def test_outliers_planted_in_the_example_change_activations_and_not_its_function(tmp_path: Path) -> None:
+def test_outliers_planted_in_the_example_change_activations_and_not_its_function(
+    tmp_path: Path,
+) -> None:
     check_planted(EXAMPLE, tmp_path / "planted", layers=4)
 
 
 def test_planting_is_exact_in_bf16(small_model: Path) -> None:
     """Factors are powers of two: every product of a norm weight and a column is the bits it was."""
-    before, after = load_file(small_model / "model.safetensors"), load_file(small_model / "model.safetensors")
+    before, after = (
+        load_file(small_model / "model.safetensors"),
+        load_file(small_model / "model.safetensors"),
+    )
     PLANT.plant_outliers_(after)
     norm, query = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
     changed = (before[norm] != after[norm]).nonzero().flatten()
     assert len(changed) == 6
-    assert torch.equal(before[norm].float() * before[query].float(), after[norm].float() * after[query].float())
+    assert torch.equal(
+        before[norm].float() * before[query].float(), after[norm].float() * after[query].float()
+    )
     ratios = (after[norm] / before[norm])[changed].tolist()
     assert set(ratios) <= {32.0, 64.0, 128.0, 256.0}
     assert torch.equal(before["model.norm.weight"], after["model.norm.weight"])
@@ -192,16 +216,26 @@ def test_planting_is_exact_in_bf16(small_model: Path) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "calibration.jsonl"
-    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in STDLIB.excerpts(128)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": piece}) + "\n" for piece in STDLIB.excerpts(128)),
+        encoding="utf-8",
+    )
     yield path
 
 
 def mean_kld(
-    text: Path, folder: Path, algorithms: tuple[str, ...], stats: tuple[str, ...], *, signround: SignRound | None = None
+    text: Path,
+    folder: Path,
+    algorithms: tuple[str, ...],
+    stats: tuple[str, ...],
+    *,
+    signround: SignRound | None = None,
 ) -> dict[str, float]:
     """Return what the example in 4 bits loses by each algorithm, measured as the demo does it, in nats per held-out token."""
     calibration = Calibration(source=str(text), samples=128, sequence_length=512)
-    job = measure.MeasureJob(model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats)
+    job = measure.MeasureJob(
+        model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats
+    )
     measured = measure.run(job, QUIET)
     windows = heldout_tokens(EXAMPLE, 16384).reshape(32, 512)
     baseline = logits_of(load_model(open_source(EXAMPLE), dtype=torch.float32))
@@ -210,11 +244,18 @@ def mean_kld(
         learned = signround if algorithm == "signround" else None
         entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm, signround=learned)
         made = quantize.run(
-            quantize.QuantizeJob(model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured), QUIET
+            quantize.QuantizeJob(
+                model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured
+            ),
+            QUIET,
         )
-        artifact = export.run(export.ExportJob(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET)
+        artifact = export.run(
+            export.ExportJob(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET
+        )
         candidate = logits_of(load(artifact, backend="reference").model)
-        comparison = join([score(baseline(window), candidate(window), window) for window in windows])
+        comparison = join(
+            [score(baseline(window), candidate(window), window) for window in windows]
+        )
         found[algorithm] = float(comparison.kld.mean())
     print(f"mean KL divergence in nats per token: {found}")
     return found
@@ -222,14 +263,18 @@ def mean_kld(
 
 @needs_weights
 @pytest.mark.slow
-def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
+def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(
+    text: Path, tmp_path: Path
+) -> None:
     kld = mean_kld(text, tmp_path, ("rtn", "gptq"), measure.DEFAULT_STATS)
     assert 0 < kld["gptq"] < 0.4 * kld["rtn"]
 
 
 @needs_weights
 @pytest.mark.slow
-def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_between(text: Path, tmp_path: Path) -> None:
+def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_between(
+    text: Path, tmp_path: Path
+) -> None:
     kld = mean_kld(text, tmp_path, ("gptq", "good", "best"), ("gradient",))
     assert 0 < kld["best"] < 0.85 * kld["gptq"]
     assert kld["best"] < kld["good"] < kld["gptq"]
@@ -237,7 +282,9 @@ def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_bet
 
 @needs_weights
 @pytest.mark.slow
-def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
+def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_to_nearest(
+    text: Path, tmp_path: Path
+) -> None:
     few = SignRound(iterations=200, sequences=2)
     kld = mean_kld(text, tmp_path, ("rtn", "signround"), (), signround=few)
     assert 0 < kld["signround"] < 0.5 * kld["rtn"]
@@ -245,7 +292,9 @@ def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_t
 
 @needs_weights
 @pytest.mark.slow
-def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> None:
+def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> (
+    None
+):
     windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
     source = open_source(EXAMPLE)
     model = load_model(source, dtype=torch.float32)
@@ -256,9 +305,14 @@ def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than
     for algorithm in ("rtn", "rtn_mse", "hqq"):
         for name, weight in originals.items():
             told = {"statistics": {}, "scale_dtype": torch.bfloat16}
-            made = ALGORITHMS[algorithm].quantize_group({name: weight}, preset("W4A16"), **told)[name]
+            made = ALGORITHMS[algorithm].quantize_group({name: weight}, preset("W4A16"), **told)[
+                name
+            ]
             linears[name].data.copy_(made.weight.dequantize())
-        scores = [score(logits, logits_of(model)(window), window) for logits, window in zip(baseline, windows, strict=True)]
+        scores = [
+            score(logits, logits_of(model)(window), window)
+            for logits, window in zip(baseline, windows, strict=True)
+        ]
         kld[algorithm] = float(join(scores).kld.mean())
     print(f"mean KL divergence in nats per token: {kld}")
     assert 0 < kld["hqq"] < kld["rtn"]

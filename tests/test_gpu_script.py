@@ -69,7 +69,10 @@ def place(part, tmp_path):
 
 
 def checks(gpu, *names, limit=30.0):
-    return [gpu.Check(name=name, asks=f"{name}?", function=f"made_up_checks:{name}", limit=limit) for name in names]
+    return [
+        gpu.Check(name=name, asks=f"{name}?", function=f"made_up_checks:{name}", limit=limit)
+        for name in names
+    ]
 
 
 def run(gpu, place, chosen, *, budget=100.0):
@@ -163,8 +166,14 @@ gpu.run(chosen, place, budget=100, keep=keep, say=print, earlier={{}})
     for pid in json.loads(told.read_text())["value"].split():  # nobody is left to end the check
         os.kill(int(pid), signal.SIGKILL)
     found = json.loads((tmp_path / "results.json").read_text())
-    assert [(one["name"], one["state"]) for one in found] == [("tells", "done"), ("hangs", "not run"), ("misses", "not run")]
-    assert found[0]["found"]["claim"][0]["met"] and found[2]["reason"] == "the script ended before it"
+    assert [(one["name"], one["state"]) for one in found] == [
+        ("tells", "done"),
+        ("hangs", "not run"),
+        ("misses", "not run"),
+    ]
+    assert (
+        found[0]["found"]["claim"][0]["met"] and found[2]["reason"] == "the script ended before it"
+    )
 
 
 def test_a_line_that_was_cut_off_is_left_out(part, tmp_path):
@@ -192,18 +201,32 @@ def test_a_place_comes_back_from_its_file(part, place, tmp_path):
 
 def test_the_page_in_docs_is_that_of_the_results_beside_it(part):
     results = json.loads((ROOT / "docs/gpu-results.json").read_text())
-    assert (ROOT / "docs/gpu-results.md").read_text() == part("_gpu.page").page(results), "run `make gpu`"
+    assert (ROOT / "docs/gpu-results.md").read_text() == part("_gpu.page").page(results), (
+        "run `make gpu`"
+    )
     names = [check.name for check in part("gpu").CHECKS]
     assert [check["name"] for check in results["checks"]] == names, "run `make gpu`"
 
 
 def test_a_page_says_what_ran_it_what_failed_and_what_does_not_hold(gpu, place, part):
     outcomes, _, _ = run(gpu, place, checks(gpu, "breaks", "misses"))
-    results = {"checks": [vars(outcome) for outcome in outcomes], "seconds": 3.25, "budget": 60.0, "size": "smallest"}
-    results |= {"device": "cpu", "name": "the CPU", "command": "python benchmarks/gpu.py", "date": "2026-01-02"}
+    results = {
+        "checks": [vars(outcome) for outcome in outcomes],
+        "seconds": 3.25,
+        "budget": 60.0,
+        "size": "smallest",
+    }
+    results |= {
+        "device": "cpu",
+        "name": "the CPU",
+        "command": "python benchmarks/gpu.py",
+        "date": "2026-01-02",
+    }
     text = part("_gpu.page").page(results)
     assert text.startswith("No GPU has run what this page shows")
-    assert "| breaks | failed |" in text and "Failed: exit 1: RuntimeError: it broke \\| here" in text
+    assert (
+        "| breaks | failed |" in text and "Failed: exit 1: RuntimeError: it broke \\| here" in text
+    )
     assert "| the same | all | none | NO |" in text and "| misses | done |" in text
     assert "2026-01-02, size `smallest`, 3.25 of at most 60 s." in text
     on_gpu = part("_gpu.page").page(results | {"device": "cuda:0", "name": "NVIDIA H100"})
@@ -222,7 +245,10 @@ def test_results_of_some_checks_do_not_replace_those_of_all(gpu):
 
 def test_the_time_to_go_is_that_of_the_last_run_on_the_same_device(gpu, tmp_path):
     about = {"device": "cuda:0", "name": "NVIDIA H100", "size": "full"}
-    lines = [{"name": "a", "seconds": 5.0, "state": "done"}, {"name": "b", "seconds": 9.0, "state": "ended"}]
+    lines = [
+        {"name": "a", "seconds": 5.0, "state": "done"},
+        {"name": "b", "seconds": 9.0, "state": "ended"},
+    ]
     (tmp_path / "r.json").write_text(json.dumps({**about, "checks": lines}))
     assert gpu._earlier(tmp_path / "r.json", about) == {"a": 5.0}
     assert gpu._earlier(tmp_path / "r.json", about | {"name": "another"}) == {}
@@ -233,7 +259,8 @@ def test_every_check_has_a_function_and_make_gpu_installs_nothing(gpu):
     for check in gpu.CHECKS:
         module, _, name = check.function.partition(":")
         assert callable(getattr(import_module(module), name)), check.name
-    command = ["make", "--no-print-directory", "-n", "gpu", "DEVICE=cpu"]  # make says its folders where another make runs it
+    # make says its folders where another make runs it
+    command = ["make", "--no-print-directory", "-n", "gpu", "DEVICE=cpu"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.strip().endswith("benchmarks/gpu.py --device cpu") and "pip" not in said
 
@@ -264,7 +291,13 @@ class Event:
 @pytest.fixture
 def pretended(monkeypatch):
     """Let torch.cuda answer as if there were an H100, so that the lines for a GPU run; tensors stay on the CPU."""
-    properties = {"name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 * 10**9, "multi_processor_count": 132}
+    properties = {
+        "name": "NVIDIA H100",
+        "major": 9,
+        "minor": 0,
+        "total_memory": 80 * 10**9,
+        "multi_processor_count": 132,
+    }
     properties |= {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
     begun: list[bool] = []
 
@@ -289,8 +322,14 @@ def test_the_environment_of_a_gpu_is_told(part, place, pretended):
     there = part("dataclasses").replace(place, device="cuda:0")
     found = found_by(part, ("_gpu.environment", "environment"), there)
     told = {line["what"]: line["value"] for line in found["figure"]}
-    assert (told["device"], told["compute capability"], told["memory of the device"]) == ("NVIDIA H100", "9.0", "80.00 GB")
-    assert found["claim"][0]["met"] and "device, capability, driver, CUDA" not in {line["what"] for line in found["absent"]}
+    assert (told["device"], told["compute capability"], told["memory of the device"]) == (
+        "NVIDIA H100",
+        "9.0",
+        "80.00 GB",
+    )
+    assert found["claim"][0]["met"] and "device, capability, driver, CUDA" not in {
+        line["what"] for line in found["absent"]
+    }
     assert part("_gpu.products").makers_speed(there) == pytest.approx(3.352e12, rel=1e-3)
     assert part("_gpu.products").makers_speed(place) is None
 
@@ -301,12 +340,20 @@ def test_calls_on_a_gpu_are_timed_between_its_events(part, pretended):
     assert 0.01 < clock.seconds(lambda: time.sleep(0.01), cold=False) < 0.5
 
 
-def test_the_memory_of_a_gpu_is_that_of_each_stage_and_is_compared_with_its_plan(part, place, pretended, monkeypatch):
+def test_the_memory_of_a_gpu_is_that_of_each_stage_and_is_compared_with_its_plan(
+    part, place, pretended, monkeypatch
+):
     """The stages run on the CPU; what the device took, and what its plan says, are made up."""
     stages, api = part("_gpu.stages"), part("quantflow.api")
     ran = []
-    monkeypatch.setattr(api, "measure", lambda *words, **options: ran.append(options) or SimpleNamespace(folder=place.work))
-    monkeypatch.setattr(api, "quantize", lambda *words, compute, **options: ran.append({"compute": compute}))
+    monkeypatch.setattr(
+        api,
+        "measure",
+        lambda *words, **options: ran.append(options) or SimpleNamespace(folder=place.work),
+    )
+    monkeypatch.setattr(
+        api, "quantize", lambda *words, compute, **options: ran.append({"compute": compute})
+    )
     monkeypatch.setattr(stages, "takes", lambda verb, option: True)
     planned = [{"stage": "measure", "peak_memory": 1e9, "device_memory": 2e8}]
     planned += [{"stage": "quantize", "peak_memory": 1e9, "device_memory": 1e8}]
@@ -326,7 +373,11 @@ def test_the_share_of_equal_integers_is_counted_in_packed_words(part, tmp_path):
     words = torch.tensor([[0x76543210, 0x0FEDCBA9]], dtype=torch.int32)
     for name, changed in (("a", 0), ("b", 0x00300004), ("c", None)):  # two integers of sixteen
         (tmp_path / name / "layers").mkdir(parents=True)
-        tensors = {"q.weight_scale": torch.ones(1)} if changed is None else {"q.weight_packed": words ^ changed}
+        tensors = (
+            {"q.weight_scale": torch.ones(1)}
+            if changed is None
+            else {"q.weight_packed": words ^ changed}
+        )
         save_file(tensors, tmp_path / name / "layers" / "00000.safetensors")
     assert stages.equal_integers(tmp_path / "a", tmp_path / "a") == 1
     assert stages.equal_integers(tmp_path / "b", tmp_path / "a") == (16 - 4) / 16  # in both words
@@ -348,7 +399,14 @@ def test_two_ranks_are_compared_with_one_process(part, place, monkeypatch):
         elif folder.name in ("whole", "alone"):
             path = stages.statistics_of(folder)
             path.parent.mkdir(parents=True)
-            save_file({"q|input|amax": torch.full([2], 1.0 + (0.0 if folder.name == "alone" else wrong["by"]))}, path)
+            save_file(
+                {
+                    "q|input|amax": torch.full(
+                        [2], 1.0 + (0.0 if folder.name == "alone" else wrong["by"])
+                    )
+                },
+                path,
+            )
         return ""
 
     monkeypatch.setattr(stages, "quantflow", pretended)
@@ -356,12 +414,17 @@ def test_two_ranks_are_compared_with_one_process(part, place, monkeypatch):
     first = place.work / "first"
     (first / "layers").mkdir(parents=True)
     (first / "layers/00000.safetensors").write_bytes(b"bytes")
-    for name, by, held in (("right", 0.0, [True, True, True]), ("wrong", 1e-3, [True, True, False])):
+    for name, by, held in (
+        ("right", 0.0, [True, True, True]),
+        ("wrong", 1e-3, [True, True, False]),
+    ):
         wrong["by"] = by
         there = part("dataclasses").replace(place, work=place.work / name)
         there.work.mkdir()
         told = there.work / "found.jsonl"
-        stages.two_ranks(there, part("_gpu.record").Found(told, on_gpu=False), ["quantize", "model"], first=first)
+        stages.two_ranks(
+            there, part("_gpu.record").Found(told, on_gpu=False), ["quantize", "model"], first=first
+        )
         assert [line["met"] for line in part("_gpu.record").read_found(told)["claim"]] == held
     assert ["--device" in words for words in asked] == [False] * len(asked)
     assert [words[words.index("--tp") + 1] for words in asked if "--tp" in words] == ["2", "2"]
@@ -370,13 +433,28 @@ def test_two_ranks_are_compared_with_one_process(part, place, monkeypatch):
     asked.clear()
     there = part("dataclasses").replace(place, work=place.work / "gpus", device="cuda:0")
     there.work.mkdir()
-    stages.two_ranks(there, part("_gpu.record").Found(there.work / "f", on_gpu=True), ["quantize", "model"], first=first)
-    assert [line["met"] for line in part("_gpu.record").read_found(there.work / "f")["claim"]] == [False, True, False]
-    assert [words[-1] for words in asked if "--ranks" in words] == ["cuda", "cuda"]  # each takes the one of its number
+    stages.two_ranks(
+        there,
+        part("_gpu.record").Found(there.work / "f", on_gpu=True),
+        ["quantize", "model"],
+        first=first,
+    )
+    assert [line["met"] for line in part("_gpu.record").read_found(there.work / "f")["claim"]] == [
+        False,
+        True,
+        False,
+    ]
+    # each takes the one of its number
+    assert [words[-1] for words in asked if "--ranks" in words] == ["cuda", "cuda"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     there = part("dataclasses").replace(there, work=place.work / "gpu")
     there.work.mkdir()
-    stages.two_ranks(there, part("_gpu.record").Found(there.work / "f", on_gpu=True), ["quantize", "model"], first=first)
+    stages.two_ranks(
+        there,
+        part("_gpu.record").Found(there.work / "f", on_gpu=True),
+        ["quantize", "model"],
+        first=first,
+    )
     found = part("_gpu.record").read_found(there.work / "f")
     assert found["claim"] == [] and found["absent"][0]["why"] == "torch finds 1"
 
@@ -394,7 +472,9 @@ def test_a_kernel_with_wrong_outputs_is_found(part, place, monkeypatch):
 
     def wrong(case, **options):
         backend, reasons = choose(case, **options)
-        return part("dataclasses").replace(backend, linear=lambda x, p, b: backend.linear(x, p, b) * 1.02), reasons
+        return part("dataclasses").replace(
+            backend, linear=lambda x, p, b: backend.linear(x, p, b) * 1.02
+        ), reasons
 
     monkeypatch.setattr(products, "choose", wrong)
     found = found_by(part, ("_gpu.products", "products"), place)
@@ -413,17 +493,26 @@ def test_a_scheme_that_does_not_run_leaves_the_others(part, place, monkeypatch):
     monkeypatch.setattr(speed, "random_model", broken)
     found = found_by(part, ("_gpu.speed", "large"), place)
     (missed,) = found["claim"]
-    assert (missed["what"], missed["found"], missed["met"]) == ("W8A8", "CUDA error: an illegal memory access", False)
+    assert (missed["what"], missed["found"], missed["met"]) == (
+        "W8A8",
+        "CUDA error: an illegal memory access",
+        False,
+    )
     told = {line["what"] for line in found["figure"]}
     for called in ("FP8", "FP8_DYNAMIC", "W4A16", "bfloat16"):
-        assert {f"{called}: prefill", f"{called}: decode", f"{called}: decode, of a plain read of these bytes"} <= told
+        assert {
+            f"{called}: prefill",
+            f"{called}: decode",
+            f"{called}: decode, of a plain read of these bytes",
+        } <= told
     assert any(line["what"].startswith("W4A16: decode, one sequence") for line in found["absent"])
 
 
 def test_a_random_model_has_its_shape_and_counts_what_a_token_reads(part, place):
     speed, (shape,) = part("_gpu.speed"), place.amounts.shapes.values()
     plain = speed.random_model(shape, None, device=CPU)
-    assert plain.read == shape.bytes - 2 * shape.vocab * shape.hidden  # one row of the embedding is next to nothing
+    # one row of the embedding is next to nothing
+    assert plain.read == shape.bytes - 2 * shape.vocab * shape.hidden
     assert sum(rows * columns for rows, columns in plain.layer_shapes) == shape.layer_weights
     eight = speed.random_model(shape, preset("FP8"), device=CPU)
     rest = plain.read - 2 * shape.layer_weights * shape.layers
@@ -436,15 +525,32 @@ def test_a_random_model_has_its_shape_and_counts_what_a_token_reads(part, place)
 def test_on_the_cpu_at_the_smallest_size_checks_run_and_hold(tmp_path):
     """As `make gpu` runs them; those that take minutes on a CPU are left out, docs/gpu-results.json has them."""
     names = ("environment", "measure", "generate", "graph", "large decoder", "memory", "peers")
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--device", "cpu", "--size", "smallest", "--patience", "5"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "gpu.py",
+        "--device",
+        "cpu",
+        "--size",
+        "smallest",
+        "--patience",
+        "5",
+    ]
     command += ["--work", tmp_path / "work", "--peers", tmp_path, "--only", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     results = json.loads((tmp_path / "work/gpu-results.json").read_text())
     assert done.returncode == 0, done.stderr
-    assert {check["name"]: check["state"] for check in results["checks"]} == dict.fromkeys(names, "done")
+    assert {check["name"]: check["state"] for check in results["checks"]} == dict.fromkeys(
+        names, "done"
+    )
     claims = {check["name"]: len(check["found"]["claim"]) for check in results["checks"]}
     assert claims["measure"] == 3 and claims["generate"] == 1 and claims["graph"] == 1
     absent = {line["what"] for check in results["checks"] for line in check["found"]["absent"]}
-    assert {"llmcompressor", "gptqmodel", "vllm", "steps replayed as a CUDA graph", "memory of the device"} <= absent
+    assert {
+        "llmcompressor",
+        "gptqmodel",
+        "vllm",
+        "steps replayed as a CUDA graph",
+        "memory of the device",
+    } <= absent
     assert (tmp_path / "work/gpu-results.md").read_text() in done.stdout
     assert "7 of 7, peers" in done.stderr

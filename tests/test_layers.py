@@ -41,7 +41,8 @@ LIBRARY = [
     "langchain",
     "server",
 ]  # low to high; quantflow.stages is above them all
-INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  # members of a table never import each other
+# members of a table never import each other
+INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}
 WITHOUT_TORCH = {
     "errors",
     "units",
@@ -54,7 +55,8 @@ WITHOUT_TORCH = {
     "artifact",
 }
 APPLICATION = {"stages", "click", "rich"}  # what the library never imports
-# May import the project's own modules inside functions: they start without torch, or without transformers' model code.
+# May import the project's own modules inside functions: they start without torch, or without
+# transformers' model code.
 LAZY = {
     "quantflow/models/graph.py",
     "quantflow/models/source.py",
@@ -70,7 +72,8 @@ LAZY = {
     "quantflow/runtime/load.py",
     "quantflow/server/__init__.py",
 }
-# Read or set the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
+# Read or set the environment: what a child gets of it, which rank a process is, and where compiled
+# code is kept.
 ENVIRONMENT = {
     "quantflow/process_memory.py",  # torch reads there alone how large its pages are
     "quantflow/child_process.py",
@@ -80,7 +83,8 @@ ENVIRONMENT = {
     "quantflow/server/vllm.py",  # what vLLM gets of it
     "stages/cli/environment.py",
 }
-FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])  # links are not followed
+# links are not followed
+FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])
 
 
 def imported_names(tree: ast.AST, where: Path) -> set[str]:
@@ -98,17 +102,25 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.is_relative_to(ROOT / "quantflow")], ids=relative)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.is_relative_to(ROOT / "quantflow")], ids=relative
+)
 def test_imports_point_downwards(path):
     own = path.relative_to(ROOT / "quantflow").parts[0].removesuffix(".py")
     for name in sorted(imported_names(ast.parse(path.read_text()), path)):
         package, _, rest = name.partition(".")
         layer = rest.partition(".")[0]
-        assert package not in APPLICATION, f"{path} imports {name}: the library never imports the application"
+        assert package not in APPLICATION, (
+            f"{path} imports {name}: the library never imports the application"
+        )
         if own == "__main__":  # the command line's own door
             continue
-        assert package != "quantflow" or layer != "stages", f"{path} imports {name}: stages are above the library"
-        assert own not in WITHOUT_TORCH or package not in ("torch", "numpy", "safetensors"), f"{path} imports {name}"
+        assert package != "quantflow" or layer != "stages", (
+            f"{path} imports {name}: stages are above the library"
+        )
+        assert own not in WITHOUT_TORCH or package not in ("torch", "numpy", "safetensors"), (
+            f"{path} imports {name}"
+        )
         if package != "quantflow" or own == "__init__":
             continue
         assert layer in LIBRARY, f"{path} imports {name}, a package without a place in the order"
@@ -128,16 +140,22 @@ def test_members_of_a_table_never_import_each_other(path):
     }  # what backends and layouts stand on
     for name in imported_names(ast.parse(path.read_text()), path):
         module = ".".join(name.split(".")[:3])
-        assert not name.startswith(f"{package}.") or module in shared, f"{path}: {name} is a sibling"
+        assert not name.startswith(f"{package}.") or module in shared, (
+            f"{path}: {name} is a sibling"
+        )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.is_relative_to(ROOT / "quantflow")], ids=relative)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.is_relative_to(ROOT / "quantflow")], ids=relative
+)
 def test_no_own_package_import_hides_inside_a_function(path):
     if relative(path) in LAZY:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            hidden = [name for name in imported_names(node, path) if name.partition(".")[0] == "quantflow"]
+            hidden = [
+                name for name in imported_names(node, path) if name.partition(".")[0] == "quantflow"
+            ]
             assert not hidden, f"{path}: {node.name} imports {hidden}"
 
 
@@ -146,10 +164,13 @@ def test_the_environment_is_read_in_these_places(path):
     if relative(path) in ENVIRONMENT:
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"{path}:{node.lineno}"
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), (
+            f"{path}:{node.lineno}"
+        )
 
 
-# What the command line may import of the library: the stages as functions, their records, files without torch, and words.
+# What the command line may import of the library: the stages as functions, their records, files
+# without torch, and words.
 OFFERED = {
     "quantflow.api",
     "quantflow.errors",
@@ -179,9 +200,13 @@ STAGES = [path for path in FILES if path.is_relative_to(ROOT / "stages")]
 def test_a_stage_is_public_and_calls_the_library_through_its_front_door(path):
     assert not path.name.startswith("_") or path.name in ("__init__.py", "__main__.py")
     for name in sorted(imported_names(ast.parse(path.read_text()), path)):
-        assert name.partition(".")[0] not in ("torch", "numpy", "transformers", "safetensors"), f"{path} imports {name}"
+        assert name.partition(".")[0] not in ("torch", "numpy", "transformers", "safetensors"), (
+            f"{path} imports {name}"
+        )
         if name.partition(".")[0] == "quantflow":
-            assert any(f"{name}.".startswith(f"{offered}.") for offered in OFFERED), f"{path} imports {name}"
+            assert any(f"{name}.".startswith(f"{offered}.") for offered in OFFERED), (
+                f"{path} imports {name}"
+            )
 
 
 def test_a_verb_is_a_file_that_says_what_it_reads_and_writes():
@@ -213,4 +238,8 @@ def test_a_public_class_name_stands_for_one_class():
 def test_no_module_replaces_a_foreign_one():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.Attribute) and node.attr == "modules" and ast.unparse(node) == "sys.modules"), path
+            assert not (
+                isinstance(node, ast.Attribute)
+                and node.attr == "modules"
+                and ast.unparse(node) == "sys.modules"
+            ), path

@@ -42,9 +42,35 @@ def trained(llama, text_files, tmp_path_factory):
             "-q",
         )
         assert run(*line) == 0
-    assert run("export", work / "artifact", "-o", work / "base", "--format", "dequantized", "--dtype", "f32", "-q") == 0
-    options = ["--text", text_files["heldout"], "-o", work / "adapter", "--steps", "30", "--length", "32", "--batch-size", "4"]
-    done = subprocess.run([sys.executable, SCRIPT, work / "base", *map(str, options)], capture_output=True, text=True)
+    assert (
+        run(
+            "export",
+            work / "artifact",
+            "-o",
+            work / "base",
+            "--format",
+            "dequantized",
+            "--dtype",
+            "f32",
+            "-q",
+        )
+        == 0
+    )
+    options = [
+        "--text",
+        text_files["heldout"],
+        "-o",
+        work / "adapter",
+        "--steps",
+        "30",
+        "--length",
+        "32",
+        "--batch-size",
+        "4",
+    ]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, work / "base", *map(str, options)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return work, json.loads(done.stdout)
 
@@ -60,15 +86,43 @@ def test_the_artifact_runs_with_it_and_says_something_else(trained, capsys):
     work, _ = trained
     texts = []
     for more in ((), ("--adapter", work / "adapter")):
-        assert run("generate", work / "artifact", "--prompt", "value", "--max-new-tokens", "12", "--json", "-q", *more) == 0
+        assert (
+            run(
+                "generate",
+                work / "artifact",
+                "--prompt",
+                "value",
+                "--max-new-tokens",
+                "12",
+                "--json",
+                "-q",
+                *more,
+            )
+            == 0
+        )
         texts.append(json.loads(capsys.readouterr().out)["outputs"][0]["tokens"])
     assert texts[0] != texts[1]
 
 
 def test_a_model_is_quantized_with_it_inside(trained, llama, tmp_path):
     work, _ = trained
-    line = ("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16", "--no-export", "--adapter", work / "adapter", "-q")
+    line = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "a",
+        "--scheme",
+        "W8A16",
+        "--no-export",
+        "--adapter",
+        work / "adapter",
+        "-q",
+    )
     assert run(*line) == 0
-    before, after = (load_file(path / "model.safetensors") for path in (llama, tmp_path / "a.work" / "0-merged"))
-    changed = {name.removesuffix(".weight") for name in before if not before[name].equal(after[name])}
+    before, after = (
+        load_file(path / "model.safetensors") for path in (llama, tmp_path / "a.work" / "0-merged")
+    )
+    changed = {
+        name.removesuffix(".weight") for name in before if not before[name].equal(after[name])
+    }
     assert changed == set(read_adapter(work / "adapter"))

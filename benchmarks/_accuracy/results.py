@@ -8,13 +8,40 @@ from typing import Any
 
 from _report import Bar, gb, table, write_results
 
-from _accuracy.rows import EIGHT, FILES, FLOAT4, INPUTS, ITERATIONS, LOWER, MIXED, NARROWER, OURS, UPPER, WEIGHTS
+from _accuracy.rows import (
+    EIGHT,
+    FILES,
+    FLOAT4,
+    INPUTS,
+    ITERATIONS,
+    LOWER,
+    MIXED,
+    NARROWER,
+    OURS,
+    UPPER,
+    WEIGHTS,
+)
 
 PART = "accuracy"
-COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.9 %", "perplexity", "top-1", "seconds", "RSS")
+COLUMNS = (
+    "model",
+    "program",
+    "scheme",
+    "bits per weight",
+    "KLD mean",
+    "KLD 99.9 %",
+    "perplexity",
+    "top-1",
+    "seconds",
+    "RSS",
+)
 GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
 GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD, FLOAT4_KLD = 1.02, 0.6, 0.85, 1.0, 0.85
-IMPORTANCE, FILE_KLD, JUDGED_FILES = "llama.cpp imatrix", 0.7, ("Q4_K_M.gguf", "Q4_0.gguf", "Q3_K_M.gguf")
+IMPORTANCE, FILE_KLD, JUDGED_FILES = (
+    "llama.cpp imatrix",
+    0.7,
+    ("Q4_K_M.gguf", "Q4_0.gguf", "Q3_K_M.gguf"),
+)
 EIGHT_KLD = MIXED_KLD = 1.0  # below, by however much
 Q8_0, Q4_K_M = ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_K_M")
 SAME_BITS = 1e-6
@@ -31,8 +58,10 @@ class Outcome:
         top1_agreement: 0..1.
         seconds, cpu: of the whole processes, imports included; wall and processor.
         rss: bytes, of the largest process.
-        quantizing: seconds of quantization alone, as the peer's script clocks them; None of quantflow.
-        idle: whether the machine did nothing else meanwhile; otherwise seconds are neither shown nor judged.
+        quantizing: seconds of quantization alone, as the peer's script clocks them; None of
+            quantflow.
+        idle: whether the machine did nothing else meanwhile; otherwise seconds are neither shown
+            nor judged.
         runs: the seconds of each run that this one stands for, in the order in which they were run.
     """
 
@@ -69,7 +98,9 @@ def read(path: Path | None, *, tokens: int) -> dict[tuple[str, str, str], Outcom
     return {outcome.key: outcome for outcome in (Outcome(**row) for row in earlier["rows"])}
 
 
-def write(path: Path, about: dict[str, Any], outcomes: Sequence[Outcome], judged: Sequence[Bar]) -> None:
+def write(
+    path: Path, about: dict[str, Any], outcomes: Sequence[Outcome], judged: Sequence[Bar]
+) -> None:
     """Write the results file."""
     write_results(path, about, PART, {"rows": [asdict(outcome) for outcome in outcomes]}, judged)
 
@@ -85,7 +116,9 @@ def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]
     schemes = [*(scheme.name for scheme in (*WEIGHTS, *NARROWER)), *INPUTS, *FLOAT4, *FILES]
 
     def place(row: Outcome) -> tuple[int, int, float, float]:
-        shared = (schemes.index(row.scheme), 0.0) if row.scheme in schemes else (len(schemes), row.bits)
+        shared = (
+            (schemes.index(row.scheme), 0.0) if row.scheme in schemes else (len(schemes), row.bits)
+        )
         return (models.index(row.model), *shared, row.mean_kld)
 
     return sorted(outcomes, key=place)
@@ -143,7 +176,9 @@ def _gptq(rows: Rows, scheme: str) -> list[Bar]:
         judged.append(_kld_bar(ours, theirs, limit=GPTQ_KLD))
         judged += _time_bars(ours, theirs, limit=GPTQ_COST)
         memory = f"{gb(ours.rss)} of {gb(theirs.rss)}"
-        judged.append(_bar(ours, theirs, "peak RSS", ours.rss / theirs.rss, limit=GPTQ_COST, numbers=memory))
+        judged.append(
+            _bar(ours, theirs, "peak RSS", ours.rss / theirs.rss, limit=GPTQ_COST, numbers=memory)
+        )
     return judged
 
 
@@ -165,7 +200,9 @@ def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
 def _eight(rows: Rows) -> list[Bar]:
     """`best` of 8 bits, next to a peer's that has finer groups and half a bit more."""
     ours, theirs = rows.get((f"{OURS} best", EIGHT.name)), rows.get(Q8_0)
-    return [_kld_bar(ours, theirs, limit=EIGHT_KLD)] if ours is not None and theirs is not None else []
+    return (
+        [_kld_bar(ours, theirs, limit=EIGHT_KLD)] if ours is not None and theirs is not None else []
+    )
 
 
 def _mixed(rows: Rows) -> list[Bar]:
@@ -194,9 +231,15 @@ def _mixed(rows: Rows) -> list[Bar]:
 
 def _inputs(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
     """`best` where there is one, else the best of quantflow's, next to the best peer."""
-    peers = [row for row in rows.values() if row.scheme == scheme and not row.program.startswith(OURS)]
+    peers = [
+        row for row in rows.values() if row.scheme == scheme and not row.program.startswith(OURS)
+    ]
     ours = _nearest_of_ours(rows, scheme)
-    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if ours is not None and peers else []
+    return (
+        [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)]
+        if ours is not None and peers
+        else []
+    )
 
 
 def _nearest_of_ours(rows: Rows, scheme: str) -> Outcome | None:
@@ -220,7 +263,10 @@ def _no_slower(rows: Rows) -> list[Bar]:
     """`best`, next to AutoRound's default."""
     judged = []
     for scheme in (WEIGHTS[0], NARROWER[0]):
-        ours, theirs = rows.get((f"{OURS} best", scheme.name)), rows.get((next(iter(ITERATIONS)), scheme.name))
+        ours, theirs = (
+            rows.get((f"{OURS} best", scheme.name)),
+            rows.get((next(iter(ITERATIONS)), scheme.name)),
+        )
         if ours is not None and theirs is not None:
             judged += _time_bars(ours, theirs, limit=1.0)
     return judged
@@ -231,7 +277,9 @@ def _time_bars(ours: Outcome, theirs: Outcome, *, limit: float) -> list[Bar]:
     if not (ours.idle and theirs.idle):
         return []
     numbers = f"{ours.seconds:.1f} s of {theirs.seconds:.1f} s"
-    return [_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=limit, numbers=numbers)]
+    return [
+        _bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=limit, numbers=numbers)
+    ]
 
 
 def _kld_bar(ours: Outcome, theirs: Outcome, *, limit: float) -> Bar:
@@ -239,7 +287,9 @@ def _kld_bar(ours: Outcome, theirs: Outcome, *, limit: float) -> Bar:
     return _bar(ours, theirs, "KLD", ours.mean_kld / theirs.mean_kld, limit=limit, numbers=numbers)
 
 
-def _bar(ours: Outcome, theirs: Outcome, what: str, ratio: float, *, limit: float, numbers: str) -> Bar:
+def _bar(
+    ours: Outcome, theirs: Outcome, what: str, ratio: float, *, limit: float, numbers: str
+) -> Bar:
     peer = theirs.program if theirs.scheme == ours.scheme else f"{theirs.program} {theirs.scheme}"
     return Bar(
         what=f"{ours.model}, {ours.scheme}, {ours.program}: {what}",

@@ -1,7 +1,8 @@
 """What is compared: every program with every scheme it has, as commands that run one after another in processes of their own.
 
-Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a scale at 4 bits, 64 below, and
-a scale per output at 8. Everything else is the program's default, or what its own examples use.
+Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a
+scale at 4 bits, 64 below, and a scale per output at 8. Everything else is the program's default, or
+what its own examples use.
 """
 
 import json
@@ -45,14 +46,21 @@ class WeightScheme:
 
 def _weight_scheme(bits: int, group: int, symmetric: bool) -> WeightScheme:
     name = f"W{bits}A16" + ("" if symmetric else "_ASYM")
-    return WeightScheme(name=f"{name} g{group}", preset=name, bits=bits, group=group, symmetric=symmetric)
+    return WeightScheme(
+        name=f"{name} g{group}", preset=name, bits=bits, group=group, symmetric=symmetric
+    )
 
 
 EIGHT = WeightScheme(name="W8A16", preset="W8A16", bits=8, group=-1, symmetric=True)
-WEIGHTS = tuple(_weight_scheme(bits, group, sym) for bits, group in ((4, 128), (3, 64), (2, 64)) for sym in (True, False))
+WEIGHTS = tuple(
+    _weight_scheme(bits, group, sym)
+    for bits, group in ((4, 128), (3, 64), (2, 64))
+    for sym in (True, False)
+)
 WEIGHTS += (EIGHT,)
-# Schemes chosen per linear for so many bits per weight; 4.65 is less than llama.cpp's Q4_K_M takes of any of the models. And
-# uniform ones with more bits, which no peer but llama.cpp has: mixtures are compared with the line from LOWER to UPPER.
+# Schemes chosen per linear for so many bits per weight; 4.65 is less than llama.cpp's Q4_K_M takes
+# of any of the models. And uniform ones with more bits, which no peer but llama.cpp has: mixtures
+# are compared with the line from LOWER to UPPER.
 MIXED = {"W4A16@4.25": 4.25, "W4A16@4.65": 4.65}
 # Where 128 does not divide the inputs of a linear: the same 4 bits in groups of 64.
 NARROWER = tuple(_weight_scheme(4, 64, symmetric) for symmetric in (True, False))
@@ -71,10 +79,26 @@ FLOAT4 = {
     **{name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16")},
     **{name: ("rtn", "gptq", "good", "best") for name in ("NVFP4", "MXFP4")},
 }
-LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
-LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix
-# llama.cpp's types that quantflow rounds onto -> its algorithms. Rows of whole files, which llama.cpp runs: `Q4_0.gguf`.
-FILES = {f"{name}.gguf": ("gptq", "yaqa", "good", "best") for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "Q8_0")}
+LLAMA_CPP = (
+    "Q8_0",
+    "Q6_K",
+    "Q5_K_M",
+    "Q5_K_S",
+    "Q4_K_M",
+    "Q4_K_S",
+    "Q4_1",
+    "Q4_0",
+    "IQ4_NL",
+    "IQ4_XS",
+)
+# smaller ones want an importance matrix
+LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")
+# llama.cpp's types that quantflow rounds onto -> its algorithms. Rows of whole files, which
+# llama.cpp runs: `Q4_0.gguf`.
+FILES = {
+    f"{name}.gguf": ("gptq", "yaqa", "good", "best")
+    for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "Q8_0")
+}
 ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
 
 
@@ -84,9 +108,11 @@ class Row:
 
     Attributes:
         commands: timed, from import to the saved files.
-        after: reads the files back, or runs the file; not timed. None for quantflow, whose files the benchmark reads itself.
+        after: reads the files back, or runs the file; not timed. None for quantflow, whose files
+            the benchmark reads itself.
         environment: variables beside this process's own.
-        runs: llama.cpp runs the file that is left, embedding and head included, and `after` writes its logits.
+        runs: llama.cpp runs the file that is left, embedding and head included, and `after` writes
+            its logits.
     """
 
     program: str
@@ -107,7 +133,8 @@ class Place:
     """Where the rows of one model find and put their files.
 
     Attributes:
-        output: a folder that each row has for itself; the last command leaves `artifact` (quantflow) or `report.json` in it.
+        output: a folder that each row has for itself; the last command leaves `artifact`
+            (quantflow) or `report.json` in it.
         gguf, names: as `export_gguf` returns them.
         windows: as `Text` has them.
         peers: an environment per peer.
@@ -126,7 +153,11 @@ class Place:
     @property
     def weights(self) -> tuple[WeightScheme, ...]:
         """The schemes of weights alone whose groups divide what they group."""
-        return (*NARROWER, *(scheme for scheme in WEIGHTS if scheme.group != 128)) if self.narrow else WEIGHTS
+        return (
+            (*NARROWER, *(scheme for scheme in WEIGHTS if scheme.group != 128))
+            if self.narrow
+            else WEIGHTS
+        )
 
     @property
     def mixes(self) -> bool:
@@ -136,28 +167,46 @@ class Place:
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         """The schemes with quantized inputs whose groups divide what they group."""
-        return {name: algorithms for name, algorithms in INPUTS.items() if not (self.narrow and "g128" in name)}
+        return {
+            name: algorithms
+            for name, algorithms in INPUTS.items()
+            if not (self.narrow and "g128" in name)
+        }
 
 
 def all_rows(place: Place) -> list[Row]:
     """Return every row of one model."""
-    return [*_ours(place), *_llm_compressor(place), *_gptqmodel(place), *_autoround(place), *_others(place), *_files(place)]
+    return [
+        *_ours(place),
+        *_llm_compressor(place),
+        *_gptqmodel(place),
+        *_autoround(place),
+        *_others(place),
+        *_files(place),
+    ]
 
 
 def wanted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
     """Return the rows that `--only` asks for: all without a text; the row whose `text` is one, else those that contain it."""
     whole = {row.text for row in rows}.intersection(only)
     parts = [text for text in only if text not in whole]
-    return [row for row in rows if not only or row.text in whole or any(part in row.text for part in parts)]
+    return [
+        row
+        for row in rows
+        if not only or row.text in whole or any(part in row.text for part in parts)
+    ]
 
 
 def _ours(place: Place) -> Iterator[Row]:
-    named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
+    # for weights alone best is yaqa
+    named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]
     for algorithm in (*named, *COMBINATIONS):
         mixes = place.mixes and algorithm in MIXED_BY
         for scheme in (*place.weights, *(FINER if mixes else ())):
             options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()
-            yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
+            yield _our_row(
+                place, algorithm, name=scheme.name, scheme=scheme.preset, options=options
+            )
         for name, target in MIXED.items() if mixes else ():
             yield _our_row(place, algorithm, name=name, scheme=LOWER.preset, target=target)
         for name, algorithms in {**place.inputs, **FLOAT4}.items():
@@ -166,21 +215,38 @@ def _ours(place: Place) -> Iterator[Row]:
 
 
 def _our_row(
-    place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = (), target: float | None = None
+    place: Place,
+    algorithm: str,
+    *,
+    name: str,
+    scheme: str,
+    options: tuple[str, ...] = (),
+    target: float | None = None,
 ) -> Row:
     """Return a row of quantflow's, measured where it must be; schemes are chosen where bits per weight are given."""
     needs = f"{scheme}:{algorithm}" if target is None else f"{scheme}:{algorithm}@{target}"
     options = options if target is None else (*options, "--target-bpw", str(target))
     ours, (entry,) = Commands(model=place.model), entries_of(needs)
-    measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
-    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact), *options)
+    measured, quantized, artifact = (
+        place.output / part for part in ("measured", "quantized", "artifact")
+    )
+    quantize = (
+        *ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact),
+        *options,
+    )
     if needs_of(entry, [preset(scheme)]) or learned_of(entry) is not None:
         quantize = (*quantize, "--measurement", measured, "--calibration", place.calibration)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(quantize,))
 
 
 def _peer(
-    place: Place, peer: str, program: str, scheme: str, settings: Settings, *, environment: Mapping[str, str] | None = None
+    place: Place,
+    peer: str,
+    program: str,
+    scheme: str,
+    settings: Settings,
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> Row:
     """Return the row of a peer whose script is accuracy_PEER.py and whose environment is PEER."""
     call: Command = (place.peers / peer / "bin" / "python", SCRIPTS / f"accuracy_{peer}.py")
@@ -202,7 +268,9 @@ def _llm_compressor(place: Place) -> Iterator[Row]:
         for program in ("RTN", "GPTQ", "AWQ"):
             yield row(program, scheme.name, algorithm=program.lower(), **scheme.settings)
     for alpha in (0.5, 0.8):
-        yield row(f"SmoothQuant {alpha} GPTQ", "W8A8", algorithm="gptq", scheme="W8A8", smoothing=alpha)
+        yield row(
+            f"SmoothQuant {alpha} GPTQ", "W8A8", algorithm="gptq", scheme="W8A8", smoothing=alpha
+        )
     for program in ("RTN", "GPTQ"):
         yield row(program, "W8A8", algorithm=program.lower(), scheme="W8A8")
         if "W4A8 g128" in place.inputs:
@@ -216,15 +284,26 @@ def _llm_compressor(place: Place) -> Iterator[Row]:
 def _gptqmodel(place: Place) -> Iterator[Row]:
     workers = {"GPTQMODEL_CPU_WORKERS": "2"}  # on two cores it refuses to start without
     for scheme in place.weights:
-        yield _peer(place, "gptqmodel", "GPTQModel", scheme.name, scheme.settings, environment=workers)
+        yield _peer(
+            place, "gptqmodel", "GPTQModel", scheme.name, scheme.settings, environment=workers
+        )
 
 
 def _autoround(place: Place) -> Iterator[Row]:
     for program, iterations in ITERATIONS.items():
         for scheme in place.weights:
-            yield _peer(place, "autoround", program, scheme.name, {**scheme.settings, "iterations": iterations})
+            yield _peer(
+                place,
+                "autoround",
+                program,
+                scheme.name,
+                {**scheme.settings, "iterations": iterations},
+            )
         for name in FLOAT4:
-            settings = {"scheme": name.removesuffix("A16"), "act_bits": 16 if name.endswith("A16") else 4}
+            settings = {
+                "scheme": name.removesuffix("A16"),
+                "act_bits": 16 if name.endswith("A16") else 4,
+            }
             yield _peer(place, "autoround", program, name, {**settings, "iterations": iterations})
 
 
@@ -235,12 +314,21 @@ def _others(place: Place) -> Iterator[Row]:
         yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)
     for bits, group in ((8, 64), *(() if place.narrow else ((4, 128),)), (4, 64), (3, 64), (2, 64)):
         # Its zero points are float16 numbers, so that it has more bits at equal groups.
-        yield _peer(place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group})
+        yield _peer(
+            place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group}
+        )
 
 
 def _llama_cpp(place: Place, scheme: str, kind: str, *, importance: bool) -> Row:
-    settings = {"type": kind, "importance": importance, "gguf": str(place.gguf), "names": str(place.names)}
-    return _peer(place, "llamacpp", "llama.cpp imatrix" if importance else "llama.cpp", scheme, settings)
+    settings = {
+        "type": kind,
+        "importance": importance,
+        "gguf": str(place.gguf),
+        "names": str(place.names),
+    }
+    return _peer(
+        place, "llamacpp", "llama.cpp imatrix" if importance else "llama.cpp", scheme, settings
+    )
 
 
 def _files(place: Place) -> Iterator[Row]:

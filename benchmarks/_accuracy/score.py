@@ -2,8 +2,9 @@
 
     bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
 
-The metrics are those of quantflow.validating, of held-out windows, against the original model in float32. Of a GGUF file that
-llama.cpp ran the logits are llama.cpp's, with its rounding of inputs, and the bits are those of the whole file.
+The metrics are those of quantflow.validating, of held-out windows, against the original model in
+float32. Of a GGUF file that llama.cpp ran the logits are llama.cpp's, with its rounding of inputs,
+and the bits are those of the whole file.
 """
 
 import json
@@ -47,8 +48,10 @@ class Candidate:
 
     Attributes:
         weights: source name of each quantized linear -> its dequantized weight [O, I] float32.
-        changed: source name -> the other tensors that are no longer the source's, such as smoothed norms.
-        inputs: source name of a linear -> how its input is rounded; those that are not are left out.
+        changed: source name -> the other tensors that are no longer the source's, such as smoothed
+            norms.
+        inputs: source name of a linear -> how its input is rounded; those that are not are left
+            out.
         stored: bytes of packed weights, scales and zero points.
     """
 
@@ -76,19 +79,30 @@ def of_artifact(folder: Path, source: Source) -> Candidate:
         linear = artifact.decode(name)
         weights[name] = linear.weight.dequantize()
         if linear.scheme.input is not None:
-            inputs[name] = Input(scheme=linear.scheme.input, scale=linear.input_scale, zero_point=linear.input_zero_point)
-        parts = [part for part in tensor_names(name, placement.scheme) if not part.endswith(NOT_WEIGHTS)]
+            inputs[name] = Input(
+                scheme=linear.scheme.input,
+                scale=linear.input_scale,
+                zero_point=linear.input_zero_point,
+            )
+        parts = [
+            part for part in tensor_names(name, placement.scheme) if not part.endswith(NOT_WEIGHTS)
+        ]
         stored += sum(artifact.checkpoint.infos[part].nbytes for part in parts)
     quantized = {f"{name}.weight" for name in weights}
     others = artifact.read([name for name in artifact.names if name not in quantized])
     before = source.read(others)
-    changed = {name: tensor for name, tensor in others.items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name: tensor for name, tensor in others.items() if not torch.equal(tensor, before[name])
+    }
     return Candidate(weights=weights, changed=changed, inputs=inputs, stored=stored)
 
 
 def of_peer(folder: Path) -> Candidate:
     """Read what a peer's script wrote: weights.safetensors, and report.json with `bytes`, `linears`, `input`, `scales`."""
-    tensors, report = load_file(folder / "weights.safetensors"), json.loads((folder / "report.json").read_text())
+    tensors, report = (
+        load_file(folder / "weights.safetensors"),
+        json.loads((folder / "report.json").read_text()),
+    )
     weights = {name: tensors.pop(f"{name}.weight") for name in report["linears"]}
     inputs = {}
     if report["input"] is not None:
@@ -113,10 +127,14 @@ class Judge:
         """Return ppl_ratio, mean_kld and kld_p999 in nats, top1_agreement.
 
         Raises:
-            Failed: a linear of the decoder layers that the candidate leaves out, or a weight of another shape.
+            Failed: a linear of the decoder layers that the candidate leaves out, or a weight of
+                another shape.
         """
         if missing := sorted(set(graph_for(self.source.config).linears) - candidate.weights.keys()):
-            raise Failed(f"{missing[0]}: not quantized, so bits would not be comparable ({len(missing)} such linears)")
+            raise Failed(
+                f"{missing[0]}: not quantized, so bits would not be comparable ({len(missing)} "
+                "such linears)"
+            )
         model = load_model(self.source, dtype=torch.float32)
         put_(model, candidate)
         return self.score_logits(map(logits_of(model), self._windows))
@@ -125,7 +143,8 @@ class Judge:
         """Return the bits per element of a file that llama.cpp ran, and the metrics of the logits that it left.
 
         Args:
-            folder: logits.f32, float32 [V] for each token of each window, and file.json: `vocabulary`, `bytes`, `elements`.
+            folder: logits.f32, float32 [V] for each token of each window, and file.json:
+                `vocabulary`, `bytes`, `elements`.
 
         Raises:
             Failed: logits of another number of tokens, or of another vocabulary.
@@ -160,7 +179,10 @@ def put_(model: nn.Module, candidate: Candidate) -> None:
         Failed: a weight of another shape.
     """
     names = NameMap(model)  # type: ignore[arg-type]
-    for name, tensor in {**{f"{key}.weight": value for key, value in candidate.weights.items()}, **candidate.changed}.items():
+    for name, tensor in {
+        **{f"{key}.weight": value for key, value in candidate.weights.items()},
+        **candidate.changed,
+    }.items():
         parameter = model.get_parameter(names.module_name(name))
         if parameter.shape != tensor.shape:
             raise Failed(f"{name}: {list(tensor.shape)}, the model has {list(parameter.shape)}")
@@ -171,4 +193,6 @@ def put_(model: nn.Module, candidate: Candidate) -> None:
 
 
 def _rounded(entering: Input, _module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-    return (fake_quantize_input(arguments[0], entering.scheme, entering.scale, entering.zero_point),)
+    return (
+        fake_quantize_input(arguments[0], entering.scheme, entering.scale, entering.zero_point),
+    )

@@ -1,7 +1,8 @@
 """Train one of the benchmark's models: FAMILY --minutes M --output DIR, with examples/tiny-llama on PYTHONPATH.
 
-On the text, with the tokenizer, optimizers and schedule of examples/tiny-llama/train.py; another family and other widths, so
-that nothing is tuned to one model. The weights are saved in bf16. The last line says how far it came.
+On the text, with the tokenizer, optimizers and schedule of examples/tiny-llama/train.py; another
+family and other widths, so that nothing is tuned to one model. The weights are saved in bf16. The
+last line says how far it came.
 """
 
 import argparse
@@ -11,26 +12,49 @@ from pathlib import Path
 import stdlib_text
 import torch
 import train
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from quantflow.models.tokenizer import load_tokenizer
 
 EXAMPLE = Path(train.__file__).parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 PEAK, DECAY, SEED = 3e-3, 0.1, 0
-SHARED = {"vocab_size": train.VOCABULARY, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1}
+SHARED = {
+    "vocab_size": train.VOCABULARY,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def gpt_neox() -> PreTrainedModel:
     """Return 4 layers of hidden 512 with biases, LayerNorm, GELU, a fused q/k/v and the two branches in parallel."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SHARED, **sizes, tie_word_embeddings=False))
 
 
 def wide_llama() -> PreTrainedModel:
     """Return 3 layers of hidden 768, 12 heads and 4 KV heads of 64, SwiGLU of 2304."""
-    sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 3, "num_attention_heads": 12}
-    return LlamaForCausalLM(LlamaConfig(**SHARED, **sizes, num_key_value_heads=4, tie_word_embeddings=False))
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 12,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**SHARED, **sizes, num_key_value_heads=4, tie_word_embeddings=False)
+    )
 
 
 FAMILIES = {"gpt-neox": gpt_neox, "wide-llama": wide_llama}
@@ -38,22 +62,35 @@ FAMILIES = {"gpt-neox": gpt_neox, "wide-llama": wide_llama}
 
 def main() -> None:
     """Train and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     torch.manual_seed(SEED)
     tokenizer = load_tokenizer(EXAMPLE)
-    tokens, heldout = (train.tokenize(tokenizer, stdlib_text.documents(heldout=side)) for side in (False, True))
+    tokens, heldout = (
+        train.tokenize(tokenizer, stdlib_text.documents(heldout=side)) for side in (False, True)
+    )
     model = FAMILIES[given.family]()
-    told = {"minutes": given.minutes, "peak": PEAK, "decay": DECAY, "seed": SEED, "snapshot": given.output}
+    told = {
+        "minutes": given.minutes,
+        "peak": PEAK,
+        "decay": DECAY,
+        "seed": SEED,
+        "snapshot": given.output,
+    }
     record = train.train(model, tokens, heldout, **told)
     train.save(model, given.output)
     for name in TOKENIZER_FILES:
         shutil.copyfile(EXAMPLE / name, given.output / name)
     loss = train.heldout_loss(model.to(torch.bfloat16).float(), heldout, 16384)
-    print(f"{loss:.3f} nats per held-out token after {record['steps']} steps, {record['tokens']} tokens")
+    print(
+        f"{loss:.3f} nats per held-out token after {record['steps']} steps, {record['tokens']} "
+        "tokens"
+    )
 
 
 if __name__ == "__main__":

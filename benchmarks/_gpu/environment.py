@@ -45,13 +45,26 @@ def environment(place: Place, found: Found) -> None:
     found.figure("driver", _driver())
     free, _ = torch.cuda.mem_get_info(place.device)
     found.figure("free memory of the device", gb(free))
-    found.claim("the device is free", promised="9 tenths of its memory", found=gb(free), met=free > 0.9 * about.total_memory)
+    found.claim(
+        "the device is free",
+        promised="9 tenths of its memory",
+        found=gb(free),
+        met=free > 0.9 * about.total_memory,
+    )
 
 
 def _driver() -> str:
-    words = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit", "--format=csv,noheader"]
+    words = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit",
+        "--format=csv,noheader",
+    ]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.strip().splitlines()[0]
+        return (
+            subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+            .stdout.strip()
+            .splitlines()[0]
+        )
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return f"nvidia-smi: {type(error).__name__}"
 

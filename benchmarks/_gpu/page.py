@@ -6,7 +6,8 @@ from typing import Any
 from _report import table
 
 _WITHOUT = (
-    "No GPU has run what this page shows: the CPU ran every check in the device's place, with less to do. "
+    "No GPU has run what this page shows: the CPU ran every check in the device's place, with "
+    "less to do. "
     "Its seconds and speeds say nothing of a GPU."
 )
 _WITH = "{device} ran what this page shows."
@@ -22,10 +23,15 @@ def page(results: Mapping[str, Any]) -> str:
         "",
         f"    {results['command']}",
         "",
-        f"{results['date']}, size `{results['size']}`, {_number(results['seconds'])} of at most {results['budget']:.0f} s. "
-        "This page is made of [gpu-results.json](gpu-results.json); [gpu.md](gpu.md) says what the checks are about.",
+        f"{results['date']}, size `{results['size']}`, {_number(results['seconds'])} of at most "
+        f"{results['budget']:.0f} s. "
+        "This page is made of [gpu-results.json](gpu-results.json); [gpu.md](gpu.md) says what "
+        "the checks are about.",
         "",
-        table(("check", "state", "seconds", "claims held", "bars met"), [_row(check) for check in checks]),
+        table(
+            ("check", "state", "seconds", "claims held", "bars met"),
+            [_row(check) for check in checks],
+        ),
     ]
     for check in checks:
         lines += _section(check)
@@ -34,7 +40,12 @@ def page(results: Mapping[str, Any]) -> str:
 
 def _row(check: Mapping[str, Any]) -> tuple[str, ...]:
     seconds = "" if check["seconds"] is None else f"{check['seconds']:.0f}"
-    return (check["name"], check["state"], seconds, *(_share(check["found"][kind]) for kind in ("claim", "bar")))
+    return (
+        check["name"],
+        check["state"],
+        seconds,
+        *(_share(check["found"][kind]) for kind in ("claim", "bar")),
+    )
 
 
 def _share(lines: list[Mapping[str, Any]]) -> str:
@@ -47,16 +58,29 @@ def _section(check: Mapping[str, Any]) -> list[str]:
     if check["reason"]:
         lines += ["", f"{check['state'].capitalize()}: {_cell(check['reason'])}"]
     judged = [
-        (_cell(line["what"]), _cell(line["promised"]), _cell(line["found"]), "yes" if line["met"] else "NO")
+        (
+            _cell(line["what"]),
+            _cell(line["promised"]),
+            _cell(line["found"]),
+            "yes" if line["met"] else "NO",
+        )
         for line in (*found["claim"], *found["bar"])
     ]
     if judged:
         lines += ["", table(("promised", "how far", "found", "holds"), judged)]
     if found["figure"]:
-        rows = [(_cell(line["what"]), f"{_number(line['value'])} {line['unit']}".strip()) for line in found["figure"]]
+        rows = [
+            (_cell(line["what"]), f"{_number(line['value'])} {line['unit']}".strip())
+            for line in found["figure"]
+        ]
         lines += ["", table(("figure", "found"), rows)]
     if found["absent"]:
-        lines += ["", "Not run:", "", *(f"- {_cell(line['what'])}: {_cell(line['why'])}." for line in found["absent"])]
+        lines += [
+            "",
+            "Not run:",
+            "",
+            *(f"- {_cell(line['what'])}: {_cell(line['why'])}." for line in found["absent"]),
+        ]
     return lines
 
 

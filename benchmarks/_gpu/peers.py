@@ -27,16 +27,51 @@ def peers(place: Place, found: Found) -> None:
         _decoding(place, found, vllm)
 
 
-def _rounding(place: Place, found: Found, *, compressor: Path | None, gptqmodel: Path | None) -> None:
+def _rounding(
+    place: Place, found: Found, *, compressor: Path | None, gptqmodel: Path | None
+) -> None:
     """Let all of them measure and round the same checkpoint and tokens."""
     amounts = place.amounts
     model, calibration = large_checkpoint(place, amounts.depths[-1])
-    length = ["--samples", str(amounts.large_samples), "--sequence-length", str(amounts.large_tokens)]
+    length = [
+        "--samples",
+        str(amounts.large_samples),
+        "--sequence-length",
+        str(amounts.large_tokens),
+    ]
     measured, made = place.work / "measured", place.work / "artifact"
-    words = ["measure", model, "-o", measured, "--for", "W4A16:gptq", "--calibration", calibration, *length, "-q"]
+    words = [
+        "measure",
+        model,
+        "-o",
+        measured,
+        "--for",
+        "W4A16:gptq",
+        "--calibration",
+        calibration,
+        *length,
+        "-q",
+    ]
     ours, _ = timed(*words, *on_device(place, "measure", found))
-    words = ["quantize", model, "-o", place.work / "quantized", "--scheme", "W4A16", "--algorithm", "gptq"]
-    more, _ = timed(*words, "--measurement", measured, "--export", made, "-q", *on_device(place, "quantize", found))
+    words = [
+        "quantize",
+        model,
+        "-o",
+        place.work / "quantized",
+        "--scheme",
+        "W4A16",
+        "--algorithm",
+        "gptq",
+    ]
+    more, _ = timed(
+        *words,
+        "--measurement",
+        measured,
+        "--export",
+        made,
+        "-q",
+        *on_device(place, "quantize", found),
+    )
     ours += more
     found.figure(f"quantflow, {amounts.depths[-1]} layers", ours, "s")
     programs = {  # llm-compressor's sequential path takes the accelerator that torch finds
@@ -51,7 +86,10 @@ def _rounding(place: Place, found: Found, *, compressor: Path | None, gptqmodel:
         if seconds is not None:
             found.figure(f"{name}, {amounts.depths[-1]} layers", seconds, "s")
             found.bar(
-                f"quantflow beside {name}", promised=f"less than {seconds:.0f} s", found=f"{ours:.0f} s", met=ours < seconds
+                f"quantflow beside {name}",
+                promised=f"less than {seconds:.0f} s",
+                found=f"{ours:.0f} s",
+                met=ours < seconds,
             )
 
 
@@ -61,11 +99,23 @@ def autoround(place: Place, found: Found) -> float | None:
     if python is None:
         return None
     calibration, output = place.work / "calibration.jsonl", place.work / "autoround"
-    make_calibration(calibration, samples=place.amounts.samples, tokens=place.amounts.tokens, seed=SEED)
+    make_calibration(
+        calibration, samples=place.amounts.samples, tokens=place.amounts.tokens, seed=SEED
+    )
     output.mkdir(exist_ok=True)
-    settings = {"bits": 4, "group_size": 128, "symmetric": True, "iterations": 200, "device": place.device}
+    settings = {
+        "bits": 4,
+        "group_size": 128,
+        "symmetric": True,
+        "iterations": 200,
+        "device": place.device,
+    }
     script = SCRIPTS / "accuracy_autoround.py"
-    seconds = _run([python, script, "quantize", place.model, calibration, output, json.dumps(settings)], found, "AutoRound")
+    seconds = _run(
+        [python, script, "quantize", place.model, calibration, output, json.dumps(settings)],
+        found,
+        "AutoRound",
+    )
     if seconds is not None:
         found.figure(f"AutoRound, {' '.join(calibrated(place))}", seconds, "s")
     return seconds
@@ -74,14 +124,31 @@ def autoround(place: Place, found: Found) -> float | None:
 def _decoding(place: Place, found: Found, python: Path) -> None:
     """Let vLLM and `generate` continue one prompt with an artifact of the example model."""
     made = artifact(place, "W4A16")
-    words = ["--prompt", "def main():", "--max-new-tokens", str(VLLM_NEW), "--ignore-eos", "--json", "-q"]
+    words = [
+        "--prompt",
+        "def main():",
+        "--max-new-tokens",
+        str(VLLM_NEW),
+        "--ignore-eos",
+        "--json",
+        "-q",
+    ]
     words += ["--repeat", "3", "--device", place.kind, "--dtype", "bfloat16"]
     batches = json.loads(quantflow("generate", made, *words))["timing"]["batches"]
-    found.figure("quantflow, one sequence", statistics.median(batch["tokens_per_second"] for batch in batches), "tokens/s")
+    found.figure(
+        "quantflow, one sequence",
+        statistics.median(batch["tokens_per_second"] for batch in batches),
+        "tokens/s",
+    )
     told = place.work / "vllm.json"
-    if _run([python, SCRIPTS / "gpu_vllm.py", made, told, str(VLLM_NEW)], found, "vLLM") is not None:
+    if (
+        _run([python, SCRIPTS / "gpu_vllm.py", made, told, str(VLLM_NEW)], found, "vLLM")
+        is not None
+    ):
         answer = json.loads(told.read_text())
-        found.figure(f"vLLM {answer['version']}, one sequence", answer["tokens_per_second"], "tokens/s")
+        found.figure(
+            f"vLLM {answer['version']}, one sequence", answer["tokens_per_second"], "tokens/s"
+        )
 
 
 def _python(place: Place, name: str, found: Found) -> Path | None:

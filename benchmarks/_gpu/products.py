@@ -1,7 +1,8 @@
 """Single linears on the device: that each kernel computes what the equation says, and how fast.
 
-A weight is random, made on the device. Seconds are medians of calls, each after a buffer was written that is larger than the
-caches, so that the weight comes from memory; on a GPU they are the device's own, between two events.
+A weight is random, made on the device. Seconds are medians of calls, each after a buffer was
+written that is larger than the caches, so that the weight comes from memory; on a GPU they are the
+device's own, between two events.
 """
 
 import statistics
@@ -39,12 +40,24 @@ def products(place: Place, found: Found) -> None:
         many = place.amounts.prompt
         best = scaled_mm_seconds(clock, many, shape, found)
         if best is not None:
-            found.figure(f"{size}, {many} tokens: torch._scaled_mm alone", per_second(many, shape, best), "TFLOP/s")
+            found.figure(
+                f"{size}, {many} tokens: torch._scaled_mm alone",
+                per_second(many, shape, best),
+                "TFLOP/s",
+            )
         plain = torch.randn(shape, device=clock.device).to(DTYPE)
         for tokens in (1, many):
             x = inputs(tokens, shape[1], clock.device)
             seconds = clock.seconds(lambda x=x, plain=plain: functional.linear(x, plain))
-            _told(found, f"{size}, {tokens} tokens: bfloat16 of torch", tokens, shape, seconds, plain.nbytes, speed)
+            _told(
+                found,
+                f"{size}, {tokens} tokens: bfloat16 of torch",
+                tokens,
+                shape,
+                seconds,
+                plain.nbytes,
+                speed,
+            )
         for name in SCHEMES:
             _scheme(preset(name), shape, clock, found, speed=speed, many=many, best=best)
 
@@ -69,20 +82,37 @@ def _scheme(
             x = inputs(tokens, shape[1], clock.device)
             difference = apart_from_reference(backend, prepared, linear, x)
             what = f"{size}, {tokens} tokens: {scheme.name} by {backend.name}"
-            found.claim(what, promised=f"{OF_NORM:g} of the norm", found=f"{difference:.2g}", met=difference <= OF_NORM)
+            found.claim(
+                what,
+                promised=f"{OF_NORM:g} of the norm",
+                found=f"{difference:.2g}",
+                met=difference <= OF_NORM,
+            )
             seconds = clock.seconds(lambda x=x: backend.linear(x, prepared, None))
             _told(found, what, tokens, shape, seconds, weight_bytes(prepared), speed)
             if tokens > 1 and best is not None and scheme.weights.kind == "float":
-                found.figure(f"{what}, its inputs' rounding with it, of torch._scaled_mm", best / seconds)
+                found.figure(
+                    f"{what}, its inputs' rounding with it, of torch._scaled_mm", best / seconds
+                )
     except (RuntimeError, NotImplementedError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         found.claim(f"{size}: {scheme.name}", promised="it runs", found=line[:300], met=False)
 
 
-def _told(found: Found, what: str, tokens: int, shape: tuple[int, int], seconds: float, nbytes: int, speed: float) -> None:
+def _told(
+    found: Found,
+    what: str,
+    tokens: int,
+    shape: tuple[int, int],
+    seconds: float,
+    nbytes: int,
+    speed: float,
+) -> None:
     """Tell a time as what bounds it: bytes of the weight per second at one token, operations per second at many."""
     if tokens == 1:
-        found.figure(what, nbytes / seconds / 1e9, f"GB/s, {nbytes / seconds / speed:.0%} of a plain read")
+        found.figure(
+            what, nbytes / seconds / 1e9, f"GB/s, {nbytes / seconds / speed:.0%} of a plain read"
+        )
     else:
         found.figure(what, per_second(tokens, shape, seconds), "TFLOP/s")
 
@@ -133,10 +163,16 @@ class Clock:
 
 def read_speed(clock: Clock) -> float:
     """Return the bytes per second of a plain read of much more than the caches hold: the better of a sum and a copy."""
-    data = torch.zeros(FLUSH, dtype=torch.float32 if clock.device.type == "cuda" else torch.int8, device=clock.device)
+    data = torch.zeros(
+        FLUSH,
+        dtype=torch.float32 if clock.device.type == "cuda" else torch.int8,
+        device=clock.device,
+    )
     other = torch.empty_like(data)
     copied = 2 * data.nbytes / clock.seconds(lambda: other.copy_(data), cold=False)
-    return max(copied, data.nbytes / clock.seconds(lambda: data.view(torch.float32).sum(), cold=False))
+    return max(
+        copied, data.nbytes / clock.seconds(lambda: data.view(torch.float32).sum(), cold=False)
+    )
 
 
 def makers_speed(place: Place) -> float | None:
@@ -144,11 +180,16 @@ def makers_speed(place: Place) -> float | None:
     if not place.on_gpu:
         return None
     about = torch.cuda.get_device_properties(place.device)
-    clock, width = getattr(about, "memory_clock_rate", None), getattr(about, "memory_bus_width", None)
+    clock, width = (
+        getattr(about, "memory_clock_rate", None),
+        getattr(about, "memory_bus_width", None),
+    )
     return 2 * clock * 1e3 * width / 8 if clock and width else None  # kHz, bits
 
 
-def scaled_mm_seconds(clock: Clock, tokens: int, shape: tuple[int, int], found: Found) -> float | None:
+def scaled_mm_seconds(
+    clock: Clock, tokens: int, shape: tuple[int, int], found: Found
+) -> float | None:
     """Return the seconds of torch's own product of e4m3, scales of one, which is cuBLAS' on a GPU; None where it has none."""
     codes = inputs(tokens, shape[1], clock.device).to(torch.float8_e4m3fn)
     weight = torch.randn(shape, device=clock.device).to(torch.float8_e4m3fn).t()
@@ -156,7 +197,9 @@ def scaled_mm_seconds(clock: Clock, tokens: int, shape: tuple[int, int], found: 
     try:
         return clock.seconds(lambda: torch._scaled_mm(codes, weight, one, one, out_dtype=DTYPE))
     except (RuntimeError, NotImplementedError) as error:
-        found.absent(f"torch._scaled_mm of {shape[0]}x{shape[1]}", str(error).strip().splitlines()[0][:200])
+        found.absent(
+            f"torch._scaled_mm of {shape[0]}x{shape[1]}", str(error).strip().splitlines()[0][:200]
+        )
         return None
 
 
@@ -166,7 +209,9 @@ def inputs(tokens: int, features: int, device: torch.device) -> Tensor:
     return torch.randn(tokens, features, generator=generator, device=device).to(DTYPE)
 
 
-def random_linear(scheme: LinearScheme, shape: tuple[int, int], *, device: torch.device, seed: int) -> QuantizedLinear:
+def random_linear(
+    scheme: LinearScheme, shape: tuple[int, int], *, device: torch.device, seed: int
+) -> QuantizedLinear:
     """Return a linear of random codes made on the device, whose outputs are about as large as its inputs.
 
     Args:
@@ -181,22 +226,35 @@ def random_linear(scheme: LinearScheme, shape: tuple[int, int], *, device: torch
         qvalue, deviation = codes.to(qvalue_dtype(weights)), 64.0
     else:
         low, high = weights.qmin, weights.qmax + 1
-        qvalue = torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.int8)
+        qvalue = torch.randint(
+            low, high, shape, generator=generator, device=device, dtype=torch.int8
+        )
         deviation = (high - low) / 12**0.5
-    size = (1, 1) if weights.granularity == "per_tensor" else (shape[0], shape[1] // (weights.group_size or shape[1]))
+    size = (
+        (1, 1)
+        if weights.granularity == "per_tensor"
+        else (shape[0], shape[1] // (weights.group_size or shape[1]))
+    )
     block = weights.block_rows
-    scale = torch.rand(size, generator=generator, device=device).add_(0.5).div_(deviation * shape[1] ** 0.5)
+    scale = (
+        torch.rand(size, generator=generator, device=device)
+        .add_(0.5)
+        .div_(deviation * shape[1] ** 0.5)
+    )
     if block > 1:  # its rows have one scale
         scale = scale[::block].repeat_interleave(block, dim=0)[: shape[0]]
     static = scheme.input is not None and scheme.input.measured
     return QuantizedLinear(
         weight=QTensor(qvalue=qvalue, scale=scale, zero_point=None, scheme=weights),
         scheme=scheme,
-        input_scale=torch.tensor([6.0 / 448], device=device) if static else None,  # normal inputs, hardly one beyond 6
+        # normal inputs, hardly one beyond 6
+        input_scale=torch.tensor([6.0 / 448], device=device) if static else None,
     )
 
 
-def apart_from_reference(backend: Backend, prepared: object, linear: QuantizedLinear, x: Tensor) -> float:
+def apart_from_reference(
+    backend: Backend, prepared: object, linear: QuantizedLinear, x: Tensor
+) -> float:
     """Return how far outputs are from the equation in float32, in units of their norm."""
     reference = BACKENDS["reference"]
     exact = reference.linear(x.float(), reference.prepare(linear, torch.float32), None)

@@ -29,14 +29,16 @@ class Size:
         samples, tokens: calibration sequences of the example model, and their length.
         evaluated: tokens of a validation.
         new: tokens of a generated text.
-        shapes: the name of a random model -> its shape; the last is the one that bars are promised for.
+        shapes: the name of a random model -> its shape; the last is the one that bars are promised
+            for.
         layers: how many of a shape's layers are there.
         prompt, steps: tokens of a prompt, and decode steps after it, of a random model.
         runs: prompts whose times are counted, of a random model.
         rounds: timed calls of a linear; medians are told.
         products: (out_features, in_features) of the linears that are timed alone.
         large: the shape of the checkpoint that is measured and rounded by gptq from files.
-        depths: of how many layers it is; two of them, so that the seconds of one more layer are known.
+        depths: of how many layers it is; two of them, so that the seconds of one more layer are
+            known.
         large_samples, large_tokens: its calibration.
     """
 
@@ -123,7 +125,8 @@ class Place:
         size: a key of SIZES.
         model: the example model.
         work: a folder of the check's own, empty when it begins.
-        shared: a folder of all checks; what is there was finished, or is made again by the command that makes it.
+        shared: a folder of all checks; what is there was finished, or is made again by the command
+            that makes it.
         peers: a folder of environments of other programs.
     """
 
@@ -158,7 +161,9 @@ def read_place(path: Path) -> Place:
     """Return the place in a file."""
     values = json.loads(path.read_text())
     paths = {item.name for item in fields(Place) if item.type is Path}
-    return Place(**{name: Path(value) if name in paths else value for name, value in values.items()})
+    return Place(
+        **{name: Path(value) if name in paths else value for name, value in values.items()}
+    )
 
 
 class Found:
@@ -227,7 +232,9 @@ class Outcome:
     state: str
     seconds: float | None = None
     reason: str = ""
-    found: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    found: dict[str, list[dict[str, Any]]] = field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
 
     @property
     def missed(self) -> list[str]:

@@ -11,7 +11,15 @@ from _synthetic import Shape, llama_config
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from _gpu.products import DTYPE, SEED, Clock, per_second, random_linear, read_speed, scaled_mm_seconds
+from _gpu.products import (
+    DTYPE,
+    SEED,
+    Clock,
+    per_second,
+    random_linear,
+    read_speed,
+    scaled_mm_seconds,
+)
 from _gpu.record import Found, Place
 from _gpu.stages import artifact
 from quantflow.backends import choose, cuda
@@ -80,13 +88,18 @@ def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
     clock = Clock(device=torch.device(place.device), rounds=amounts.rounds)
     speed = read_speed(clock)
     found.figure("plain read of the memory", speed / 1e9, "GB/s")
-    found.figure("shape", f"{shape.hidden} hidden, {shape.intermediate} intermediate, {shape.layers} layers of {name}")
+    found.figure(
+        "shape",
+        f"{shape.hidden} hidden, {shape.intermediate} intermediate, {shape.layers} layers of {name}",
+    )
     found.figure("prompt and steps", f"{amounts.prompt}, {amounts.steps}", "tokens")
     alone: dict[tuple[int, int], float | None] = {}
     for scheme in SCHEMES:
         called = scheme or "bfloat16"
         try:
-            made = random_model(shape, None if scheme is None else preset(scheme), device=clock.device)
+            made = random_model(
+                shape, None if scheme is None else preset(scheme), device=clock.device
+            )
             prefill, step = _timed(made, clock.device, place, found, called)
             _told(made, prefill, step, called, speed, found, judged=judged)
             if scheme is not None and scheme.startswith("FP8"):
@@ -102,7 +115,9 @@ def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
             torch.cuda.empty_cache()
 
 
-def _timed(made: RandomModel, device: torch.device, place: Place, found: Found, called: str) -> tuple[float, float]:
+def _timed(
+    made: RandomModel, device: torch.device, place: Place, found: Found, called: str
+) -> tuple[float, float]:
     """Return the median seconds of a prompt and of a decode step, one sequence; tell those of several and the memory."""
     amounts, decoder = place.amounts, decoder_of(made.model, device)
     if place.on_gpu:
@@ -122,11 +137,22 @@ def _timed(made: RandomModel, device: torch.device, place: Place, found: Found, 
     found.figure(f"{called}: decode", 1 / step, "tokens/s")
     found.figure(f"{called}: decode, {BATCH} at once", BATCH / medians[BATCH][1], "tokens/s")
     if place.on_gpu:
-        found.figure(f"{called}: peak memory of the device", gb(torch.cuda.max_memory_allocated(device)))
+        found.figure(
+            f"{called}: peak memory of the device", gb(torch.cuda.max_memory_allocated(device))
+        )
     return prefill, step
 
 
-def _told(made: RandomModel, prefill: float, step: float, called: str, speed: float, found: Found, *, judged: bool) -> None:
+def _told(
+    made: RandomModel,
+    prefill: float,
+    step: float,
+    called: str,
+    speed: float,
+    found: Found,
+    *,
+    judged: bool,
+) -> None:
     """Tell how much of the memory's speed a decode step has."""
     share = made.read / step / speed
     found.figure(f"{called}: bytes that a token reads", made.read / 1e6, "MB")
@@ -188,7 +214,9 @@ def random_model(shape: Shape, scheme: LinearScheme | None, *, device: torch.dev
     model = skeleton(config)
     generator = torch.Generator(device).manual_seed(SEED)
     read, names, shapes = 0, [], []
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     for index, (name, module) in enumerate(linears.items()):
         size = (module.out_features, module.in_features)
         if ".layers.0." in name:
@@ -207,10 +235,14 @@ def random_model(shape: Shape, scheme: LinearScheme | None, *, device: torch.dev
         read += 0 if "embed_tokens" in name else values.nbytes
     model.to(device)
     used = tuple(dict.fromkeys(names)) or ("torch",)
-    return RandomModel(model=model, layer_shapes=tuple(shapes), layers=shape.layers, read=read, backends=used)
+    return RandomModel(
+        model=model, layer_shapes=tuple(shapes), layers=shape.layers, read=read, backends=used
+    )
 
 
-def _values(name: str, shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
+def _values(
+    name: str, shape: torch.Size, generator: torch.Generator, device: torch.device
+) -> Tensor:
     """Return ones for a norm, random numbers else, in bfloat16."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=DTYPE, device=device)
@@ -227,7 +259,9 @@ def graph(place: Place, found: Found) -> None:
 def _graph(place: Place, found: Found, dtype: torch.dtype) -> None:
     """Compare bits of steps, and in float32, where the order of sums hardly counts, tokens."""
     device, called = torch.device(place.device), str(dtype).removeprefix("torch.")
-    loaded = load(artifact(place, "W4A16"), decoder="transformers", device=place.kind, dtype=dtype, exact=True)
+    loaded = load(
+        artifact(place, "W4A16"), decoder="transformers", device=place.kind, dtype=dtype, exact=True
+    )
     model = loaded.model
     assert model is not None  # these are transformers' modules
     for reason in loaded.reasons[1:]:
@@ -240,7 +274,9 @@ def _graph(place: Place, found: Found, dtype: torch.dtype) -> None:
     if device.type == cuda.NAME:
         decoders = {"replayed steps": decoder_of(model, device), **decoders}
     else:
-        found.absent("steps replayed as a CUDA graph", "there is no GPU; the same steps ran one by one")
+        found.absent(
+            "steps replayed as a CUDA graph", "there is no GPU; the same steps ran one by one"
+        )
     prompt = random_prompts(2, 12, vocab_size=loaded.decoder.vocab_size, seed=SEED)
     logits = {name: greedy(decoder, prompt) for name, decoder in decoders.items()}
     (first, ours), *others = logits.items()
@@ -249,13 +285,19 @@ def _graph(place: Place, found: Found, dtype: torch.dtype) -> None:
         found.figure(f"{pair}: largest difference of logits", float((ours - theirs).abs().max()))
         if name == "steps one by one":
             same = torch.equal(ours, theirs)
-            found.claim(pair, promised="the same bits", found="the same" if same else "others", met=same)
+            found.claim(
+                pair, promised="the same bits", found="the same" if same else "others", met=same
+            )
         elif dtype == torch.float32:
             same = torch.equal(ours.argmax(-1), theirs.argmax(-1))
-            found.claim(pair, promised="the same tokens", found="the same" if same else "others", met=same)
+            found.claim(
+                pair, promised="the same tokens", found="the same" if same else "others", met=same
+            )
     for name, decoder in decoders.items():
         run = time_run(decoder, prompt[:1], new_tokens=STEPS)
-        found.figure(f"{called}: {name}, tokens per second", 1 / statistics.median(run.step_seconds))
+        found.figure(
+            f"{called}: {name}, tokens per second", 1 / statistics.median(run.step_seconds)
+        )
 
 
 def greedy(decoder: Decoder, prompt: Tensor) -> Tensor:

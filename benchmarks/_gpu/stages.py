@@ -1,6 +1,7 @@
 """The stages on the device beside the same stages on the CPU: statistics, integers, divergences, tokens, bits, memory.
 
-Every command is `python -m quantflow`, as a user gives it. Where a verb has no `--device` yet its check says so.
+Every command is `python -m quantflow`, as a user gives it. Where a verb has no `--device` yet its
+check says so.
 """
 
 import functools
@@ -25,7 +26,8 @@ from safetensors.torch import load_file
 from _gpu.record import Found, Place
 
 STATISTICS = "amax,channel_amax,min_max,mean_abs,histogram,hessian"
-OF_NORM = 1e-4  # kernels in float32 differ by the order of their sums: how far a statistic may be from the CPU's
+# kernels in float32 differ by the order of their sums: how far a statistic may be from the CPU's
+OF_NORM = 1e-4
 PROMPTS = ("def main():", "class Stack:\n    def push(self", "import os\n")
 GATE_FAILED = 4  # of validate: its document is there all the same
 WHOLE_LAYERS = 32  # of the 7 B shape
@@ -71,7 +73,9 @@ def on_device(place: Place, verb: str, found: Found) -> list[str]:
     """Return the options that let a verb run on the device; none, and a line that says so, where it has none."""
     if takes(verb, "--device"):
         return ["--device", place.device]
-    found.absent(f"`{verb}` on the device", f"`quantflow {verb}` has no --device; it ran on the CPU")
+    found.absent(
+        f"`{verb}` on the device", f"`quantflow {verb}` has no --device; it ran on the CPU"
+    )
     return []
 
 
@@ -84,7 +88,9 @@ def artifact(place: Place, scheme: str) -> Path:
     """Return an artifact of the example model, rounded to nearest, made unless it is there."""
     folder = place.shared / scheme
     if not (folder / "quantflow.json").exists():
-        quantflow("quantize", place.model, "-o", folder, "--scheme", scheme, "--algorithm", "rtn", "-q")
+        quantflow(
+            "quantize", place.model, "-o", folder, "--scheme", scheme, "--algorithm", "rtn", "-q"
+        )
     return folder
 
 
@@ -99,21 +105,32 @@ def measure(place: Place, found: Found) -> None:
         seconds, _ = timed(*words, "-o", place.work / name, *options)
         found.figure(f"seconds on the {name}, imports included", seconds, "s")
     ours, theirs = (load_file(statistics_of(place.work / name)) for name in ("device", "CPU"))
-    found.claim("the same statistics", promised="all names", found=f"{len(ours)}", met=ours.keys() == theirs.keys())
+    found.claim(
+        "the same statistics",
+        promised="all names",
+        found=f"{len(ours)}",
+        met=ours.keys() == theirs.keys(),
+    )
     worst: dict[str, float] = {}
     counted = 0
     for name, expected in theirs.items():
         kind = name.rpartition("|")[2]
-        if "count" in kind:  # where a value lies at an edge it may fall on the other side: only the sums are equal
+        # where a value lies at an edge it may fall on the other side: only the sums are equal
+        if "count" in kind:
             counted += int(ours[name].sum() != expected.sum())
             continue
         worst[kind] = max(worst.get(kind, 0.0), apart(ours[name], expected))
     for kind, difference in sorted(worst.items()):
         found.figure(f"{kind}: largest difference", difference, "of its norm")
-    found.claim("counts sum up to the CPU's", promised="all", found=f"{counted} do not", met=counted == 0)
+    found.claim(
+        "counts sum up to the CPU's", promised="all", found=f"{counted} do not", met=counted == 0
+    )
     largest = max(worst.values())
     found.claim(
-        "statistics are the CPU's", promised=f"{OF_NORM:g} of their norm", found=f"{largest:.2g}", met=largest <= OF_NORM
+        "statistics are the CPU's",
+        promised=f"{OF_NORM:g} of their norm",
+        found=f"{largest:.2g}",
+        met=largest <= OF_NORM,
     )
     if place.on_gpu:
         seconds, _ = timed(*words, "-o", place.work / "bfloat16", *device, "--dtype", "bfloat16")
@@ -185,7 +202,8 @@ def equal_integers(ours: Path, theirs: Path) -> float:
         left, right = load_file(ours / "layers" / path.name), load_file(path)
         for name, words in right.items():
             if name.endswith(".weight_packed"):
-                apart = left[name].view(torch.uint8) ^ words.view(torch.uint8)  # two integers a byte
+                # two integers a byte
+                apart = left[name].view(torch.uint8) ^ words.view(torch.uint8)
                 same += int((apart & 15 == 0).sum()) + int((apart >> 4 == 0).sum())
                 count += 2 * apart.numel()
     if not count:
@@ -205,20 +223,32 @@ def validate(place: Place, found: Found) -> None:
         for name, options in (("device", device), ("CPU", [])):
             begin = time.perf_counter()
             results[name] = judged(place, made, f"{scheme}-{name}", options)
-            found.figure(f"{scheme}: seconds on the {name}, imports included", time.perf_counter() - begin, "s")
+            found.figure(
+                f"{scheme}: seconds on the {name}, imports included",
+                time.perf_counter() - begin,
+                "s",
+            )
         found.figure(f"{scheme}: mean KLD on the CPU", kld(results["CPU"]), "nats")
         told_apart(found, f"{scheme}: the CPU's divergence", results["device"], results["CPU"])
     half = judged(place, made, f"{scheme}-bfloat16", [*device, "--dtype", "bfloat16"])
     found.figure(f"{scheme}: mean KLD in bfloat16", kld(half), "nats")
-    found.figure(f"{scheme}: noise floor in bfloat16", half["noise_floor"]["mean_kld"]["value"], "nats")
+    found.figure(
+        f"{scheme}: noise floor in bfloat16", half["noise_floor"]["mean_kld"]["value"], "nats"
+    )
 
 
 def judged(place: Place, made: Path, name: str, options: Sequence[str]) -> dict[str, Any]:
     """Return validation.json of an artifact; what the gate says of so few tokens is not asked."""
     report = place.work / f"report-{name}"
-    words = ["--tokens", str(place.amounts.evaluated), "--sequence-length", str(min(512, place.amounts.evaluated // 2))]
+    words = [
+        "--tokens",
+        str(place.amounts.evaluated),
+        "--sequence-length",
+        str(min(512, place.amounts.evaluated // 2)),
+    ]
     quantflow(
-        *("validate", made, "--baseline", place.model, "--report", report, *words, *options, "-q"), codes=(0, GATE_FAILED)
+        *("validate", made, "--baseline", place.model, "--report", report, *words, *options, "-q"),
+        codes=(0, GATE_FAILED),
     )
     return dict(json.loads((report / "validation.json").read_text()))
 
@@ -230,8 +260,16 @@ def kld(result: dict[str, Any]) -> float:
 
 def told_apart(found: Found, what: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Claim that two divergences differ by no more than the noise that the CPU's validation states."""
-    noise, difference = float(theirs["noise_floor"]["mean_kld"]["value"]), abs(kld(ours) - kld(theirs))
-    found.claim(what, promised=f"within its noise, {noise:.2g} nats", found=f"{difference:.2g} nats", met=difference <= noise)
+    noise, difference = (
+        float(theirs["noise_floor"]["mean_kld"]["value"]),
+        abs(kld(ours) - kld(theirs)),
+    )
+    found.claim(
+        what,
+        promised=f"within its noise, {noise:.2g} nats",
+        found=f"{difference:.2g} nats",
+        met=difference <= noise,
+    )
 
 
 # The tokens.
@@ -240,7 +278,16 @@ def told_apart(found: Found, what: str, ours: dict[str, Any], theirs: dict[str, 
 def generate(place: Place, found: Found) -> None:
     """Continue prompts greedily on the device and on the CPU."""
     made = artifact(place, "W4A16")
-    words = ["generate", made, "--max-new-tokens", str(place.amounts.new), "--ignore-eos", "--exact", "--json", "-q"]
+    words = [
+        "generate",
+        made,
+        "--max-new-tokens",
+        str(place.amounts.new),
+        "--ignore-eos",
+        "--exact",
+        "--json",
+        "-q",
+    ]
     words += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     expected = texts(quantflow(*words, "--decoder", "transformers", "--backend", "reference"))
     answers = json.loads(quantflow(*words, "--device", place.kind, "--dtype", "float32"))
@@ -248,10 +295,17 @@ def generate(place: Place, found: Found) -> None:
     for reason in answers["decoder"]["reasons"]:
         found.absent("a faster decoder", reason)
     same = sum(ours == theirs for ours, theirs in zip(texts(answers), expected, strict=True))
-    found.claim("the CPU's tokens, in float32", promised=f"{len(expected)}", found=f"{same}", met=same == len(expected))
+    found.claim(
+        "the CPU's tokens, in float32",
+        promised=f"{len(expected)}",
+        found=f"{same}",
+        met=same == len(expected),
+    )
     half = json.loads(quantflow(*words, "--device", place.kind, "--dtype", "bfloat16"))
     for name, document in (("float32", answers), ("bfloat16", half)):
-        found.figure(f"tokens per second in {name}, one sequence", document["timing"]["tokens_per_second"])
+        found.figure(
+            f"tokens per second in {name}, one sequence", document["timing"]["tokens_per_second"]
+        )
     agreeing = [leading(ours, theirs) for ours, theirs in zip(texts(half), expected, strict=True)]
     found.figure("tokens before the first that differs, in bfloat16", ", ".join(map(str, agreeing)))
 
@@ -264,7 +318,10 @@ def texts(document: str | dict[str, Any]) -> list[list[int]]:
 
 def leading(ours: Sequence[int], theirs: Sequence[int]) -> int:
     """Return how many tokens at the beginning are equal."""
-    return next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+    return next(
+        (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+        len(theirs),
+    )
 
 
 # The bits.
@@ -276,8 +333,20 @@ def same_bits(place: Place, found: Found) -> None:
     measuring += on_device(place, "measure", found)
     again(found, "measure", measuring, place.work, files="rank-*/statistics.safetensors")
     measured = place.work / "measured"
-    quantflow("measure", place.model, "-o", measured, "--for", "W4A16:gptq", *calibrated(place), "-q")
-    rounding = ["quantize", place.model, "--scheme", "W4A16", "--algorithm", "gptq", "--measurement", measured, "-q"]
+    quantflow(
+        "measure", place.model, "-o", measured, "--for", "W4A16:gptq", *calibrated(place), "-q"
+    )
+    rounding = [
+        "quantize",
+        place.model,
+        "--scheme",
+        "W4A16",
+        "--algorithm",
+        "gptq",
+        "--measurement",
+        measured,
+        "-q",
+    ]
     there = ["--no-export", *on_device(place, "quantize", found)]
     again(found, "quantize", [*rounding, *there], place.work, files="layers/*.safetensors")
     two_ranks(place, found, rounding, first=place.work / "quantize-first")
@@ -301,7 +370,10 @@ def two_ranks(place: Place, found: Found, rounding: Sequence[str | Path], *, fir
     quantflow("unify", "-m", shards, "-o", joined, "-q")
     ours, theirs = (bytes_of(folder, "layers/*.safetensors") for folder in (joined, first))
     found.claim(
-        f"quantize by {RANKS} ranks, unified", promised="the bytes of one process", found=told(ours, theirs), met=ours == theirs
+        f"quantize by {RANKS} ranks, unified",
+        promised="the bytes of one process",
+        found=told(ours, theirs),
+        met=ours == theirs,
     )
     cut, whole, alone = (place.work / name for name in ("cut", "whole", "alone"))
     measuring = ["measure", place.model, "--stats", "amax,mean_abs", *calibrated(place), "-q"]
@@ -315,7 +387,9 @@ def two_ranks(place: Place, found: Found, rounding: Sequence[str | Path], *, fir
         found=f"{len(together)}",
         met=together.keys() == expected.keys(),
     )
-    largest = max(apart(together[name], tensor) for name, tensor in expected.items() if name in together)
+    largest = max(
+        apart(together[name], tensor) for name, tensor in expected.items() if name in together
+    )
     found.claim(
         f"measure by {RANKS} ranks that share the model, unified, and one process on the CPU",
         promised=f"{OF_NORM:g} of the norm",
@@ -330,7 +404,12 @@ def again(found: Found, verb: str, words: Sequence[str | Path], work: Path, *, f
     for folder in folders[:2]:
         quantflow(*words, "-o", folder)
     first, second = (bytes_of(folder, files) for folder in folders[:2])
-    found.claim(f"{verb}, run twice", promised="the same bytes", found=told(first, second), met=first == second)
+    found.claim(
+        f"{verb}, run twice",
+        promised="the same bytes",
+        found=told(first, second),
+        met=first == second,
+    )
     layers = killed_after_a_layer([*words, "-o", folders[2]], folders[2])
     if layers is None:
         found.absent(f"{verb}, killed and resumed", "it ended before it could be killed")
@@ -362,7 +441,10 @@ def killed_after_a_layer(words: Sequence[str | Path], folder: Path) -> int | Non
 
 def bytes_of(folder: Path, files: str) -> dict[str, str]:
     """Return the sha256 of files below a folder."""
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob(files)}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.glob(files)
+    }
 
 
 def told(ours: dict[str, str], theirs: dict[str, str]) -> str:
@@ -379,7 +461,9 @@ def large_checkpoint(place: Place, depth: int) -> tuple[Path, Path]:
     amounts = place.amounts
     model, calibration = place.shared / f"large-{depth}", place.shared / "large-calibration.jsonl"
     make_checkpoint(model, replace(amounts.large, layers=depth), seed=SEED, tokenizer=place.model)
-    make_calibration(calibration, samples=amounts.large_samples, tokens=amounts.large_tokens, seed=SEED)
+    make_calibration(
+        calibration, samples=amounts.large_samples, tokens=amounts.large_tokens, seed=SEED
+    )
     return model, calibration
 
 
@@ -390,23 +474,63 @@ def large(place: Place, found: Found) -> None:
     found.figure("hidden, intermediate features", f"{shape.hidden}, {shape.intermediate}")
     found.figure("calibration", f"{amounts.large_samples} x {amounts.large_tokens}", "tokens")
     measuring, rounding = (on_device(place, verb, found) for verb in ("measure", "quantize"))
-    length = ["--samples", str(amounts.large_samples), "--sequence-length", str(amounts.large_tokens)]
+    length = [
+        "--samples",
+        str(amounts.large_samples),
+        "--sequence-length",
+        str(amounts.large_tokens),
+    ]
     seconds: dict[int, float] = {}
     for depth in (few, more):
         model, calibration = large_checkpoint(place, depth)
         measured = place.work / f"measured-{depth}"
-        words = ["measure", model, "-o", measured, "--for", "W4A16:gptq", "--calibration", calibration, *length]
+        words = [
+            "measure",
+            model,
+            "-o",
+            measured,
+            "--for",
+            "W4A16:gptq",
+            "--calibration",
+            calibration,
+            *length,
+        ]
         first, _ = timed(*words, "-q", *measuring)
-        words = ["quantize", model, "-o", place.work / f"quantized-{depth}", "--scheme", "W4A16", "--algorithm", "gptq"]
+        words = [
+            "quantize",
+            model,
+            "-o",
+            place.work / f"quantized-{depth}",
+            "--scheme",
+            "W4A16",
+            "--algorithm",
+            "gptq",
+        ]
         second, _ = timed(*words, "--measurement", measured, "--no-export", "-q", *rounding)
         found.figure(f"measure, {depth} layers, imports included", first, "s")
         found.figure(f"quantize, {depth} layers, imports included", second, "s")
         seconds[depth] = first + second
     each = (seconds[more] - seconds[few]) / (more - few)
     found.figure("one more layer, both stages", each, "s")
-    probed = quantflow("plan", model, "--for", "W4A16:gptq", *length, *on_device(place, "plan", found), "--probe", "--json")
-    planned = sum(stage["seconds"] for stage in json.loads(probed)["stages"] if stage["stage"] in ("measure", "quantize"))
-    found.figure(f"both stages, {more} layers: seconds, planned, and taken with imports", f"{planned:.1f}, {seconds[more]:.1f}")
+    probed = quantflow(
+        "plan",
+        model,
+        "--for",
+        "W4A16:gptq",
+        *length,
+        *on_device(place, "plan", found),
+        "--probe",
+        "--json",
+    )
+    planned = sum(
+        stage["seconds"]
+        for stage in json.loads(probed)["stages"]
+        if stage["stage"] in ("measure", "quantize")
+    )
+    found.figure(
+        f"both stages, {more} layers: seconds, planned, and taken with imports",
+        f"{planned:.1f}, {seconds[more]:.1f}",
+    )
     whole = seconds[few] + (WHOLE_LAYERS - few) * each
     found.bar(
         f"measure and gptq of {WHOLE_LAYERS} such layers, computed from {few} and {more} of them",
@@ -422,19 +546,42 @@ def large(place: Place, found: Found) -> None:
 def memory(place: Place, found: Found) -> None:
     """Run stages and compare the memory that they took with what `plan` says."""
     device = ["--device", place.device] if takes("plan", "--device") else []
-    plan = json.loads(quantflow("plan", place.model, "--for", "W4A16:gptq", *calibrated(place), *device, "--json"))
+    plan = json.loads(
+        quantflow("plan", place.model, "--for", "W4A16:gptq", *calibrated(place), *device, "--json")
+    )
     stages = {stage["stage"]: stage for stage in plan["stages"]}
     measured = place.work / "measured"
     runs = {
-        "measure": ["measure", place.model, "-o", measured, "--for", "W4A16:gptq", *calibrated(place), "-q"],
+        "measure": [
+            "measure",
+            place.model,
+            "-o",
+            measured,
+            "--for",
+            "W4A16:gptq",
+            *calibrated(place),
+            "-q",
+        ],
         "quantize": [
-            *("quantize", place.model, "-o", place.work / "quantized", "--scheme", "W4A16", "--algorithm", "gptq"),
+            *(
+                "quantize",
+                place.model,
+                "-o",
+                place.work / "quantized",
+                "--scheme",
+                "W4A16",
+                "--algorithm",
+                "gptq",
+            ),
             *("--measurement", measured, "--no-export", "-q"),
         ],
     }
     for verb, words in runs.items():
         peak = peak_of(words)
-        found.figure(f"{verb} on the CPU: memory of the host, planned and taken", both(stages[verb]["peak_memory"], peak))
+        found.figure(
+            f"{verb} on the CPU: memory of the host, planned and taken",
+            both(stages[verb]["peak_memory"], peak),
+        )
     if not place.on_gpu:
         found.absent("memory of the device", "there is no GPU")
         return
@@ -443,10 +590,17 @@ def memory(place: Place, found: Found) -> None:
         planned = stages[verb].get("device_memory")
         if planned is None:
             found.figure(f"{verb}: memory of the device", gb(peak))
-            found.absent(f"{verb}: memory of the device beside its plan", "`plan` says nothing of it")
+            found.absent(
+                f"{verb}: memory of the device beside its plan", "`plan` says nothing of it"
+            )
             continue
         found.figure(f"{verb}: memory of the device, planned and taken", both(planned, peak))
-        found.claim(f"{verb}: memory of the device", promised=f"at most {gb(planned)}", found=gb(peak), met=peak <= planned)
+        found.claim(
+            f"{verb}: memory of the device",
+            promised=f"at most {gb(planned)}",
+            found=gb(peak),
+            met=peak <= planned,
+        )
 
 
 def peak_of(words: Sequence[str | Path]) -> int:
@@ -455,7 +609,9 @@ def peak_of(words: Sequence[str | Path]) -> int:
     Raises:
         Failed: it does not exit with 0.
     """
-    process = subprocess.Popen([sys.executable, "-m", "quantflow", *map(str, words)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quantflow", *map(str, words)], stdout=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
@@ -491,7 +647,13 @@ def peak_on_device(place: Place) -> dict[str, int]:
     if "compute" in inspect.signature(api.quantize).parameters:
         torch.cuda.reset_peak_memory_stats(place.device)
         options: dict[str, Any] = {"compute": compute}
-        api.quantize(place.model, place.work / "quantized-there", artifact=entry, measurement=measured.folder, **options)
+        api.quantize(
+            place.model,
+            place.work / "quantized-there",
+            artifact=entry,
+            measurement=measured.folder,
+            **options,
+        )
         taken["quantize"] = torch.cuda.max_memory_allocated(place.device)
     return taken
 
@@ -503,12 +665,35 @@ def best(place: Place, found: Found) -> None:
     """Quantize by best; AutoRound with its own defaults on the same number of tokens beside it."""
     from _gpu.peers import autoround
 
-    measured, quantized, made = (place.work / name for name in ("measured", "quantized", "artifact"))
+    measured, quantized, made = (
+        place.work / name for name in ("measured", "quantized", "artifact")
+    )
     # Where quantize runs on the CPU alone, gradients go back there too.
     there = ["--device", place.device] if takes("quantize", "--device") else []
-    first, _ = timed("measure", place.model, "-o", measured, "--for", "W4A16:best", *calibrated(place), *there, "-q")
+    first, _ = timed(
+        "measure",
+        place.model,
+        "-o",
+        measured,
+        "--for",
+        "W4A16:best",
+        *calibrated(place),
+        *there,
+        "-q",
+    )
     found.figure("measure, gradients among it", first, "s")
-    words = ["quantize", place.model, "-o", quantized, "--scheme", "W4A16", "--algorithm", "best", "--measurement", measured]
+    words = [
+        "quantize",
+        place.model,
+        "-o",
+        quantized,
+        "--scheme",
+        "W4A16",
+        "--algorithm",
+        "best",
+        "--measurement",
+        measured,
+    ]
     second, _ = timed(*words, "--no-export", "-q", *on_device(place, "quantize", found))
     found.figure("quantize by best", second, "s")
     quantflow("export", quantized, "-o", made, "-q")
@@ -516,4 +701,9 @@ def best(place: Place, found: Found) -> None:
     theirs = autoround(place, found)
     if theirs is not None:
         ours = first + second
-        found.bar("best beside AutoRound", promised=f"less than {theirs:.0f} s", found=f"{ours:.0f} s", met=ours < theirs)
+        found.bar(
+            "best beside AutoRound",
+            promised=f"less than {theirs:.0f} s",
+            found=f"{ours:.0f} s",
+            met=ours < theirs,
+        )

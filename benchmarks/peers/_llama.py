@@ -1,6 +1,7 @@
 """llama.cpp's calls that its programs share: a file loaded, and sequences run through it. Needs llama-cpp-python and numpy.
 
-What `cb_eval` is shown are tensors of llama.cpp's C interface, of which `Tensor` has the fields up to the name (ggml.h).
+What `cb_eval` is shown are tensors of llama.cpp's C interface, of which `Tensor` has the fields up
+to the name (ggml.h).
 """
 
 import ctypes
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-Watched = Callable[[Any, bool], bool]  # a pointer to a Tensor; whether it is asked for or computed; go on
+# a pointer to a Tensor; whether it is asked for or computed; go on
+Watched = Callable[[Any, bool], bool]
 
 
 class Tensor(ctypes.Structure):
@@ -50,7 +52,9 @@ def run(path: Path, rows: list[list[int]], *, watch: Watched | None = None) -> I
     """
     longest = max(map(len, rows))
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        str(path).encode(), llama_cpp.llama_model_default_params()
+    )
     chosen = llama_cpp.llama_context_default_params()
     chosen.n_ctx = chosen.n_batch = chosen.n_ubatch = longest
     chosen.n_threads = chosen.n_threads_batch = len(os.sched_getaffinity(0))
@@ -105,7 +109,9 @@ class Importance:
         features, count = entering.ne[0], entering.ne[1]
         floats = ctypes.cast(entering.data, ctypes.POINTER(ctypes.c_float))
         whole = np.ctypeslib.as_array(floats, shape=(count, entering.nb[1] // 4))[:, :features]
-        self._sums[name] = self._sums.get(name, 0.0) + np.square(whole, dtype=np.float64).sum(axis=0)
+        self._sums[name] = self._sums.get(name, 0.0) + np.square(whole, dtype=np.float64).sum(
+            axis=0
+        )
         self._counts[name] += count
         return True
 
@@ -120,13 +126,16 @@ class Importance:
         """
         for name, count in self._counts.items():
             if count != tokens:
-                raise SystemExit(f"{name}: {count} inputs seen, {tokens} tokens ran; its importance is not known")
+                raise SystemExit(
+                    f"{name}: {count} inputs seen, {tokens} tokens ran; its importance is not known"
+                )
         return {name: (total / tokens).astype(np.float32) for name, total in self._sums.items()}
 
 
 def as_parameter(matrix: dict[str, Floats]) -> Any:
     """Return an importance matrix as `llama_model_quantize_params.imatrix` takes it; it points into `matrix`."""
-    entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()  # a name that is null ends it
+    # a name that is null ends it
+    entries = (llama_cpp.llama_model_imatrix_data * (len(matrix) + 1))()
     for entry, (name, values) in zip(entries, matrix.items(), strict=False):
         entry.name, entry.size = name.encode(), values.size
         entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

@@ -2,9 +2,10 @@
 
     runtime_PEER.py SETTINGS          JSON: threads, and what the program itself says it takes
 
-It prints {"version", "load_seconds", "weight_bytes"} when it is ready; weight_bytes are read for each token. Asked for
-{"rows": token ids of each sequence, "new": N} it decodes N tokens greedily, end tokens ignored, and answers
-{"first": seconds until the first token of all, "steps": seconds of each further token}.
+It prints {"version", "load_seconds", "weight_bytes"} when it is ready; weight_bytes are read for
+each token. Asked for {"rows": token ids of each sequence, "new": N} it decodes N tokens greedily,
+end tokens ignored, and answers {"first": seconds until the first token of all, "steps": seconds of
+each further token}.
 """
 
 import json
@@ -34,7 +35,11 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
     os.dup2(2, 1)
     begin = time.perf_counter()
     program = load(json.loads(sys.argv[1]))
-    ready = {"version": program.version, "weight_bytes": program.weight_bytes, "load_seconds": time.perf_counter() - begin}
+    ready = {
+        "version": program.version,
+        "weight_bytes": program.weight_bytes,
+        "load_seconds": time.perf_counter() - begin,
+    }
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

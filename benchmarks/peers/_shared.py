@@ -3,8 +3,9 @@
     accuracy_PEER.py quantize MODEL CALIBRATION OUTPUT SETTINGS     timed by the caller; OUTPUT is a folder, SETTINGS JSON
     accuracy_PEER.py dequantize MODEL OUTPUT                        not timed
 
-`quantize` saves into OUTPUT/model as the peer does, and writes OUTPUT/report.json: version, settings, seconds of quantization
-alone. `dequantize` reads what was saved, writes OUTPUT/weights.safetensors, and says in the report what is in it.
+`quantize` saves into OUTPUT/model as the peer does, and writes OUTPUT/report.json: version,
+settings, seconds of quantization alone. `dequantize` reads what was saved, writes
+OUTPUT/weights.safetensors, and says in the report what is in it.
 """
 
 import json
@@ -37,7 +38,8 @@ class Saved:
         weights: name of each quantized linear -> [O, I] float32.
         stored: bytes of packed weights, scales and zero points.
         changed: name -> other tensors that are not the source's any more.
-        input: how inputs are rounded, in the words of quantflow's TensorScheme; None where they are not.
+        input: how inputs are rounded, in the words of quantflow's TensorScheme; None where they are
+            not.
         scales: name of a linear -> scale of its static input.
     """
 
@@ -69,9 +71,16 @@ def main(
     output = Path(rest[0])
     report = json.loads((output / "report.json").read_text())
     saved = dequantize(Path(model), output / "model", report["settings"])
-    tensors = {f"{name}.weight": weight for name, weight in saved.weights.items()} | dict(saved.changed)
+    tensors = {f"{name}.weight": weight for name, weight in saved.weights.items()} | dict(
+        saved.changed
+    )
     write_safetensors(output / "weights.safetensors", tensors)
-    found = {"bytes": saved.stored, "linears": sorted(saved.weights), "input": saved.input, "scales": dict(saved.scales)}
+    found = {
+        "bytes": saved.stored,
+        "linears": sorted(saved.weights),
+        "input": saved.input,
+        "scales": dict(saved.scales),
+    }
     _write(output, report | found)
 
 
@@ -84,7 +93,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
     header, offset = {}, 0
     for name, tensor in tensors.items():
         size = 4 * tensor.size
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -101,13 +114,16 @@ def unpack(words: Array, bits: int, *, axis: int) -> Array:
     """
     last = np.ascontiguousarray(np.moveaxis(words.astype("<i4"), axis, -1))
     digits = np.unpackbits(last.view(np.uint8), axis=-1, bitorder="little")
-    values = digits.reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))  # [..., integers]
+    # [..., integers]
+    values = digits.reshape(*digits.shape[:-1], -1, bits) @ (1 << np.arange(bits))
     return np.moveaxis(values, -1, axis)
 
 
 def _ones(bits: int) -> np.int32:
     """Return a word in which every integer is 1; of bits that divide 32."""
-    return np.packbits(np.tile([1] + [0] * (bits - 1), 32 // bits), bitorder="little").view("<i4")[0]
+    return np.packbits(np.tile([1] + [0] * (bits - 1), 32 // bits), bitorder="little").view("<i4")[
+        0
+    ]
 
 
 def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one: bool) -> Array:
@@ -116,15 +132,21 @@ def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one
         weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o])        g = g_idx[i], or i // group size without one
 
     Args:
-        tensors: name -> `qweight` int32 [I * bits / 32, O], `qzeros` int32 [G, O * bits / 32], `scales` [G, O], `g_idx` [I].
+        tensors: name -> `qweight` int32 [I * bits / 32, O], `qzeros` int32 [G, O * bits / 32],
+            `scales` [G, O], `g_idx` [I].
         name: of the linear.
         bits: of an integer.
-        minus_one: zero points are stored one too small, as the layout's first version has it. Whole words were subtracted, but
-            of 3 bits each integer by itself, since some of them lie in two words.
+        minus_one: zero points are stored one too small, as the layout's first version has it. Whole
+            words were subtracted, but of 3 bits each integer by itself, since some of them lie in
+            two words.
     """
-    zeros, scales = tensors[f"{name}.qzeros"].astype("<i4"), tensors[f"{name}.scales"].astype(np.float32)
+    zeros, scales = (
+        tensors[f"{name}.qzeros"].astype("<i4"),
+        tensors[f"{name}.scales"].astype(np.float32),
+    )
     if minus_one and bits != 3:
-        zeros = zeros + _ones(bits)  # numpy's integers wrap around, as those that were subtracted did
+        # numpy's integers wrap around, as those that were subtracted did
+        zeros = zeros + _ones(bits)
     values = unpack(tensors[f"{name}.qweight"], bits, axis=0)  # [I, O]
     groups = tensors.get(f"{name}.g_idx", np.arange(len(values)) * len(scales) // len(values))
     points = unpack(zeros, bits, axis=1)  # [G, O]
@@ -136,8 +158,13 @@ def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one
 def awq_weight(tensors: Mapping[str, Array], name: str) -> Array:
     """Return the [O, I] float32 weight of a 4-bit linear in AWQ's layout: all packed along O, eight at a time in its order."""
     order = [0, 4, 1, 5, 2, 6, 3, 7]
-    values, points = (unpack(tensors[f"{name}.{part}"], 4, axis=1) for part in ("qweight", "qzeros"))  # [I, O], [G, O]
-    values, points = (x.reshape(len(x), -1, 8)[:, :, order].reshape(len(x), -1) for x in (values, points))
+    # [I, O], [G, O]
+    values, points = (
+        unpack(tensors[f"{name}.{part}"], 4, axis=1) for part in ("qweight", "qzeros")
+    )
+    values, points = (
+        x.reshape(len(x), -1, 8)[:, :, order].reshape(len(x), -1) for x in (values, points)
+    )
     scales = tensors[f"{name}.scales"].astype(np.float32)
     groups = np.arange(len(values)) * len(scales) // len(values)
     return ((values - points[groups]) * scales[groups]).T.astype(np.float32)
@@ -145,15 +172,19 @@ def awq_weight(tensors: Mapping[str, Array], name: str) -> Array:
 
 def arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
     """Return torch's tensors as numpy's arrays; floats as float32, since numpy has no bfloat16."""
-    return {name: (tensor.float() if tensor.is_floating_point() else tensor).numpy() for name, tensor in tensors.items()}
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        for name, tensor in tensors.items()
+    }
 
 
 def microscaled_weight(parts: Mapping[str, Array]) -> Array:
     """Return a weight of e2m1 or e4m3 with scales of groups, [O, I] float32, as compressed-tensors stores it.
 
     Args:
-        parts: weight_packed [O, I / 2] uint8 (e2m1) or weight [O, I] float32, its values; weight_scale [O, G], uint8 (e8m0) or
-            float32; weight_global_scale [1], which divides it, where there is one.
+        parts: weight_packed [O, I / 2] uint8 (e2m1) or weight [O, I] float32, its values;
+            weight_scale [O, G], uint8 (e8m0) or float32; weight_global_scale [1], which divides it,
+            where there is one.
     """
     if "weight_packed" in parts:
         packed = parts["weight_packed"]
@@ -163,7 +194,9 @@ def microscaled_weight(parts: Mapping[str, Array]) -> Array:
     else:
         value = parts["weight"]
     scale = parts["weight_scale"]
-    scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127) if scale.dtype == np.uint8 else scale
+    scale = (
+        np.ldexp(np.float32(1), scale.astype(np.int32) - 127) if scale.dtype == np.uint8 else scale
+    )
     if "weight_global_scale" in parts:
         scale = scale / parts["weight_global_scale"]
     return value * np.repeat(scale, value.shape[1] // scale.shape[1], axis=1)

@@ -1,7 +1,7 @@
 """AutoRound for accuracy.py; see _shared.py for the arguments.
 
-SETTINGS: iterations, device (default cpu), and either bits, group_size and symmetric, or scheme (a preset of 4-bit floats) and
-act_bits.
+SETTINGS: iterations, device (default cpu), and either bits, group_size and symmetric, or scheme (a
+preset of 4-bit floats) and act_bits.
 
 Its own defaults otherwise, but for the length and the number of the calibration sequences.
 """
@@ -13,30 +13,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _shared import Report, Saved, arrays, awq_weight, gptq_weight, main, microscaled_weight, stored_bytes
+from _shared import (
+    Report,
+    Saved,
+    arrays,
+    awq_weight,
+    gptq_weight,
+    main,
+    microscaled_weight,
+    stored_bytes,
+)
 from auto_round import AutoRound
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
-_FLOAT4 = {"kind": "float", "num_bits": 4, "granularity": "per_group", "float8": "e2m1", "dynamic": True}
+_FLOAT4 = {
+    "kind": "float",
+    "num_bits": 4,
+    "granularity": "per_group",
+    "float8": "e2m1",
+    "dynamic": True,
+}
 INPUTS = {
     "NVFP4": {**_FLOAT4, "group_size": 16, "scale_format": "e4m3"},
     "MXFP4": {**_FLOAT4, "group_size": 32, "scale_format": "e8m0"},
 }
-# packing_format of the saved config -> the zero points are stored one too small; AWQ's layout is its own
+# packing_format of the saved config -> the zero points are stored one too small; AWQ's layout is
+# its own
 LAYOUTS = {"auto_round:auto_gptq": True, "auto_round:gptqmodel": False, "auto_round": False}
 
 
 def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str, Any]) -> Report:
     """Load, quantize with the given token ids, save."""
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
+    loaded, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+        AutoTokenizer.from_pretrained(model),
+    )
     begin = time.monotonic()
     told = {"scheme": settings.get("scheme", "W4A16")}
     if "scheme" in settings:
         told["act_bits"] = settings["act_bits"]
     else:
-        told |= {"bits": settings["bits"], "group_size": settings["group_size"], "sym": settings["symmetric"]}
+        told |= {
+            "bits": settings["bits"],
+            "group_size": settings["group_size"],
+            "sym": settings["symmetric"],
+        }
     rounder = AutoRound(
         loaded,
         tokenizer,
@@ -47,14 +70,20 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
         seqlen=len(rows[0]),
         device_map=settings.get("device", "cpu"),
     )
-    rounder.quantize_and_save(str(output), format="llm_compressor" if "scheme" in settings else "auto_round")
+    rounder.quantize_and_save(
+        str(output), format="llm_compressor" if "scheme" in settings else "auto_round"
+    )
     return Report(version=version("auto-round"), seconds=time.monotonic() - begin)
 
 
 def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
     """Read the saved files, from the folder that it makes below the one it is given."""
     (config,) = folder.rglob("config.json")
-    tensors = {name: tensor for path in config.parent.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    tensors = {
+        name: tensor
+        for path in config.parent.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     if "scheme" in settings:
         return _microscaled(tensors, settings)
     kind = json.loads(config.read_text())["quantization_config"]["packing_format"]
@@ -72,15 +101,21 @@ def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
 def _microscaled(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> Saved:
     """Return what is in files that compressed-tensors reads."""
     weights, scales, stored = {}, {}, 0
-    for name in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
+    for name in [
+        name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")
+    ]:
         parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
         stored += sum(part.nbytes for part in parts.values())
-        whole = {part: one if one.dtype == torch.uint8 else one.float() for part, one in parts.items()}
+        whole = {
+            part: one if one.dtype == torch.uint8 else one.float() for part, one in parts.items()
+        }
         weights[name] = microscaled_weight({part: one.numpy() for part, one in whole.items()})
         if f"{name}.input_global_scale" in tensors:
             scales[name] = tensors[f"{name}.input_global_scale"].float().item()
     inputs = INPUTS[settings["scheme"]] if settings["act_bits"] == 4 else None
-    return Saved(weights=weights, stored=stored, input=inputs, scales=scales if inputs is not None else {})
+    return Saved(
+        weights=weights, stored=stored, input=inputs, scales=scales if inputs is not None else {}
+    )
 
 
 if __name__ == "__main__":

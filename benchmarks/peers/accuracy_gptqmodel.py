@@ -1,7 +1,7 @@
 """GPTQModel for accuracy.py; see _shared.py for the arguments. SETTINGS: bits, group_size, symmetric.
 
-Its own defaults otherwise: no act order, columns in an order that keeps groups in place (act_group_aware) where there are
-groups, lm_head left alone.
+Its own defaults otherwise: no act order, columns in an order that keeps groups in place
+(act_group_aware) where there are groups, lm_head left alone.
 """
 
 import json
@@ -17,14 +17,21 @@ from safetensors.torch import load_file
 
 def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str, Any]) -> Report:
     """Load, quantize with the given token ids, save."""
-    chosen = QuantizeConfig(bits=settings["bits"], group_size=settings["group_size"], sym=settings["symmetric"])
-    chosen.act_group_aware = chosen.act_group_aware and chosen.group_size > 0  # it refuses its own default without groups
+    chosen = QuantizeConfig(
+        bits=settings["bits"], group_size=settings["group_size"], sym=settings["symmetric"]
+    )
+    # it refuses its own default without groups
+    chosen.act_group_aware = chosen.act_group_aware and chosen.group_size > 0
     loaded = GPTQModel.load(model, chosen, device="cpu")
     begin = time.monotonic()
-    loaded.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)
+    loaded.quantize(
+        [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1
+    )
     seconds = time.monotonic() - begin
     loaded.save(str(output))
-    said = {key: getattr(chosen, key) for key in ("desc_act", "act_group_aware", "damp_percent", "mse")}
+    said = {
+        key: getattr(chosen, key) for key in ("desc_act", "act_group_aware", "damp_percent", "mse")
+    }
     return Report(version=version("gptqmodel"), seconds=seconds, settings=said)
 
 

@@ -18,7 +18,11 @@ def quantize(model: str, _rows: list[list[int]], output: Path, settings: dict[st
     """Load, quantize, save."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     begin = time.monotonic()
-    told = {"bits": settings["bits"], "group_size": settings["group_size"], "use_sym": settings["symmetric"]}
+    told = {
+        "bits": settings["bits"],
+        "group_size": settings["group_size"],
+        "use_sym": settings["symmetric"],
+    }
     made = convert(prepare(loaded, RTNConfig(**told)))
     seconds = time.monotonic() - begin
     made.save(str(output))
@@ -27,10 +31,16 @@ def quantize(model: str, _rows: list[list[int]], output: Path, settings: dict[st
 
 def dequantize(model: Path, folder: Path, _settings: dict[str, Any]) -> Saved:
     """Load what was saved and let each linear unpack itself."""
-    made = load(str(folder), original_model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"))
+    made = load(
+        str(folder), original_model=AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    )
     linears = {name: module for name, module in made.named_modules() if hasattr(module, "unpack")}
     weights = {name: weight_of(module).numpy() for name, module in linears.items()}
-    tensors = {f"{name}.{key}": value for name, module in linears.items() for key, value in module.state_dict().items()}
+    tensors = {
+        f"{name}.{key}": value
+        for name, module in linears.items()
+        for key, value in module.state_dict().items()
+    }
     return Saved(weights=weights, stored=sum(stored_bytes(tensors, name) for name in linears))
 
 

@@ -2,10 +2,11 @@
 
     accuracy_llamacpp.py run FILE WINDOWS OUTPUT        not timed; FILE is a GGUF file, WINDOWS .jsonl with `input_ids`
 
-SETTINGS: type, such as Q4_K_M; importance, whether an importance matrix is made of the calibration tokens first; gguf, the
-model in bf16; names, which tensor and rows of the checkpoint each linear of that file is. After `dequantize` what a type does
-with embeddings and the head is not compared. `run` runs a whole file: it writes OUTPUT/logits.f32, float32 [V] for each token
-of each window, and OUTPUT/file.json with the vocabulary's size, the `bytes` of the file's tensors and their `elements`.
+SETTINGS: type, such as Q4_K_M; importance, whether an importance matrix is made of the calibration
+tokens first; gguf, the model in bf16; names, which tensor and rows of the checkpoint each linear of
+that file is. After `dequantize` what a type does with embeddings and the head is not compared.
+`run` runs a whole file: it writes OUTPUT/logits.f32, float32 [V] for each token of each window, and
+OUTPUT/file.json with the vocabulary's size, the `bytes` of the file's tensors and their `elements`.
 """
 
 import ctypes
@@ -35,7 +36,9 @@ def quantize(_model: str, rows: list[list[int]], output: Path, settings: dict[st
     matrix = importance(Path(settings["gguf"]), rows) if settings["importance"] else {}
     if matrix:
         chosen.imatrix = as_parameter(matrix)
-    code = llama_cpp.llama_model_quantize(settings["gguf"].encode(), str(output / FILE).encode(), ctypes.byref(chosen))
+    code = llama_cpp.llama_model_quantize(
+        settings["gguf"].encode(), str(output / FILE).encode(), ctypes.byref(chosen)
+    )
     if code:
         raise SystemExit(f"{settings['type']}: llama_model_quantize returned {code}")
     return Report(version=version("llama-cpp-python"), seconds=time.monotonic() - begin)
@@ -44,7 +47,13 @@ def quantize(_model: str, rows: list[list[int]], output: Path, settings: dict[st
 def importance(path: Path, rows: list[list[int]]) -> dict[str, np.ndarray]:
     """Return the importance matrix of every linear of the layers, made of all tokens of the rows."""
     tensors = GGUFReader(path).tensors
-    seen = Importance([tensor.name for tensor in tensors if tensor.name.startswith("blk.") and len(tensor.shape) == 2])
+    seen = Importance(
+        [
+            tensor.name
+            for tensor in tensors
+            if tensor.name.startswith("blk.") and len(tensor.shape) == 2
+        ]
+    )
     for _ in run(path, rows, watch=seen.watch):
         pass
     return seen.matrix(sum(map(len, rows)))
@@ -57,7 +66,10 @@ def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
         if tensor.name not in names:
             continue
         source, rows = names[tensor.name]
-        values = real(tensor.data, tensor.tensor_type).reshape(tuple(int(size) for size in tensor.shape[::-1]))  # [O, I]
+        # [O, I]
+        values = real(tensor.data, tensor.tensor_type).reshape(
+            tuple(int(size) for size in tensor.shape[::-1])
+        )
         weight = np.empty(values.shape, dtype=np.float32)
         weight[rows] = values
         weights[source.removesuffix(".weight")] = weight
@@ -73,13 +85,20 @@ def write_logits(path: Path, windows: list[list[int]], output: Path) -> None:
             size = logits.shape[1]
             file.write(np.ascontiguousarray(logits, dtype="<f4"))
     tensors = GGUFReader(path).tensors
-    counted = {key: sum(int(getattr(tensor, f"n_{key}")) for tensor in tensors) for key in ("bytes", "elements")}
+    counted = {
+        key: sum(int(getattr(tensor, f"n_{key}")) for tensor in tensors)
+        for key in ("bytes", "elements")
+    }
     (output / "file.json").write_text(json.dumps({"vocabulary": size, **counted}) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         gguf, windows, output = map(Path, sys.argv[2:])
-        write_logits(gguf, [json.loads(line)["input_ids"] for line in windows.read_text().splitlines()], output)
+        write_logits(
+            gguf,
+            [json.loads(line)["input_ids"] for line in windows.read_text().splitlines()],
+            output,
+        )
     else:
         main(quantize, dequantize)

@@ -1,7 +1,7 @@
 """llm-compressor's sequential path: MODEL CALIBRATION OUTPUT [--offload DIR]. Run with its environment's Python.
 
-GPTQ at W4A16, symmetric groups of 128, lm_head left alone. `--offload` keeps the weights on disk, the most frugal way
-that it offers.
+GPTQ at W4A16, symmetric groups of 128, lm_head left alone. `--offload` keeps the weights on disk,
+the most frugal way that it offers.
 """
 
 import argparse
@@ -24,13 +24,17 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--offload", metavar="DIR", help="Keep weights there instead of in memory.")
     given = parser.parse_args()
-    rows = [json.loads(line)["input_ids"] for line in Path(given.calibration).read_text().splitlines()]
+    rows = [
+        json.loads(line)["input_ids"] for line in Path(given.calibration).read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = _load(given.model, given.offload)
     oneshot(
         model=model,
         tokenizer=tokenizer,
-        dataset=Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]),
+        dataset=Dataset.from_list(
+            [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
+        ),
         recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
         num_calibration_samples=len(rows),
         max_seq_length=len(rows[0]),

@@ -22,9 +22,16 @@ def load(settings: dict[str, Any]) -> Program:
     if not path.exists():
         quantize(settings["gguf"], path, settings["type"])
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(
+        str(path).encode(), llama_cpp.llama_model_default_params()
+    )
     chosen = llama_cpp.llama_context_default_params()
-    chosen.n_ctx, chosen.n_seq_max, chosen.n_batch, chosen.n_ubatch = CONTEXT * ROWS, ROWS, CONTEXT * ROWS, 512
+    chosen.n_ctx, chosen.n_seq_max, chosen.n_batch, chosen.n_ubatch = (
+        CONTEXT * ROWS,
+        ROWS,
+        CONTEXT * ROWS,
+        512,
+    )
     chosen.n_threads = chosen.n_threads_batch = settings["threads"]
     context = llama_cpp.llama_init_from_model(model, chosen)
     if not model or not context:
@@ -47,14 +54,19 @@ def load(settings: dict[str, Any]) -> Program:
             batch.n_tokens, length = len(ids) * count, length + count
             if llama_cpp.llama_decode(context, batch):
                 raise SystemExit(f"{path}: llama_decode fails")
-            ends = [llama_cpp.llama_get_logits_ith(context, (row + 1) * count - 1) for row in range(len(ids))]
+            ends = [
+                llama_cpp.llama_get_logits_ith(context, (row + 1) * count - 1)
+                for row in range(len(ids))
+            ]
             return [[int(np.ctypeslib.as_array(end, shape=(size,)).argmax())] for end in ends]
 
         return clocked(forward, rows, new)
 
     tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
     embedding = tensors["token_embd.weight"] if "output.weight" in tensors else 0
-    return Program(version=version("llama-cpp-python"), weight_bytes=sum(tensors.values()) - embedding, run=run)
+    return Program(
+        version=version("llama-cpp-python"), weight_bytes=sum(tensors.values()) - embedding, run=run
+    )
 
 
 def quantize(source: str, path: Path, kind: str) -> None:

@@ -31,13 +31,19 @@ def load(settings: dict[str, Any]) -> Program:
         raise SystemExit(f"{settings['artifact']}: {'; '.join(loaded.reasons)}")
     infos = open_checkpoint(Path(settings["artifact"])).infos
     tied = "lm_head.weight" not in infos and "lm_head.weight_packed" not in infos
-    weights = sum(info.nbytes for name, info in infos.items() if tied or name != "model.embed_tokens.weight")
+    weights = sum(
+        info.nbytes for name, info in infos.items() if tied or name != "model.embed_tokens.weight"
+    )
     decoder = loaded.decoder
 
     def run(rows: list[list[int]], new: int) -> Timed:
         decoder.begin(rows=len(rows), capacity=len(rows[0]) + new)
         with torch.inference_mode():
-            return clocked(lambda ids: decoder.forward(ids).argmax(dim=-1, keepdim=True), torch.tensor(rows), new)
+            return clocked(
+                lambda ids: decoder.forward(ids).argmax(dim=-1, keepdim=True),
+                torch.tensor(rows),
+                new,
+            )
 
     return Program(version=version("quantflow"), weight_bytes=weights, run=run, read=read)
 

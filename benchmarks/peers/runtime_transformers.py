@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 def load(settings: dict[str, Any]) -> Program:
     """Load a checkpoint; its modules run as they are."""
     torch.set_num_threads(settings["threads"])
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        settings["model"], dtype=getattr(torch, settings["dtype"])
+    ).eval()
     embedding = model.get_input_embeddings().weight
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if not model.config.tie_word_embeddings:
@@ -21,7 +23,9 @@ def load(settings: dict[str, Any]) -> Program:
         cache = DynamicCache(config=model.config)
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(
+                input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits
             return logits[:, -1].argmax(dim=-1, keepdim=True)
 
         with torch.inference_mode():

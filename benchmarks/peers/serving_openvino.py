@@ -2,8 +2,9 @@
 
     --program "OpenVINO=PYTHON benchmarks/peers/serving_openvino.py FOLDER {port} THREADS"
 
-Needs openvino-genai, and a folder that optimum-intel exported. It answers `/v1/models` and streams `/v1/completions` greedily:
-a token per event, as many tokens as the request asks for. A prompt that begins like an earlier one reuses its blocks.
+Needs openvino-genai, and a folder that optimum-intel exported. It answers `/v1/models` and streams
+`/v1/completions` greedily: a token per event, as many tokens as the request asks for. A prompt that
+begins like an earlier one reuses its blocks.
 """
 
 import json
@@ -26,7 +27,11 @@ class Batch:
     def __init__(self, folder: Path, threads: int) -> None:
         """Load the model."""
         scheduler = genai.SchedulerConfig()
-        scheduler.cache_size, scheduler.dynamic_split_fuse, scheduler.enable_prefix_caching = CACHE, True, True
+        scheduler.cache_size, scheduler.dynamic_split_fuse, scheduler.enable_prefix_caching = (
+            CACHE,
+            True,
+            True,
+        )
         properties = {"INFERENCE_NUM_THREADS": threads}
         self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         self.tokenizer = self.pipeline.get_tokenizer()
@@ -39,8 +44,12 @@ class Batch:
         while True:
             while not running or not self.new.empty():
                 prompt, new, told = self.new.get()
-                chosen = genai.GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, ignore_eos=True)
-                running.append((self.pipeline.add_request(next(self.numbers), prompt, chosen), told, new))
+                chosen = genai.GenerationConfig(
+                    max_new_tokens=new, min_new_tokens=new, do_sample=False, ignore_eos=True
+                )
+                running.append(
+                    (self.pipeline.add_request(next(self.numbers), prompt, chosen), told, new)
+                )
             self.pipeline.step()
             left = []
             for handle, told, missing in running:

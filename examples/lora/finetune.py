@@ -5,7 +5,8 @@ In:  a Hugging Face model, or the weights of an artifact (`quantflow export ARTI
 Out: DIR with adapter_config.json and adapter_model.safetensors, and what happened as one line of JSON: loss and perplexity of
      the held-out tenth of the text before and after, its share of tokens that are the likeliest, seconds, peak memory.
 
-Documents are joined, each with the tokenizer's BOS, and cut into sequences of --length. Only the adapter is trained, by AdamW.
+Documents are joined, each with the tokenizer's BOS, and cut into sequences of --length. Only the
+adapter is trained, by AdamW.
 
 Example: python examples/lora/finetune.py ./llama --text notes.jsonl -o lora --steps 200
          torchrun --nproc-per-node 2 examples/lora/finetune.py ./llama --text notes.jsonl -o lora
@@ -42,7 +43,10 @@ def sequences(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, length: i
     ids = [token for text in texts for token in tokenizer(text)["input_ids"]]
     count = len(ids) // length
     if count < 2:
-        raise SystemExit(f"{len(ids)} tokens are {count} sequences of {length}; give more text, or a smaller --length")
+        raise SystemExit(
+            f"{len(ids)} tokens are {count} sequences of {length}; give more text, or a smaller "
+            "--length"
+        )
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
@@ -50,21 +54,27 @@ def loss_of(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean loss of the next tokens in nats, and the share that are the likeliest; batch: [B, T] int64."""
     logits = model(input_ids=batch).logits[:, :-1].float()  # [B, T - 1, V]
     wanted = batch[:, 1:]
-    return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()), (logits.argmax(-1) == wanted).float().mean()
+    return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()), (
+        logits.argmax(-1) == wanted
+    ).float().mean()
 
 
 @torch.no_grad()
 def judged(model: nn.Module, held_out: Tensor, batch_size: int) -> dict[str, float]:
     """Return loss, perplexity and accuracy of sequences that are not trained on."""
     model.eval()
-    found = torch.tensor([loss_of(model, batch) for batch in held_out.split(batch_size)]).mean(dim=0)
+    found = torch.tensor([loss_of(model, batch) for batch in held_out.split(batch_size)]).mean(
+        dim=0
+    )
     model.train()
     return {"loss": float(found[0]), "perplexity": math.exp(found[0]), "accuracy": float(found[1])}
 
 
 def main() -> None:
     """Train, save, and say what happened."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -87,8 +97,12 @@ def main() -> None:
     held_out = rows[-kept:].to(accelerator.device)
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     words = {"r": options.rank, "lora_alpha": options.alpha, "lora_dropout": options.dropout}
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=options.targets, **words))
-    optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=options.learning_rate)
+    model = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", target_modules=options.targets, **words)
+    )
+    optimizer = torch.optim.AdamW(
+        (each for each in model.parameters() if each.requires_grad), lr=options.learning_rate
+    )
     order = torch.Generator().manual_seed(options.seed)
     loader = DataLoader(rows[:-kept], batch_size=options.batch_size, shuffle=True, generator=order)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -107,7 +121,17 @@ def main() -> None:
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(options.output)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"before": before, "after": after, "steps": done, "seconds": seconds, "peak_bytes": peak}))
+        print(
+            json.dumps(
+                {
+                    "before": before,
+                    "after": after,
+                    "steps": done,
+                    "seconds": seconds,
+                    "peak_bytes": peak,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `t
 Out: how many requests were answered, tokens per second of all together, and seconds of the first token, of each further one and
      of a whole request; --json prints it as one line.
 
-The server is asked for /info first. Prompts that have more tokens than --max_input_length, as the server counts them, are left
-out; the others are taken in turn until there are --total_sample_count. Every one is streamed.
+The server is asked for /info first. Prompts that have more tokens than --max_input_length, as the
+server counts them, are left out; the others are taken in turn until there are --total_sample_count.
+Every one is streamed.
 
-Example: python examples/serving/run_generation.py --text prompts.jsonl --max_concurrent_requests 16 --total_sample_count 64
+Example: python examples/serving/run_generation.py --text prompts.jsonl --max_concurrent_requests 16
+--total_sample_count 64
 """
 
 import argparse
@@ -63,7 +65,9 @@ def streamed(address: str, prompt: str, new: int) -> Answered:
     """Ask for a text and note when its tokens come."""
     begin, times = time.perf_counter(), []
     try:
-        with asked(f"{address}/generate_stream", {"inputs": prompt, "parameters": {"max_new_tokens": new}}) as response:
+        with asked(
+            f"{address}/generate_stream", {"inputs": prompt, "parameters": {"max_new_tokens": new}}
+        ) as response:
             for line in response:
                 if line.startswith(b"data:"):
                     event = json.loads(line.removeprefix(b"data:"))
@@ -72,7 +76,11 @@ def streamed(address: str, prompt: str, new: int) -> Answered:
                     times.append(time.perf_counter() - begin)
     except urllib.error.HTTPError as error:
         return Answered(error=f"{error.code}: {error.read(200).decode(errors='replace')}")
-    return Answered(first=times[0], last=times[-1], tokens=len(times)) if times else Answered(error="no token came")
+    return (
+        Answered(first=times[0], last=times[-1], tokens=len(times))
+        if times
+        else Answered(error="no token came")
+    )
 
 
 def summary(found: list[Answered], seconds: float) -> dict[str, Any]:
@@ -98,11 +106,17 @@ def summary(found: list[Answered], seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     """Load the server; return 1 where a request failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server_address", default="http://localhost:8080")
     parser.add_argument("--model_id", help="that the server must have; any without it")
-    parser.add_argument("--max_input_length", type=int, default=1024, help="tokens of a prompt at most")
-    parser.add_argument("--max_output_length", type=int, default=1024, help="tokens that are asked for")
+    parser.add_argument(
+        "--max_input_length", type=int, default=1024, help="tokens of a prompt at most"
+    )
+    parser.add_argument(
+        "--max_output_length", type=int, default=1024, help="tokens that are asked for"
+    )
     parser.add_argument("--total_sample_count", type=int, default=2048, help="requests in all")
     parser.add_argument("--max_concurrent_requests", type=int, default=256, help="requests at once")
     parser.add_argument("--text", type=Path, required=True, help="prompts")
@@ -123,9 +137,15 @@ def main() -> int:
     begin = time.perf_counter()
     with ThreadPoolExecutor(options.max_concurrent_requests) as pool:
         work = islice(cycle(prompts), options.total_sample_count)
-        found = list(pool.map(lambda prompt: streamed(address, prompt, options.max_output_length), work))
+        found = list(
+            pool.map(lambda prompt: streamed(address, prompt, options.max_output_length), work)
+        )
     said = summary(found, time.perf_counter() - begin)
-    print(json.dumps(said) if options.json else "\n".join(f"{name}: {value}" for name, value in said.items()))
+    print(
+        json.dumps(said)
+        if options.json
+        else "\n".join(f"{name}: {value}" for name, value in said.items())
+    )
     return 1 if said["failed"] else 0
 
 

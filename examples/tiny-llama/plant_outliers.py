@@ -1,9 +1,10 @@
 """Plant activation outliers in the example model without changing the function it computes.
 
-Real LLMs have a few channels whose activations are tens to hundreds of times larger than the rest; a model this small has
-none, and without them SmoothQuant and per-channel scales have nothing to show. Here some channels of every norm are
-multiplied by a power of two from 32 to 256 and the columns that read them are divided by it. Powers of two are exact in
-bf16, so the planted model is the same function; what changes is how hard it is to quantize.
+Real LLMs have a few channels whose activations are tens to hundreds of times larger than the rest;
+a model this small has none, and without them SmoothQuant and per-channel scales have nothing to
+show. Here some channels of every norm are multiplied by a power of two from 32 to 256 and the
+columns that read them are divided by it. Powers of two are exact in bf16, so the planted model is
+the same function; what changes is how hard it is to quantize.
 
 Example: python examples/tiny-llama/plant_outliers.py --output artifacts/tiny-llama-outliers
 """
@@ -41,7 +42,9 @@ def plant_outliers_(tensors: dict[str, Tensor], *, seed: int = 0) -> None:
 
 def main() -> None:
     """Write the planted model and its side files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=HERE)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -50,7 +53,12 @@ def main() -> None:
     plant_outliers_(tensors, seed=arguments.seed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     save_file(tensors, arguments.output / "model.safetensors", metadata={"format": "pt"})
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "config.json"):
+    for name in (
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+    ):
         shutil.copyfile(arguments.model / name, arguments.output / name)
     print(arguments.output)
 

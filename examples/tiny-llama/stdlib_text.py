@@ -1,13 +1,15 @@
 """The text of this example: the running interpreter's own standard library, split by module name.
 
-Every machine with Python has this text, so none of it is stored in the repository. What comes in is the
-`.py` files below `sysconfig`'s `stdlib` path; what goes out is two JSON-lines files with a `text` per line:
+Every machine with Python has this text, so none of it is stored in the repository. What comes in is
+the `.py` files below `sysconfig`'s `stdlib` path; what goes out is two JSON-lines files with a
+`text` per line:
 
     calibration.jsonl   excerpts of modules the model was trained on
     heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on, in a shuffled order
 
-Left out: tests, codec tables, generated files and bundled wheels, because they are long and say little.
-The text differs a little between Python versions; nothing in the project depends on its exact bytes.
+Left out: tests, codec tables, generated files and bundled wheels, because they are long and say
+little. The text differs a little between Python versions; nothing in the project depends on its
+exact bytes.
 
 Example: python examples/tiny-llama/stdlib_text.py --output artifacts/text
 """
@@ -19,7 +21,15 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
-EXCLUDED_TOP = {"site-packages", "dist-packages", "encodings", "pydoc_data", "ensurepip", "lib2to3", "lib-dynload"}
+EXCLUDED_TOP = {
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "ensurepip",
+    "lib2to3",
+    "lib-dynload",
+}
 EXCLUDED_ANYWHERE = {"test", "tests", "idle_test", "__pycache__", "__phello__"}
 EXCERPT_CHARACTERS = 4000
 
@@ -90,9 +100,18 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
 
 def main() -> None:
     """Write calibration.jsonl and heldout.jsonl."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE, help="folder of the two files (default: beside this script)")
-    parser.add_argument("--samples", type=int, default=128, help="excerpts in calibration.jsonl (default: 128)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=HERE,
+        help="folder of the two files (default: beside this script)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=128, help="excerpts in calibration.jsonl (default: 128)"
+    )
     arguments = parser.parse_args()
     write_jsonl(arguments.output / "calibration.jsonl", excerpts(arguments.samples))
     write_jsonl(arguments.output / "heldout.jsonl", heldout_pieces())

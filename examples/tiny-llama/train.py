@@ -4,9 +4,9 @@ In:  the interpreter's standard library (stdlib_text.py), a time budget.
 Out: config.json, generation_config.json, model.safetensors (bf16), the tokenizer, training.json
      (steps, losses, held-out loss) and loss.png, the picture that the model card shows.
 
-Muon (Jordan et al. 2024) moves the matrices of the decoder layers, AdamW everything else; the learning rate
-warms up, stays, and falls linearly to zero over the last half of the budget. The weights that are saved are
-rounded to bf16; the held-out loss is that of the rounded weights.
+Muon (Jordan et al. 2024) moves the matrices of the decoder layers, AdamW everything else; the
+learning rate warms up, stays, and falls linearly to zero over the last half of the budget. The
+weights that are saved are rounded to bf16; the held-out loss is that of the rounded weights.
 
 Example: python examples/tiny-llama/train.py --minutes 100 --output examples/tiny-llama
 """
@@ -46,8 +46,12 @@ def train_tokenizer(texts: list[str], output: Path) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=1024)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=1024
+    )
     fast.save_pretrained(output)
     return fast
 
@@ -94,11 +98,15 @@ def heldout_loss(model: PreTrainedModel, tokens: torch.Tensor, limit: int) -> fl
     return total / count
 
 
-def optimizers(model: PreTrainedModel, *, peak: float, decay: float) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(
+    model: PreTrainedModel, *, peak: float, decay: float
+) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return each optimizer with its peak learning rate."""
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
-    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        matrices, lr=0.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=decay / 4)
     return [(muon, peak), (adamw, peak)]
 
@@ -140,7 +148,8 @@ def train(
             order = starts[torch.randperm(len(starts), generator=generator)].tolist()
         batch = torch.stack([tokens[s : s + SEQUENCE] for s in order[:BATCH]])  # [B, S]
         order = order[BATCH:]
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # weights and optimizer state stay float32
+        # weights and optimizer state stay float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = forward(batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,28 +164,48 @@ def train(
         if step % 10 == 0:
             curve.append((step, loss.item()))
             print(
-                f"step {step} done {done:.3f} loss {smooth:.3f} {seen / (time.monotonic() - begin):.0f} tokens/s",
+                f"step {step} done {done:.3f} loss {smooth:.3f} "
+                f"{seen / (time.monotonic() - begin):.0f} tokens/s",
                 flush=True,
             )
         if step % 200 == 0:
             heldout_curve.append((step, heldout_loss(model, heldout, 16384)))
             save(model, snapshot)
             print(f"step {step} held-out {heldout_curve[-1][1]:.4f}", flush=True)
-    return {"steps": step, "tokens": seen, "seconds": time.monotonic() - begin, "loss": curve, "heldout": heldout_curve}
+    return {
+        "steps": step,
+        "tokens": seen,
+        "seconds": time.monotonic() - begin,
+        "loss": curve,
+        "heldout": heldout_curve,
+    }
 
 
 def continued(earlier: dict[str, object], record: dict[str, object]) -> dict[str, object]:
     """Return the record of two runs, the second of which began with the weights of the first."""
     steps = earlier["steps"]
-    shifted = {key: earlier[key] + [(steps + step, loss) for step, loss in record[key]] for key in ("loss", "heldout")}
-    return {**{key: earlier[key] + record[key] for key in ("steps", "tokens", "seconds")}, **shifted}
+    shifted = {
+        key: earlier[key] + [(steps + step, loss) for step, loss in record[key]]
+        for key in ("loss", "heldout")
+    }
+    return {
+        **{key: earlier[key] + record[key] for key in ("steps", "tokens", "seconds")},
+        **shifted,
+    }
 
 
 def draw(record: dict[str, object], path: Path) -> None:
     """Write the loss curve."""
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(*zip(*record["loss"], strict=True), linewidth=0.6, alpha=0.6, label="training, every 10th step")
-    axes.plot(*zip(*record["heldout"], strict=True), marker="o", markersize=3, label="held-out modules")
+    axes.plot(
+        *zip(*record["loss"], strict=True),
+        linewidth=0.6,
+        alpha=0.6,
+        label="training, every 10th step",
+    )
+    axes.plot(
+        *zip(*record["heldout"], strict=True), marker="o", markersize=3, label="held-out modules"
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.3)
@@ -187,12 +216,25 @@ def draw(record: dict[str, object], path: Path) -> None:
 
 def main() -> None:
     """Train, round to bf16, measure, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=100)
     parser.add_argument("--peak", type=float, default=3e-3, help="largest learning rate")
-    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices; the rest gets a quarter")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
-    parser.add_argument("--init", type=Path, help="go on with the weights and tokenizer that an earlier run saved here")
+    parser.add_argument(
+        "--decay",
+        type=float,
+        default=0.1,
+        help="weight decay of the matrices; the rest gets a quarter",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights and of the order of the text"
+    )
+    parser.add_argument(
+        "--init",
+        type=Path,
+        help="go on with the weights and tokenizer that an earlier run saved here",
+    )
     parser.add_argument("--snapshot", type=Path, default=Path("artifacts/tiny-llama-training"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
@@ -227,7 +269,10 @@ def main() -> None:
     }
     (arguments.output / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     draw(record, arguments.output / "loss.png")
-    print(f"held-out: {record['heldout_nats_per_token']:.4f} nats per token after {record['steps']} steps")
+    print(
+        f"held-out: {record['heldout_nats_per_token']:.4f} nats per token after "
+        f"{record['steps']} steps"
+    )
 
 
 if __name__ == "__main__":

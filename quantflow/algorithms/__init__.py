@@ -1,8 +1,9 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
-Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from there, with all linears of a
-decoder layer and the layer itself. `tune` works with all linears of the model, after either. COMBINATIONS are words of recipes
-that stand for several of them, by scheme.
+Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from
+there, with all linears of a decoder layer and the layer itself. `tune` works with all linears of
+the model, after either. COMBINATIONS are words of recipes that stand for several of them, by
+scheme.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +60,9 @@ class Algorithm(Protocol):
     SUPPORTS: Supports
     """What it goes with."""
 
-    def working_bytes(self, features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
+    def working_bytes(
+        self, features: int, rows: int, *, workers: int = 1, in_place: bool = False
+    ) -> int:
         """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes."""
         ...
 
@@ -119,20 +122,24 @@ ALGORITHMS: dict[str, Algorithm] = {algorithm.NAME: algorithm for algorithm in _
 BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {algorithm.NAME: algorithm for algorithm in _BLOCKS}
 LEARNING = signround.NAME  # the block algorithm that recipes have settings of
 TUNE = tune.NAME
-NEAREST = rtn.NAME  # what every other algorithm must beat, and what stands in where it cannot be used
+# what every other algorithm must beat, and what stands in where it cannot be used
+NEAREST = rtn.NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
     """What a word of recipes stands for.
 
-    Tuning is worth its steps more than its sequences: on tiny-llama at W4A16 from rtn_mse, with 128 tokens a sequence, KLD
-    falls from 0.02365 to 0.01827 in 32 steps of 8, 0.01868 in 32 of 4, 0.01927 in 32 of 2 and 0.01991 in 16 of 4.
+    Tuning is worth its steps more than its sequences: on tiny-llama at W4A16 from rtn_mse, with 128
+    tokens a sequence, KLD falls from 0.02365 to 0.01827 in 32 steps of 8, 0.01868 in 32 of 4,
+    0.01927 in 32 of 2 and 0.01991 in 16 of 4.
 
     Attributes:
         rounding: the algorithm of weights of less than 8 bits.
-        searches: whether it searches how far to smooth where neither scheme nor recipe names a transform.
-        steps: of `tune` afterwards, where integers of less than 8 bits are the weights' and inputs stay as they are.
+        searches: whether it searches how far to smooth where neither scheme nor recipe names a
+            transform.
+        steps: of `tune` afterwards, where integers of less than 8 bits are the weights' and inputs
+            stay as they are.
         sequences: of each step.
     """
 
@@ -143,7 +150,9 @@ class Combination:
 
     def algorithm(self, weights: TensorScheme, *, rotated: bool) -> str:
         """Return the algorithm that rounds such weights: gptq goes with rotations, 8 bits and float8."""
-        fits = _few_bits(weights) and not (rotated and supports_of(self.rounding).rotations is not None)
+        fits = _few_bits(weights) and not (
+            rotated and supports_of(self.rounding).rotations is not None
+        )
         return self.rounding if fits else gptq.NAME
 
     def smooths(self, scheme: LinearScheme) -> bool:
@@ -152,11 +161,15 @@ class Combination:
         Not for floats of 8 bits, whose steps follow the values, nor for weights of e2m1 alone: on tiny-llama the KLD is then
         0.00552 instead of 0.00548 (NVFP4A16), 0.00920 instead of 0.00907 (MXFP4A16). It is for inputs of e2m1.
         """
-        return self.searches and (scheme.weights.kind == "int" or (_few_bits(scheme.weights) and scheme.input is not None))
+        return self.searches and (
+            scheme.weights.kind == "int" or (_few_bits(scheme.weights) and scheme.input is not None)
+        )
 
     def tunes(self, scheme: LinearScheme, *, rotated: bool) -> bool:
         """Return whether scales are tuned afterwards."""
-        refused = tune.SUPPORTS.scheme(scheme) is not None or (rotated and tune.SUPPORTS.rotations is not None)
+        refused = tune.SUPPORTS.scheme(scheme) is not None or (
+            rotated and tune.SUPPORTS.rotations is not None
+        )
         return _few_bits(scheme.weights) and not refused
 
 

@@ -1,24 +1,27 @@
 """GPTQ: round column by column, and let the columns that are still to come make up for the error.
 
-What is minimised is the error of the output, tr((W - Q) H (W - Q)^T) with H = X^T X, not that of the weight. Columns
-are processed in order of the Hessian's diagonal, the largest first; groups, scales and zero points stay in place
-(compressed-tensors calls it `actorder: weight`). They come from the original weight, from the multiple of each range that
-loses least where the Hessian's diagonal says how much a column matters.
+What is minimised is the error of the output, tr((W - Q) H (W - Q)^T) with H = X^T X, not that of
+the weight. Columns are processed in order of the Hessian's diagonal, the largest first; groups,
+scales and zero points stay in place (compressed-tensors calls it `actorder: weight`). They come
+from the original weight, from the multiple of each range that loses least where the Hessian's
+diagonal says how much a column matters.
 
-The form used here needs no inverse of H (quantflow/numerics/feedback.py). With H = (I + U) D (I + U)^T, U strictly upper
-triangular, and E = W - Q,
+The form used here needs no inverse of H (quantflow/numerics/feedback.py). With H = (I + U) D (I +
+U)^T, U strictly upper triangular, and E = W - Q,
 
     tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2,    so    q_j = round(w_j + sum_{i<j} e_i U_ij).
 
-It takes the same decisions as the paper's form, which propagates the error with the Cholesky factor of H^-1, with one
-factorisation instead of two and an inverse: a quarter of the work, and fewer digits lost. So few that float32 will do:
-its rounding, 2^-24 of the largest eigenvalue, is small beside the damping, a hundredth of the mean one.
+It takes the same decisions as the paper's form, which propagates the error with the Cholesky factor
+of H^-1, with one factorisation instead of two and an inverse: a quarter of the work, and fewer
+digits lost. So few that float32 will do: its rounding, 2^-24 of the largest eigenvalue, is small
+beside the damping, a hundredth of the mean one.
 
-Memory, beyond the caller's: one float32 copy of the Hessian, or none where it may be overwritten, factored in place; then
-rows of weights, transposed, one unit per worker (`working_bytes`). Rows are independent of each other, so all linears that
-share the input form one row space, cut into an even number of equal units: two or four workers are done at the same time.
-Sources: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this
-form (LDLQ there) and GPTQ are the same.
+Memory, beyond the caller's: one float32 copy of the Hessian, or none where it may be overwritten,
+factored in place; then rows of weights, transposed, one unit per worker (`working_bytes`). Rows are
+independent of each other, so all linears that share the input form one row space, cut into an even
+number of equal units: two or four workers are done at the same time. Sources: Frantar et al. 2022,
+arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this form (LDLQ
+there) and GPTQ are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +60,8 @@ SUPPORTS = EVERYTHING
 
 # Constants, since they order the sums and so are part of the result.
 _UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
-_UNIT_WEIGHTS = 4 << 20  # at most, unless that would be fewer than 128 rows: of wide layers a unit is what takes the memory
+# at most, unless that would be fewer than 128 rows: of wide layers a unit is what takes the memory
+_UNIT_WEIGHTS = 4 << 20
 
 _Piece = tuple[str, slice]  # rows of one linear
 
@@ -65,9 +69,10 @@ _Piece = tuple[str, slice]  # rows of one linear
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
-    4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows (`_unit_rows`): its work in
-    float32 (4 I R), the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its
-    scratch (4 R (128 + 1)), or what the elementwise units or the comparison of a linear take, if that is more.
+    4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows
+    (`_unit_rows`): its work in float32 (4 I R), the qvalues (I R) and the scales, at most one per
+    32 columns (2 * 4 I R / 32); and a block and its scratch (4 R (128 + 1)), or what the
+    elementwise units or the comparison of a linear take, if that is more.
 
     Args:
         features: I, in_features of the group.
@@ -94,39 +99,58 @@ def quantize_group(
     Args:
         weights: name -> [O, I], any float dtype; not modified.
         scheme: its `weights` are int or float8, at any granularity.
-        statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows.
+        statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count`
+            [], how many rows.
         scale_dtype: the dtype in which the layout stores scales.
-        workers: run blocks of the factorisation and units of rows; how many there are changes nothing but the time.
-        in_place: overwrite `hessian_sum`, where it is float32 and contiguous, instead of copying it; the result is the same.
+        workers: run blocks of the factorisation and units of rows; how many there are changes
+            nothing but the time.
+        in_place: overwrite `hessian_sum`, where it is float32 and contiguous, instead of copying
+            it; the result is the same.
 
     Returns:
-        name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that was added) and
-        `attempts` (factorisations tried), `dead_channels` (inputs that were always zero; their columns are rounded to
-        nearest), `tokens` (count), `zero_groups` (scales that stand for zeros only), `order`, and those of
-        `comparison.compared`.
+        name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that
+        was added) and `attempts` (factorisations tried), `dead_channels` (inputs that were always
+        zero; their columns are rounded to nearest), `tokens` (count), `zero_groups` (scales that
+        stand for zeros only), `order`, and those of `comparison.compared`.
 
     Raises:
         SchemeError: group_size does not divide in_features.
         InputError: a weight is empty or holds NaN or Inf.
-        StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of x^T x.
+        StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of
+            x^T x.
     """
     if not weights:
         return {}
     hessian_sum, tokens = checked_hessian(statistics, weights, algorithm=NAME)
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
-    importance = diagonal + DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
+    # damped too: an unseen channel still matters a little
+    importance = diagonal + DAMPINGS[0] * diagonal.mean()
     sign = either_sign(scheme)
     grids = weight_grids(
-        weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
+        weights,
+        scheme.weights,
+        scale_dtype=scale_dtype,
+        importance=importance,
+        either_sign=sign,
+        workers=workers,
     )
-    feedback = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
-    qvalues = {name: weight.new_empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
+    feedback = feedback_of(
+        hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place
+    )
+    qvalues = {
+        name: weight.new_empty(weight.shape, dtype=qvalue_dtype(scheme.weights))
+        for name, weight in weights.items()
+    }
 
     def unit(pieces: Sequence[_Piece]) -> None:
-        _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)
+        _round_rows(
+            pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues
+        )
 
     limit = _unit_rows(hessian_sum.shape[0]) * groups.at_once(hessian_sum.device)
-    workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
+    workers.map(
+        unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit)
+    )
     made = {
         name: QTensor(
             qvalue=qvalues[name],
@@ -141,7 +165,9 @@ def quantize_group(
     moment = output_errors.moment_of(feedback)
     told = output_errors.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
     return {
-        name: GroupResult(weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]})
+        name: GroupResult(
+            weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]}
+        )
         for name, weight in made.items()
     }
 

@@ -1,28 +1,33 @@
 """Half-quadratic quantization (HQQ): scales that leave most weights close to their points, from the weights alone.
 
-What is minimised, for every scale by itself, is the sum of |error|^p with error = weight - scale * (qvalue - zero_point) and
-p = 3/4. Below 1 such a sum prefers many small errors and a few large ones, as heavy-tailed weights have them, to errors that
-are all alike. It is split in two by a second set of errors e,
+What is minimised, for every scale by itself, is the sum of |error|^p with error = weight - scale *
+(qvalue - zero_point) and p = 3/4. Below 1 such a sum prefers many small errors and a few large
+ones, as heavy-tailed weights have them, to errors that are all alike. It is split in two by a
+second set of errors e,
 
     sum |e|^p + beta/2 * (e - error)^2,
 
-and minimised over one unknown after the other while beta, the price of e's being another than the error, grows:
+and minimised over one unknown after the other while beta, the price of e's being another than the
+error, grows:
 
     e          the error, made smaller by |error|^(p-1) / beta, and zero where that is more than the error
     scale      least squares: (weight - e) . d / d . d    with d = qvalue - zero_point
     qvalue     rounding to nearest
 
-Errors count in steps here, so that beta means the same for all weights. Every scale is rounded to what the layout stores before
-it is judged, round-to-nearest's is judged first, and the best is kept: no scale has a larger sum than rtn's.
+Errors count in steps here, so that beta means the same for all weights. Every scale is rounded to
+what the layout stores before it is judged, round-to-nearest's is judged first, and the best is
+kept: no scale has a larger sum than rtn's.
 
-Two things differ from the paper. It fits a float zero point at a fixed scale; layouts here store integers or none, and least
-squares moves a zero point by less than half of one, that is not at all. So the scale is what is fitted. And its p is 0.7: with
-3/4 all powers are square roots, which are the same bits wherever an element lies, as those of `pow` are not.
+Two things differ from the paper. It fits a float zero point at a fixed scale; layouts here store
+integers or none, and least squares moves a zero point by less than half of one, that is not at all.
+So the scale is what is fitted. And its p is 0.7: with 3/4 all powers are square roots, which are
+the same bits wherever an element lies, as those of `pow` are not.
 
-It goes downhill from the multiple of the range with the smallest sum of squares. The paper begins at the whole range, where it
-ends 5 % higher (rows of examples/tiny-llama, 4 bits, symmetric). The smallest sum of all lies at much smaller scales: it is
-another 9 % lower, but the sum of squares, which a layer's output follows, 80 % higher.
-Source: Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models".
+It goes downhill from the multiple of the range with the smallest sum of squares. The paper begins
+at the whole range, where it ends 5 % higher (rows of examples/tiny-llama, 4 bits, symmetric). The
+smallest sum of all lies at much smaller scales: it is another 9 % lower, but the sum of squares,
+which a layer's output follows, 80 % higher. Source: Badri and Shaji 2023, "Half-Quadratic
+Quantization of Large Machine Learning Models".
 """
 
 from collections.abc import Mapping
@@ -47,15 +52,20 @@ VERSION: int = 1
 TO_NEAREST: bool = False
 ON_DEVICE: bool = True
 SUPPORTS = Supports(
-    float8=integers_only(NAME), float4=integers_only(NAME, "float4"), shared_scale=SHARED_SCALE, block_scales=BLOCK_SCALES
+    float8=integers_only(NAME),
+    float4=integers_only(NAME, "float4"),
+    shared_scale=SHARED_SCALE,
+    block_scales=BLOCK_SCALES,
 )
 
-# Constants, since they are part of the result. With beta = 1 every e below a step is zero, which is least squares for all
-# weights alike; with 6.7, at the end, errors above 0.22 of a step count in part.
+# Constants, since they are part of the result. With beta = 1 every e below a step is zero, which is
+# least squares for all weights alike; with 6.7, at the end, errors above 0.22 of a step count in
+# part.
 _ITERATIONS = 20
 _BETA = 1.0
 _GROWTH = 1.1
-_UNIT_OF_SUMS = 2.0**-16  # sums that are recorded are multiples of it, so that adding them up is exact, in any order
+# sums that are recorded are multiples of it, so that adding them up is exact, in any order
+_UNIT_OF_SUMS = 2.0**-16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +88,8 @@ class _Fit:
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
 
-    A unit of N elements: six float32 of each (its weights, d, errors, their sizes, roots and powers), and ten of each scale, at
-    most one per 32 columns.
+    A unit of N elements: six float32 of each (its weights, d, errors, their sizes, roots and
+    powers), and ten of each scale, at most one per 32 columns.
 
     Args:
         features: in_features of the group.
@@ -88,7 +98,9 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
         in_place: not read.
     """
     del rows, in_place
-    return workers * (groups.unit_bytes(features) + 10 * 4 * max(groups.UNIT_ELEMENTS, features) // 32)
+    return workers * (
+        groups.unit_bytes(features) + 10 * 4 * max(groups.UNIT_ELEMENTS, features) // 32
+    )
 
 
 def quantize_group(
@@ -111,30 +123,41 @@ def quantize_group(
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: `zero_groups` (scales that stand for zeros only), `changed_groups` (scales
-        that are not rtn's), `iterations` (in which each of these was found, from 1, added up), `objective_rtn` and
-        `objective` (the sum of |error / rtn's scale|^(3/4), with rtn's scales and with these). All of them add up over
-        rows, exactly.
+        name -> the quantized weight; decisions: `zero_groups` (scales that stand for zeros only),
+        `changed_groups` (scales that are not rtn's), `iterations` (in which each of these was
+        found, from 1, added up), `objective_rtn` and `objective` (the sum of |error / rtn's
+        scale|^(3/4), with rtn's scales and with these). All of them add up over rows, exactly.
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.
-        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not divide in_features.
+        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not
+            divide in_features.
     """
     del statistics, in_place  # the signature is every algorithm's
     if scheme.weights.kind != "int":
-        raise SchemeError(f"scheme {scheme.name}: hqq with kind={scheme.weights.kind!r}", "use rtn for float8")
+        raise SchemeError(
+            f"scheme {scheme.name}: hqq with kind={scheme.weights.kind!r}", "use rtn for float8"
+        )
     if scheme.weights.granularity == "per_tensor":
-        raise SchemeError(f"scheme {scheme.name}: hqq with one scale per tensor", "use rtn, or a scale per channel or group")
+        raise SchemeError(
+            f"scheme {scheme.name}: hqq with one scale per tensor",
+            "use rtn, or a scale per channel or group",
+        )
     if not weights:
         return {}
     plain = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, workers=workers)
     first = next(iter(weights.values()))
     alike = torch.ones(first.shape[-1], device=first.device)
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, workers=workers)
+    grids = weight_grids(
+        weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, workers=workers
+    )
 
     def fit(unit: tuple[str, slice]) -> _Fit:
         name, rows = unit
-        split = groups.to_groups(weights[name][rows].float(), weights[name].shape[1] // grids[name].scale.shape[1])  # [O, G, g]
+        # [O, G, g]
+        split = groups.to_groups(
+            weights[name][rows].float(), weights[name].shape[1] // grids[name].scale.shape[1]
+        )
         grid, first = grids[name].rows(rows), plain[name].rows(rows)
         return _fit_(*grid, split, first, scheme=scheme.weights, scale_dtype=scale_dtype)
 
@@ -187,7 +210,9 @@ def _fit_(
             point.sub_(zero)
         error.sub_(point)
         torch.sqrt(torch.abs(error, out=size), out=root).sqrt_()
-        return torch.mul(root, root, out=power).mul_(root).sum(dim=-1) * _three_quarters(now / first[0])
+        return torch.mul(root, root, out=power).mul_(root).sum(dim=-1) * _three_quarters(
+            now / first[0]
+        )
 
     before = least = judge(*first)
     now, begun, best, beta = scale.clone(), zero_point, first[0], _BETA
@@ -197,17 +222,24 @@ def _fit_(
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, now, best)
         iterations[better] = iteration
-        # What is left of an error when e is taken off: all of a small one, |error|^(p-1) / beta of a larger one.
+        # What is left of an error when e is taken off: all of a small one, |error|^(p-1) / beta of
+        # a larger one.
         left = torch.minimum(size, root.reciprocal_().div_(beta), out=size).copysign_(error)
         moved = torch.mul(point, left, out=power).sum(dim=-1)
-        length = torch.mul(point, point, out=power).sum(dim=-1).clamp_min_(1)  # 0 where all points are, as `moved` is then
+        # 0 where all points are, as `moved` is then
+        length = torch.mul(point, point, out=power).sum(dim=-1).clamp_min_(1)
         now = affine.stored(now * (1 + moved / length), scale_dtype)
         beta *= _GROWTH
     changed = iterations > 0
     scale.copy_(best)
     if zero_point is not None and first[1] is not None:
         zero_point.copy_(torch.where(changed, zero_point, first[1]))
-    return _Fit(changed=int(changed.sum()), iterations=int(iterations.sum()), before=_total(before), after=_total(least))
+    return _Fit(
+        changed=int(changed.sum()),
+        iterations=int(iterations.sum()),
+        before=_total(before),
+        after=_total(least),
+    )
 
 
 def _three_quarters(x: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ def quantize_group(
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros only.
+        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros
+        only.
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.

@@ -1,10 +1,11 @@
 """Round-to-nearest on another range where that loses less: of some multiples of each range, the one of least error.
 
-A few large weights make the step of a whole group coarse. Cut a little short, the range costs them something and gives
-all others a finer step; of float8, a wider one moves the points towards the weights. Which multiple makes the sum of squared
-errors smallest is found for each scale by itself (quantflow/numerics/grid.py). Uses the
-weights alone and reads no statistics; gptq does the same with the error of the inputs that it has seen.
-Source: Choukroun et al. 2019, arXiv:1902.06822, which chooses ranges by the mean squared error.
+A few large weights make the step of a whole group coarse. Cut a little short, the range costs them
+something and gives all others a finer step; of float8, a wider one moves the points towards the
+weights. Which multiple makes the sum of squared errors smallest is found for each scale by itself
+(quantflow/numerics/grid.py). Uses the weights alone and reads no statistics; gptq does the same
+with the error of the inputs that it has seen. Source: Choukroun et al. 2019, arXiv:1902.06822,
+which chooses ranges by the mean squared error.
 """
 
 from collections.abc import Mapping
@@ -63,23 +64,33 @@ def quantize_group(
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros only.
+        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros
+        only.
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.
-        SchemeError: the scheme's weights share one scale, or group_size does not divide in_features.
+        SchemeError: the scheme's weights share one scale, or group_size does not divide
+            in_features.
     """
     del statistics, in_place  # the signature is every algorithm's
     if scheme.weights.granularity == "per_tensor":
         raise SchemeError(
-            f"scheme {scheme.name}: rtn_mse with one scale per tensor", "use rtn, or a scale per channel, group or block"
+            f"scheme {scheme.name}: rtn_mse with one scale per tensor",
+            "use rtn, or a scale per channel, group or block",
         )
     if not weights:
         return {}
     first = next(iter(weights.values()))
     alike = torch.ones(first.shape[-1], device=first.device)
     sign = either_sign(scheme)
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, either_sign=sign, workers=workers)
+    grids = weight_grids(
+        weights,
+        scheme.weights,
+        scale_dtype=scale_dtype,
+        importance=alike,
+        either_sign=sign,
+        workers=workers,
+    )
     return {
         name: GroupResult(weight=weight, decisions={"zero_groups": grids[name].zero_groups})
         for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()

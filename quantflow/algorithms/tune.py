@@ -1,21 +1,23 @@
 """Tune: the scales of a whole model follow the gradient of what it loses, its integers stay.
 
-What is made small is the divergence of what the quantized model predicts from what the original predicts on the calibration
-text, over the tokens of a few sequences at a time:
+What is made small is the divergence of what the quantized model predicts from what the original
+predicts on the calibration text, over the tokens of a few sequences at a time:
 
     loss = mean_t KL(p_t || p'_t),    p = softmax(logits of the original),    p' = softmax(logits of the quantized model)
 
-Integers and zero points are those that another algorithm chose. Each scale is multiplied by exp(u), u = 0 at first, and
+Integers and zero points are those that another algorithm chose. Each scale is multiplied by exp(u),
+u = 0 at first, and
 
     weight = scale * (qvalue - zero_point),    scale = stored(scale_start * exp(u))
 
-where stored() is rounding to the dtype in which the layout keeps scales, which gradients pass as if it were not there. Adam
-takes the steps; their length falls to zero in a straight line.
+where stored() is rounding to the dtype in which the layout keeps scales, which gradients pass as if
+it were not there. Adam takes the steps; their length falls to zero in a straight line.
 
-A linear by itself knows only its own error. Here the scales of all of them make up for what all of them lost together, so this
-is worth the more the fewer bits there are (docs/accuracy.md has what it makes of yaqa at 2, 3 and 4 bits).
-Source: Chen et al. 2024, "EfficientQAT", arXiv:2407.11062, section 3.3 (scales alone, end to end; there towards labels, here
-towards the original as Hinton et al. 2015, arXiv:1503.02531, section 2); Kingma, Ba 2014, arXiv:1412.6980, algorithm 1.
+A linear by itself knows only its own error. Here the scales of all of them make up for what all of
+them lost together, so this is worth the more the fewer bits there are (docs/accuracy.md has what it
+makes of yaqa at 2, 3 and 4 bits). Source: Chen et al. 2024, "EfficientQAT", arXiv:2407.11062,
+section 3.3 (scales alone, end to end; there towards labels, here towards the original as Hinton et
+al. 2015, arXiv:1503.02531, section 2); Kingma, Ba 2014, arXiv:1412.6980, algorithm 1.
 """
 
 import math
@@ -32,7 +34,10 @@ from quantflow.errors import SchemeError, StatisticsError
 NAME: str = "tune"
 VERSION: int = 2
 _LEAVE_OUT = "leave `tune` out, or give `--tune 0`"
-_OTHER_WEIGHTS = Refusal(why="; it tunes scales per channel or group of integer weights, inputs as they are", remedy=_LEAVE_OUT)
+_OTHER_WEIGHTS = Refusal(
+    why="; it tunes scales per channel or group of integer weights, inputs as they are",
+    remedy=_LEAVE_OUT,
+)
 SUPPORTS = Supports(
     float8=_OTHER_WEIGHTS,
     float4=_OTHER_WEIGHTS,
@@ -40,14 +45,17 @@ SUPPORTS = Supports(
     quantized_inputs=_OTHER_WEIGHTS,
     rotations=Refusal(why="; it runs the layers of the model as it is", remedy=_LEAVE_OUT),
     mixtures=Refusal(why="; experts' scales are not tuned", remedy=_LEAVE_OUT, unsupported=True),
-    ranks=Refusal(why="; it runs in one process", remedy=f"{_LEAVE_OUT}, or quantize with one process"),
+    ranks=Refusal(
+        why="; it runs in one process", remedy=f"{_LEAVE_OUT}, or quantize with one process"
+    ),
 )
 
 # Constants, since they are part of the result.
 RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # Adam's
 CHECKED = 8  # sequences whose divergence says whether tuning was of use
-_LOGITS = 2**20  # whose divergences are added at once: 4 MiB, of which nothing has to be mapped anew
+# whose divergences are added at once: 4 MiB, of which nothing has to be mapped anew
+_LOGITS = 2**20
 _WARM_UP = 5  # steps until it is reached: the first know little of how long they should be
 
 
@@ -79,14 +87,22 @@ def begin(name: str, start: QTensor) -> Tuned:
     scheme = start.scheme
     if scheme.kind != "int" or scheme.granularity not in ("per_channel", "per_group"):
         raise SchemeError(
-            f"{name}: tune with {scheme.kind} {scheme.granularity}", "choose integers with scales per channel or group"
+            f"{name}: tune with {scheme.kind} {scheme.granularity}",
+            "choose integers with scales per channel or group",
         )
-    return Tuned(u=torch.zeros_like(start.scale), mean=torch.zeros_like(start.scale), square=torch.zeros_like(start.scale))
+    return Tuned(
+        u=torch.zeros_like(start.scale),
+        mean=torch.zeros_like(start.scale),
+        square=torch.zeros_like(start.scale),
+    )
 
 
 def made(start: QTensor, tuned: Tuned, *, scale_dtype: torch.dtype) -> QTensor:
     """Return the weight with its scales as a loader will see them; where u is 0 they are the start's."""
-    scale, zero_point = affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype), start.zero_point
+    scale, zero_point = (
+        affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype),
+        start.zero_point,
+    )
     if zero_point is not None:
         zero_point = affine.moved_zero_point(zero_point, scale, start.scheme)
     return replace(start, scale=scale, zero_point=zero_point)
@@ -114,7 +130,8 @@ def rate(num_bits: int, *, step: int, steps: int) -> float:
     """Return how long a step is, of u: the fewer bits, the longer.
 
     Args:
-        num_bits: by which points are told apart: there are 2^num_bits, half of them on either side of zero.
+        num_bits: by which points are told apart: there are 2^num_bits, half of them on either side
+            of zero.
         step: 0 .. steps - 1.
         steps: how many there are.
     """
@@ -134,7 +151,9 @@ def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: in
     keep, keep_square = BETAS
     mean = tuned.mean.mul(keep).add_(found, alpha=1 - keep)
     square = tuned.square.mul(keep_square).addcmul_(found, found, value=1 - keep_square)
-    direction = (mean / (1 - keep ** (step + 1))).div_((square / (1 - keep_square ** (step + 1))).sqrt_().add_(EPSILON))
+    direction = (mean / (1 - keep ** (step + 1))).div_(
+        (square / (1 - keep_square ** (step + 1))).sqrt_().add_(EPSILON)
+    )
     longest = rate(start.scheme.code_bits, step=step, steps=steps)
     return Tuned(u=tuned.u.sub(direction, alpha=longest), mean=mean, square=square)
 
@@ -157,7 +176,8 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
         gradient[part] = found.exp_().sub_(weights)
     if not math.isfinite(total):
         raise StatisticsError(
-            f"tune: the divergence of a sequence is {total}", "look at the quantized layers' errors, or leave tune out"
+            f"tune: the divergence of a sequence is {total}",
+            "look at the quantized layers' errors, or leave tune out",
         )
     return total, gradient
 
@@ -165,15 +185,19 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
 def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
     """Return the most memory that tuning a layer takes beyond the layer itself and its runs, in bytes.
 
-    Of each weight a float32 (the weight that runs) and a qvalue; of each scale five (its own, u, the means, the gradients'
-    sum); for each worker the gradients of a sequence, and a unit of rows.
+    Of each weight a float32 (the weight that runs) and a qvalue; of each scale five (its own, u,
+    the means, the gradients' sum); for each worker the gradients of a sequence, and a unit of rows.
 
     Args:
         weights: of all linears that are quantized.
         scales: of all of them.
         workers: how many.
     """
-    return 5 * weights + 5 * 4 * scales + workers * (4 * weights + 4 * scales + 2 * 4 * groups.UNIT_ELEMENTS)
+    return (
+        5 * weights
+        + 5 * 4 * scales
+        + workers * (4 * weights + 4 * scales + 2 * 4 * groups.UNIT_ELEMENTS)
+    )
 
 
 def runs(samples: int, *, steps: int, sequences: int) -> int:

@@ -1,8 +1,9 @@
 """Ways to compute `x @ W.T + bias` with a quantized weight, each a `quantflow.backends.backend.Backend`.
 
-reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a linear says why, and `choose`
-returns the reasons with its choice. Their order is that of preference: the device's, our own kernels (C, compiled when they are
-first used), Intel's extension's, torch's, the oracle, which runs everything.
+reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a
+linear says why, and `choose` returns the reasons with its choice. Their order is that of
+preference: the device's, our own kernels (C, compiled when they are first used), Intel's
+extension's, torch's, the oracle, which runs everything.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,14 @@ from quantflow.backends import cuda, hpu, ipex, own_kernels, reference, torch_ke
 from quantflow.backends.backend import Backend, Case
 from quantflow.errors import UsageError
 
-_ORDER = (hpu.BACKEND, *cuda.BACKENDS, *own_kernels.BACKENDS, ipex.BACKEND, *torch_kernels.BACKENDS, reference.BACKEND)
+_ORDER = (
+    hpu.BACKEND,
+    *cuda.BACKENDS,
+    *own_kernels.BACKENDS,
+    ipex.BACKEND,
+    *torch_kernels.BACKENDS,
+    reference.BACKEND,
+)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 
@@ -21,8 +29,8 @@ def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str
 
     Args:
         case: the linear.
-        backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas are tried in turn, such as
-            `int4_pack,auto` where linears are quantized differently.
+        backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas
+            are tried in turn, such as `int4_pack,auto` where linears are quantized differently.
 
     Raises:
         UsageError: the backend is unknown, or cannot run this linear.
@@ -36,4 +44,6 @@ def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str
         if reason is None:
             return BACKENDS[name], reasons
         reasons[name] = reason
-    raise UsageError(f"backend {backend}: {'; '.join(reasons.values())}", "use backend auto or reference")
+    raise UsageError(
+        f"backend {backend}: {'; '.join(reasons.values())}", "use backend auto or reference"
+    )

@@ -47,7 +47,8 @@ class Case:
         return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
 
 
-Need = Callable[[Case], str | None]  # what a case lacks, in a sentence about the backend; None where it is met
+# what a case lacks, in a sentence about the backend; None where it is met
+Need = Callable[[Case], str | None]
 
 
 def need(words: str, holds: Callable[[Case], bool]) -> Need:
@@ -88,12 +89,19 @@ def sums_in_int32(most: int) -> Need:
 def weights_per(*granularities: str) -> Need:
     """Return the need of weights with one of these granularities."""
     words = " or ".join(granularities).replace("_", " ")
-    return need(f"needs weights {words}, {{c.stored}}", lambda c: c.weights.granularity in granularities)
+    return need(
+        f"needs weights {words}, {{c.stored}}", lambda c: c.weights.granularity in granularities
+    )
 
 
 def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
     """Return whether a tensor is quantized to integers of so many bits, with zero points that are integers too if any."""
-    return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits and not tensor.minima
+    return (
+        tensor is not None
+        and tensor.kind == "int"
+        and tensor.num_bits in bits
+        and not tensor.minima
+    )
 
 
 def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
@@ -106,19 +114,33 @@ def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
 def _called(tensor: TensorScheme | None) -> str:
     if tensor is None:
         return "none"
-    kind = tensor.float8 if tensor.kind == "float" else f"{'' if tensor.symmetric else 'asymmetric '}int{tensor.num_bits}"
+    kind = (
+        tensor.float8
+        if tensor.kind == "float"
+        else f"{'' if tensor.symmetric else 'asymmetric '}int{tensor.num_bits}"
+    )
     if tensor.minima:
         kind = f"int{tensor.num_bits} with minima"
     scales = "" if tensor.scale_format == "float" else f" with {tensor.scale_format} scales"
     return f"{kind} {tensor.granularity.replace('_', ' ')}{scales}"
 
 
-INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int(c.weights, 8) and c.weights.symmetric)
+INT8_WEIGHTS = need(
+    "needs symmetric int8 weights, {c.stored}",
+    lambda c: is_int(c.weights, 8) and c.weights.symmetric,
+)
 INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
 E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
-INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None)
-FLOATS = need("needs float32 or bfloat16 inputs, not {c.dtype}", lambda c: c.dtype in (torch.float32, torch.bfloat16))
-BFLOAT16 = need("needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16)
+INPUTS_AS_THEY_ARE = need(
+    "needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None
+)
+FLOATS = need(
+    "needs float32 or bfloat16 inputs, not {c.dtype}",
+    lambda c: c.dtype in (torch.float32, torch.bfloat16),
+)
+BFLOAT16 = need(
+    "needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16
+)
 
 
 def keep(linear: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
@@ -134,7 +156,8 @@ class Backend:
     Attributes:
         name: the key in `quantflow.backends.BACKENDS`.
         prepare: (linear, dtype of the inputs) -> the weight in the kernel's own layout, a record.
-        linear: (x [..., in_features], what was prepared, bias [out_features] or None) -> [..., out_features] in x's dtype.
+        linear: (x [..., in_features], what was prepared, bias [out_features] or None) -> [...,
+            out_features] in x's dtype.
         needs: of a linear that it can run; the first that is not met is the reason.
     """
 
@@ -145,4 +168,7 @@ class Backend:
 
     def why_not(self, case: Case) -> str | None:
         """Return why it cannot run a linear, in a sentence; None when it can."""
-        return next((f"{self.name} {reason}" for lack in self.needs if (reason := lack(case)) is not None), None)
+        return next(
+            (f"{self.name} {reason}" for lack in self.needs if (reason := lack(case)) is not None),
+            None,
+        )

@@ -2,19 +2,20 @@
 
     y = (q_x @ q_w.T) * scale_x * scale_w + bias,    q_x = cast(x / scale_x)
 
-fp8_mm: one scale each goes in as it is (tensor-wise); as soon as weights have one per channel or inputs one per token, both go
-in as vectors (row-wise). Sums are float32, the output bfloat16. Integer weights: torch_kernels.py.
+fp8_mm: one scale each goes in as it is (tensor-wise); as soon as weights have one per channel or
+inputs one per token, both go in as vectors (row-wise). Sums are float32, the output bfloat16.
+Integer weights: torch_kernels.py.
 
 fp8_block_mm: one scale for 128 rows by 128 columns of the weight, one for 128 columns of a token:
 
     y = sum over blocks b of 128 columns  (q_x[b] @ q_w[b].T) * scale_x[b] * scale_w[b]  + bias
 
-Both scales are column-major, those of the weight padded to fours along its columns, as cuBLAS 12.9 reads them; it has this
-product for capability 9 alone. Tokens are padded to sixteens.
+Both scales are column-major, those of the weight padded to fours along its columns, as cuBLAS 12.9
+reads them; it has this product for capability 9 alone. Tokens are padded to sixteens.
 
-Nothing here was run on a GPU; docs/backends.md says what was checked instead.
-Source: torch 2.13, aten/src/ATen/native/cuda/{ScaledBlas.cpp, ScaledBlasDeviceUtils.cpp, RowwiseScaledMM.cu}: what the product
-checks, and which capabilities have it.
+Nothing here was run on a GPU; docs/backends.md says what was checked instead. Source: torch 2.13,
+aten/src/ATen/native/cuda/{ScaledBlas.cpp, ScaledBlasDeviceUtils.cpp, RowwiseScaledMM.cu}: what the
+product checks, and which capabilities have it.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,18 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, scaled_mm
 
-from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, divides, is_e4m3, keep, need, on, weights_per
+from quantflow.backends.backend import (
+    BFLOAT16,
+    E4M3_WEIGHTS,
+    Backend,
+    Case,
+    divides,
+    is_e4m3,
+    keep,
+    need,
+    on,
+    weights_per,
+)
 from quantflow.core import affine
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
@@ -41,14 +53,19 @@ def missing_here(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return f"a GPU, torch {torch.__version__} finds none"
     count = torch.cuda.device_count()
-    return None if (device.index or 0) < count else f"a GPU of that number, torch finds {count}, numbered from 0"
+    return (
+        None
+        if (device.index or 0) < count
+        else f"a GPU of that number, torch finds {count}, numbered from 0"
+    )
 
 
 def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[], Tensor]:
     """Return what does as `step` does, replayed as one graph; it returns the same tensor every time.
 
     Args:
-        step: reads and writes tensors that stay where they are, waits for none of them, and may run twice without harm.
+        step: reads and writes tensors that stay where they are, waits for none of them, and may run
+            twice without harm.
         device: where they are; streams and graphs are those of one GPU.
     """
     with torch.cuda.device(device):
@@ -59,7 +76,8 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):  # torch's own stream for captures is one GPU's for the whole process
+        # torch's own stream for captures is one GPU's for the whole process
+        with torch.cuda.graph(graph, stream=side):
             result = step()
 
     def replay() -> Tensor:
@@ -73,7 +91,8 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
 def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
     codes, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I], [M, 1] or [1]
-    weight, weight_scale = linear.weight.qvalue.t(), linear.weight.scale.t()  # [I, O] column-major, [1, O] or [1, 1]
+    # [I, O] column-major, [1, O] or [1, 1]
+    weight, weight_scale = linear.weight.qvalue.t(), linear.weight.scale.t()
     if scale.numel() != 1 or weight_scale.numel() != 1:
         scale = scale.expand(len(codes), 1).contiguous()
         weight_scale = weight_scale.expand(1, weight.shape[1]).contiguous()
@@ -81,7 +100,8 @@ def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
 
-# A weight in blocks: qvalue, [O, I]; scales, [I / 128 padded to fours, O / 128] column-major; the scheme of its inputs.
+# A weight in blocks: qvalue, [O, I]; scales, [I / 128 padded to fours, O / 128] column-major; the
+# scheme of its inputs.
 Blocks = tuple[Tensor, Tensor, TensorScheme]
 
 
@@ -119,7 +139,12 @@ def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
 
 def _in_blocks(case: Case) -> bool:
     taken = case.scheme.input
-    return is_e4m3(taken) and taken.dynamic and taken.granularity == "per_group" and taken.group_size == _BLOCK
+    return (
+        is_e4m3(taken)
+        and taken.dynamic
+        and taken.granularity == "per_group"
+        and taken.group_size == _BLOCK
+    )
 
 
 def _on_nine(case: Case) -> str | None:
@@ -154,7 +179,10 @@ _FP8_BLOCK = Backend(
         E4M3_WEIGHTS,
         weights_per("per_block"),
         need("needs e4m3fn inputs in groups of 128, {c.taken}", _in_blocks),
-        need("needs blocks of 128, not {c.weights.group_size}", lambda c: c.weights.group_size == _BLOCK),
+        need(
+            "needs blocks of 128, not {c.weights.group_size}",
+            lambda c: c.weights.group_size == _BLOCK,
+        ),
         BFLOAT16,
         divides(_BLOCK, 0),
         divides(_BLOCK, 1),

@@ -2,9 +2,10 @@
 
     y = (q_x @ q_w.T) * scale_x * scale_w,    q_x = cast(x / scale_x)
 
-Everything here was written from the published signatures of Gaudi's PyTorch bridge and tested against a stand-in for it;
-docs/gaudi.md says, line by line, what was never run on the device. `habana_frameworks` is looked for, never required.
-Source: neural_compressor's and vllm-hpu-extension's calls of `torch.ops.hpu`, for names and arguments.
+Everything here was written from the published signatures of Gaudi's PyTorch bridge and tested
+against a stand-in for it; docs/gaudi.md says, line by line, what was never run on the device.
+`habana_frameworks` is looked for, never required. Source: neural_compressor's and
+vllm-hpu-extension's calls of `torch.ops.hpu`, for names and arguments.
 """
 
 from importlib import import_module
@@ -15,13 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
+from quantflow.backends.backend import (
+    BFLOAT16,
+    E4M3_WEIGHTS,
+    Backend,
+    Case,
+    is_e4m3,
+    need,
+    on,
+    weights_per,
+)
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 
 NAME = "hpu"
 PACKAGE = "habana_frameworks"
-_ROWS_BY_ROWS = MappingProxyType({"trans_A": False, "trans_B": True, "D": None, "accumulate": False})
+_ROWS_BY_ROWS = MappingProxyType(
+    {"trans_A": False, "trans_B": True, "D": None, "accumulate": False}
+)
 
 
 def missing_here() -> str | None:
@@ -50,8 +62,12 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLine
 def _linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor], bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
     (linear, factor), operators = prepared, torch.ops.hpu
-    codes, _ = operators.cast_to_fp8_v2(x.reshape(-1, x.shape[-1]), factor, False, False, torch.float8_e4m3fn)  # [M, I]
-    steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}  # inverses by name alone
+    # [M, I]
+    codes, _ = operators.cast_to_fp8_v2(
+        x.reshape(-1, x.shape[-1]), factor, False, False, torch.float8_e4m3fn
+    )
+    # inverses by name alone
+    steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}
     result: Tensor = operators.fp8_gemm_v2(
         A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **steps, **_ROWS_BY_ROWS
     )
@@ -65,8 +81,12 @@ def _habana(part: str) -> Any:
 
 def _too_large(case: Case) -> str | None:
     """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
-    flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
-    largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
+    # GAUDI2, GAUDI3
+    flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()
+    largest, held = (
+        FLAVOURS[flavour].largest,
+        FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest,
+    )
     reach = f"holds {held:g} on {name}, weights in {flavour} reach {largest:g}; quantize with float8 gaudi2"
     return reach if largest > held else None
 
@@ -76,7 +96,10 @@ _NEEDS = (
     lambda _: None if (missing := missing_here()) is None else f"needs {missing}",
     E4M3_WEIGHTS,
     weights_per("per_tensor", "per_channel"),
-    need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic),
+    need(
+        "needs a measured e4m3fn input scale, {c.taken}",
+        lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic,
+    ),
     BFLOAT16,
     _too_large,
 )

@@ -1,10 +1,12 @@
 """Intel's extension for PyTorch (IPEX) for int4 weights on a CPU, inputs as they are.
 
-The extension is compiled for one release of torch, and ended with 2.8; quantflow needs a later torch. So this backend is looked
-for and says what it lacks. What it computes was tried where the extension runs, with its torch (tests/parity/test_ipex.py).
+The extension is compiled for one release of torch, and ended with 2.8; quantflow needs a later
+torch. So this backend is looked for and says what it lacks. What it computes was tried where the
+extension runs, with its torch (tests/parity/test_ipex.py).
 
-The kernel's weight is (q - zero) * scale with q and zero in 0..15; ours are 8 lower. Two columns are in a byte, the even one in
-its lower half. Source: the extension's `nn/modules/weight_only_quantization.py`, 2.8.
+The kernel's weight is (q - zero) * scale with q and zero in 0..15; ours are 8 lower. Two columns
+are in a byte, the even one in its lower half. Source: the extension's
+`nn/modules/weight_only_quantization.py`, 2.8.
 """
 
 from importlib import import_module
@@ -49,15 +51,31 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Any:
     weight = linear.weight
     codes = (weight.qvalue + 8).to(torch.uint8)
     packed = codes[:, ::2] | codes[:, 1::2] << 4  # [O, I / 2]
-    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    zero = (
+        torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    )
     size = weight.scheme.group_size or _PER_ROW
     pack = torch.ops.ipex_prepack.weight_only_qlinear_prepack_int4
-    return pack(packed, weight.scale, zero + 8, None, None, None, size, _INPUTS_AS_THEY_ARE, 0, False, _PLAIN)
+    return pack(
+        packed,
+        weight.scale,
+        zero + 8,
+        None,
+        None,
+        None,
+        size,
+        _INPUTS_AS_THEY_ARE,
+        0,
+        False,
+        _PLAIN,
+    )
 
 
 def _linear(x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I]; returns [..., O]."""
-    result: Tensor = torch.ops.torch_ipex.ipex_woq_linear(x.contiguous(), prepared.get_data_handle())
+    result: Tensor = torch.ops.torch_ipex.ipex_woq_linear(
+        x.contiguous(), prepared.get_data_handle()
+    )
     return result if bias is None else result + bias
 
 

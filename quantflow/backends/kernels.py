@@ -1,7 +1,8 @@
 """Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
 
-A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4, one of 5 or 6 bits in 8,
-its zero points taken out. Scales that bfloat16 holds, which those of most layouts are, are read as such.
+A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in
+4, one of 5 or 6 bits in 8, its zero points taken out. Scales that bfloat16 holds, which those of
+most layouts are, are read as such.
 """
 
 import ctypes
@@ -26,7 +27,8 @@ _W4, _W8, _F8 = 0, 1, 2
 _ASIS, _INT8, _E4M3 = 0, 1, 2
 _LANES, _ROWS = 16, 64  # rows of a register; rows are padded to this
 COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
-# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what it begins with included.
+# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what
+# it begins with included.
 MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
 
 
@@ -37,7 +39,10 @@ class _Weight(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups")),
         *((name, ctypes.c_void_p) for name in ("data", "scale", "zero", "offset")),
         *((name, ctypes.c_float) for name in ("input_scale", "input_largest")),
-        *((name, ctypes.c_int32) for name in ("input_zero", "input_grouped", "kind", "input", "wide", "bf16")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("input_zero", "input_grouped", "kind", "input", "wide", "bf16")
+        ),
     ]
 
 
@@ -48,9 +53,11 @@ class Prepared:
     Attributes:
         dtype: of the inputs.
         tensors: what `weight` points to, by its field: data, scale, zero, offset.
-        weight: `struct weight`; its rows and columns are out_features and in_features. It lives as long as this record.
-        call: `quantflow_linear`(address of weight, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
-            `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
+        weight: `struct weight`; its rows and columns are out_features and in_features. It lives as
+            long as this record.
+        call: `quantflow_linear`(address of weight, x, tokens, bias or None, y, 1 for bfloat16 or 0
+            for float32), which takes `data_ptr()` of contiguous tensors and checks nothing; it
+            returns 0, or 1 where there was no memory.
     """
 
     dtype: torch.dtype
@@ -80,7 +87,9 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     wide = not torch.equal(narrow.float(), scale)
     tensors = {"data": _data(weight, kind, group=group), "scale": scale if wide else narrow}
     if kind == _W4 and weight.zero_point is not None:
-        tensors["zero"] = _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8)
+        tensors["zero"] = _lanes(
+            (weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8
+        )
     if kind == _W8 and integer:
         tensors["offset"] = _offsets(weight, input_zero)
     record = _Weight(
@@ -102,7 +111,10 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 
 def dump(prepared: Prepared) -> dict[str, Tensor]:
     """Return what `restore` makes the record from again: its tensors, and the bytes of `struct weight`."""
-    return {"weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), **prepared.tensors}
+    return {
+        "weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8),
+        **prepared.tensors,
+    }
 
 
 def restore(parts: Mapping[str, Tensor], dtype: torch.dtype, *, shape: tuple[int, int]) -> Prepared:
@@ -122,18 +134,32 @@ def restore(parts: Mapping[str, Tensor], dtype: torch.dtype, *, shape: tuple[int
     weight = _Weight() if wrong else _Weight.from_buffer_copy(record)
     wrong = wrong or _why_unsafe(weight, tensors, shape)
     if wrong is not None:
-        raise IntegrityError(f"a kept weight {list(shape)}: {wrong}", "remove the pack; it is made again")
+        raise IntegrityError(
+            f"a kept weight {list(shape)}: {wrong}", "remove the pack; it is made again"
+        )
     return _prepared(weight, tensors, dtype)
 
 
 def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
     """Return why kernels.c must not be given a record and these tensors, or None."""
-    if (weight.rows, weight.columns) != shape or not 0 < weight.rows < 1 << 31 or not 0 < weight.columns <= MAX_IN_FEATURES:
+    if (
+        (weight.rows, weight.columns) != shape
+        or not 0 < weight.rows < 1 << 31
+        or not 0 < weight.columns <= MAX_IN_FEATURES
+    ):
         return f"the record is of {weight.rows} rows, {weight.columns} columns"
-    if weight.group <= 0 or weight.group % COLUMNS or weight.groups != -(-weight.columns // weight.group):
+    if (
+        weight.group <= 0
+        or weight.group % COLUMNS
+        or weight.groups != -(-weight.columns // weight.group)
+    ):
         return f"{weight.groups} groups of {weight.group} columns"
     flags = (weight.input_grouped, weight.wide, weight.bf16)
-    if weight.kind not in (_W4, _W8, _F8) or weight.input not in (_ASIS, _INT8, _E4M3) or not set(flags) <= {0, 1}:
+    if (
+        weight.kind not in (_W4, _W8, _F8)
+        or weight.input not in (_ASIS, _INT8, _E4M3)
+        or not set(flags) <= {0, 1}
+    ):
         return f"kind {weight.kind}, input {weight.input}, flags {flags}"
     if weight.kind == _F8 and weight.input == _INT8:
         return "float8 values with int8 inputs"
@@ -152,37 +178,50 @@ def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, in
 
 
 def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
-    for field in ("data", "scale", "zero", "offset"):  # all of them: what was restored has addresses of another process
+    # all of them: what was restored has addresses of another process
+    for field in ("data", "scale", "zero", "offset"):
         setattr(weight, field, native.address(tensors.get(field)))
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
     return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=call)
 
 
-def linear(x: Tensor, prepared: Prepared, bias: Tensor | None, *, order: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, prepared: Prepared, bias: Tensor | None, *, order: Tensor | None = None
+) -> Tensor:
     """Return x @ W.T + bias in x's dtype, [..., O].
 
     Args:
-        x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs that the scheme does not
-            quantize are then rounded to it, outputs are not.
+        x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs
+            that the scheme does not quantize are then rounded to it, outputs are not.
         prepared: the weight.
         bias: [O] in x's dtype, or None.
-        order: int64 [I], which input each column of the weight multiplies; None where column i multiplies input i.
+        order: int64 [I], which input each column of the weight multiplies; None where column i
+            multiplies input i.
 
     Raises:
-        UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
+        UsageError: inputs or a bias that the weight was not prepared for; C would read other
+            memory.
     """
     rows, columns, dtype = prepared.weight.rows, prepared.weight.columns, prepared.dtype
     if x.dtype not in (dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
         cause = f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {dtype} [..., {columns}] on cpu"
         raise UsageError(cause, "give inputs of that dtype and shape")
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()):
+    if bias is not None and (
+        bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()
+    ):
         cause = f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]"
         raise UsageError(cause, "give a bias of that dtype and shape")
     x = x.contiguous() if order is None else x[..., order]
     result = x.new_empty(*x.shape[:-1], rows)
     tokens = x.numel() // columns
-    pointers = (ctypes.addressof(prepared.weight), x.data_ptr(), tokens, native.address(bias), result.data_ptr())
+    pointers = (
+        ctypes.addressof(prepared.weight),
+        x.data_ptr(),
+        tokens,
+        native.address(bias),
+        result.data_ptr(),
+    )
     if prepared.call(*pointers, x.dtype == torch.bfloat16):
         raise MemoryError(f"inputs of {tokens} tokens of {columns} features")
     return result  # [..., O]
@@ -196,15 +235,26 @@ def _lanes(values: Tensor, *, padding: int) -> Tensor:
 
 def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
     """Return the lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
-    codes = weight.qvalue.view(torch.int8) if kind == _F8 else weight.qvalue + 8 if kind == _W4 else weight.qvalue
-    if kind == _W8 and weight.zero_point is not None:  # of 6 bits or fewer: the differences are int8
-        codes = (groups.to_groups(codes, codes.shape[1] // weight.scale.shape[1]) - weight.zero_point[..., None]).flatten(1)
+    codes = (
+        weight.qvalue.view(torch.int8)
+        if kind == _F8
+        else weight.qvalue + 8
+        if kind == _W4
+        else weight.qvalue
+    )
+    # of 6 bits or fewer: the differences are int8
+    if kind == _W8 and weight.zero_point is not None:
+        codes = (
+            groups.to_groups(codes, codes.shape[1] // weight.scale.shape[1])
+            - weight.zero_point[..., None]
+        ).flatten(1)
     codes = functional.pad(codes, (0, -codes.shape[1] % group, 0, -len(codes) % _ROWS))
     if kind == _W4:
         halves = codes.view(torch.uint8).view(len(codes), -1, 2, 4)  # [O, lines, 2, 4]
         codes = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, lines, 4]
     words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
-    return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()  # [O / 32, lines, 2, 16]
+    # [O / 32, lines, 2, 16]
+    return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()
 
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:

@@ -1,9 +1,10 @@
 """C sources of this package, compiled for the machine they run on when they are first used.
 
-A library is compiled once, kept in a cache folder under the hash of all that it depends on (sources, compiler, flags, CPU),
-and carries the hash of its own bytes at its end, which is checked before it is loaded: a damaged one is compiled
-again. Processes that need it at once each compile their own, and the last renames over the others. It shares torch's OpenMP
-runtime, so `torch.set_num_threads` says how many threads it takes.
+A library is compiled once, kept in a cache folder under the hash of all that it depends on
+(sources, compiler, flags, CPU), and carries the hash of its own bytes at its end, which is checked
+before it is loaded: a damaged one is compiled again. Processes that need it at once each compile
+their own, and the last renames over the others. It shares torch's OpenMP runtime, so
+`torch.set_num_threads` says how many threads it takes.
 """
 
 import ctypes
@@ -15,14 +16,29 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from torch import Tensor  # loads torch's OpenMP runtime, which the library then shares instead of bringing another
+# loads torch's OpenMP runtime, which the library then shares instead of bringing another
+from torch import Tensor
 
 from quantflow.errors import UnsupportedError
 from quantflow.files.disk import writable_by_others
 
-_FLAGS = ("-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-Werror=vla")
+_FLAGS = (
+    "-march=native",
+    "-std=gnu11",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-Werror=vla",
+)
 _FAST = ("-O3",)
-_CHECKED = ("-O1", "-g", "-DQUANTFLOW_CHECK", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+_CHECKED = (
+    "-O1",
+    "-g",
+    "-DQUANTFLOW_CHECK",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+)
 _COMPILERS = ("gcc", "cc")
 _CPU_FIELDS = ("model name", "flags", "microcode")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -32,9 +48,10 @@ _FOLDER = "set QUANTFLOW_CACHE to a folder of your own that can be written"
 def library(source: Path) -> ctypes.CDLL:
     """Return the library of a C source, compiled if the cache does not hold it; one per process.
 
-    The compiler is the environment's CC, else gcc. The cache is QUANTFLOW_CACHE, else quantflow/ in XDG_CACHE_HOME or ~/.cache.
-    QUANTFLOW_NATIVE=checked makes a debug build, which looks at its arguments and runs under AddressSanitizer and UBSan; the
-    process needs the compiler's libasan.so in LD_PRELOAD then.
+    The compiler is the environment's CC, else gcc. The cache is QUANTFLOW_CACHE, else quantflow/ in
+    XDG_CACHE_HOME or ~/.cache. QUANTFLOW_NATIVE=checked makes a debug build, which looks at its
+    arguments and runs under AddressSanitizer and UBSan; the process needs the compiler's libasan.so
+    in LD_PRELOAD then.
 
     Raises:
         UnsupportedError: no compiler, one that fails, or a cache folder that cannot be used.
@@ -91,18 +108,23 @@ def _build(source: Path, compiler: str, path: Path) -> None:
     """Compile `source` beside `path`, add its hash, and rename it there.
 
     Raises:
-        UnsupportedError: the compiler fails, or its result belongs to a folder that others may write to.
+        UnsupportedError: the compiler fails, or its result belongs to a folder that others may
+            write to.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *_flags(), "-o", str(made), str(source), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            said = next(
+                (line for line in result.stderr.splitlines() if "error" in line),
+                result.stderr.strip()[:200],
+            )
             cause = f"{source.name}: {compiler} exits {result.returncode}: {said}"
             raise UnsupportedError(cause, "set CC to a gcc of version 11 or later")
         body = made.read_bytes()
-        made.write_bytes(body + hashlib.sha256(body).digest())  # the loader reads what the headers name, not the end
+        # the loader reads what the headers name, not the end
+        made.write_bytes(body + hashlib.sha256(body).digest())
         made.replace(path)
 
 
@@ -130,7 +152,9 @@ def _compiler() -> str:
         found = shutil.which(name)
         if found:
             return found
-    raise UnsupportedError(f"no C compiler ({wanted or ', '.join(_COMPILERS)})", "install gcc, or set CC to a compiler")
+    raise UnsupportedError(
+        f"no C compiler ({wanted or ', '.join(_COMPILERS)})", "install gcc, or set CC to a compiler"
+    )
 
 
 def _identity(compiler: str) -> bytes:
@@ -169,5 +193,7 @@ def _cache_folder() -> Path:
     except OSError as error:
         raise UnsupportedError(f"{folder}: {error.strerror or error}", _FOLDER) from error
     if others:
-        raise UnsupportedError(f"{folder}: others may write code to it that this process would run", _FOLDER)
+        raise UnsupportedError(
+            f"{folder}: others may write code to it that this process would run", _FOLDER
+        )
     return folder

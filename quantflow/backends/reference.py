@@ -9,13 +9,19 @@ from quantflow.core import affine
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 
-# A dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the input. The qvalues are not kept.
+# A dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the input.
+# The qvalues are not kept.
 Prepared = tuple[Tensor, TensorScheme | None, Tensor | None, Tensor | None]
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     """Dequantize the weight in float32 and round it to `dtype`."""
-    return linear.weight.dequantize().to(dtype), linear.scheme.input, linear.input_scale, linear.input_zero_point
+    return (
+        linear.weight.dequantize().to(dtype),
+        linear.scheme.input,
+        linear.input_scale,
+        linear.input_zero_point,
+    )
 
 
 def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:

@@ -1,12 +1,14 @@
 """The kernels that torch brings for integer weights, on every CPU and on GPUs by NVIDIA.
 
-int8_mm (`torch._int_mm`): int8 weights and inputs, an exact int32 product that is rescaled in float32:
+int8_mm (`torch._int_mm`): int8 weights and inputs, an exact int32 product that is rescaled in
+float32:
 
     y[m, o] = scale_x[m] * scale_w[o] * (sum_k qx[m, k] qw[o, k]  -  zero_point_x * sum_k qw[o, k])
 
-The input is quantized per token at run time, or with the stored scale of a static scheme. Only the rescaling rounds; with
-bfloat16 inputs that is more exact than the oracle, which rounds the dequantized input. A GPU wants more than 16 tokens and
-both features in eights: tokens are padded, features are refused.
+The input is quantized per token at run time, or with the stored scale of a static scheme. Only the
+rescaling rounds; with bfloat16 inputs that is more exact than the oracle, which rounds the
+dequantized input. A GPU wants more than 16 tokens and both features in eights: tokens are padded,
+features are refused.
 
 int4_pack: int4 in groups, inputs as they are. The kernel's weight is (q - 8) * scale + zero with q in 0..15 and `zero` in units
 of the real weight. Ours is scale * (qvalue - zero_point) with qvalue in -8..7, so q = qvalue + 8 and zero = -scale * zero_point
@@ -14,9 +16,10 @@ of the real weight. Ours is scale * (qvalue - zero_point) with qvalue in -8..7, 
 bfloat16 alone) packs bytes of two columns, the even one in the upper half, in tiles of 8 rows by 16 columns, up to 8 side by
 side.
 
-int8_pack (`aten._weight_int8pack_mm`): int8, inputs as they are; a GPU multiplies the codes in the dtype of the inputs. All but
-int8_mm keep scales in that dtype.
-Source: torch 2.13, aten/src/ATen/native/cuda/{Blas.cpp, int4mm.cu, int8mm.cu}, for what the GPU's kernels check and pack.
+int8_pack (`aten._weight_int8pack_mm`): int8, inputs as they are; a GPU multiplies the codes in the
+dtype of the inputs. All but int8_mm keep scales in that dtype. Source: torch 2.13,
+aten/src/ATen/native/cuda/{Blas.cpp, int4mm.cu, int8mm.cu}, for what the GPU's kernels check and
+pack.
 """
 
 import torch
@@ -27,30 +30,40 @@ from quantflow.backends import backend
 from quantflow.backends.backend import is_int, need
 from quantflow.core.qtensor import QuantizedLinear
 
-# |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the numbers are.
+# |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the
+# numbers are.
 _MOST = (2**31 - 1) // (255 * 128)
 _GROUP_SIZES = (32, 64, 128, 256)
 _IN_GROUPS = "needs in_features that group_size {c.weights.group_size} divides, not {c.shape[1]}"
-_MULTIPLE = 16  # of int4's out_features and int8's in_features; torch does not check: wrong numbers, or a crash
-_ROWS = 128  # packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
+# of int4's out_features and int8's in_features; torch does not check: wrong numbers, or a crash
+_MULTIPLE = 16
+# packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
+_ROWS = 128
 _INNER_TILES = 1  # read by the GPU's packing only, but the CPU's has the argument as well
 _TOKENS = 32  # a GPU multiplies more than 16, and the rows of the product stay aligned
 
 
-# A weight whose inputs stay as they are. int4: two qvalues a byte in the kernel's own tile order, [O, I / 2] uint8 of a CPU and
-# [O / 8, I / (16 * tiles), 32, tiles / 2] int32 of a GPU; scale and zero, [I / group_size, O, 2]; group_size. int8: [O, I]; the
-# scale, [O]; None. Scales are in the dtype of the inputs.
+# A weight whose inputs stay as they are. int4: two qvalues a byte in the kernel's own tile order,
+# [O, I / 2] uint8 of a CPU and [O / 8, I / (16 * tiles), 32, tiles / 2] int32 of a GPU; scale and
+# zero, [I / group_size, O, 2]; group_size. int8: [O, I]; the scale, [O]; None. Scales are in the
+# dtype of the inputs.
 Packed = tuple[Tensor, Tensor, int | None]
 
 
-def _int8_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor | None]:
+def _int8_prepare(
+    linear: QuantizedLinear, dtype: torch.dtype
+) -> tuple[QuantizedLinear, Tensor | None]:
     """Return the linear, and what an input's zero point puts into each sum, [O] int32; `dtype` is not needed."""
     del dtype
     zero = linear.input_zero_point
-    return linear, None if zero is None else zero.int() * linear.weight.qvalue.sum(dim=1, dtype=torch.int32)
+    return linear, None if zero is None else zero.int() * linear.weight.qvalue.sum(
+        dim=1, dtype=torch.int32
+    )
 
 
-def _int8_linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None], bias: Tensor | None) -> Tensor:
+def _int8_linear(
+    x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None], bias: Tensor | None
+) -> Tensor:
     linear, offset = prepared
     qvalue, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I]
     tokens = len(qvalue)
@@ -67,7 +80,11 @@ def _int8_linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None], bia
 
 def _int4_pack_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Packed:
     weight = linear.weight
-    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else -weight.scale * weight.zero_point.float()
+    zero = (
+        torch.zeros_like(weight.scale)
+        if weight.zero_point is None
+        else -weight.scale * weight.zero_point.float()
+    )
     pack = _tiles if on_gpu(weight.qvalue) else _int4_of_cpu
     scale = torch.stack([weight.scale.t(), zero.t()], dim=-1).to(dtype).contiguous()  # [G, O, 2]
     return pack(weight.qvalue), scale, weight.scheme.group_size
@@ -82,8 +99,11 @@ def _int4_of_cpu(qvalue: Tensor) -> Tensor:
 def _tiles(qvalue: Tensor) -> Tensor:
     """Pack a weight for a GPU.  qvalue: [O, I] int8."""
     codes = (qvalue + 8).to(torch.uint8)
-    side_by_side = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)  # groups of 32 leave 2 at least
-    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], side_by_side)
+    # groups of 32 leave 2 at least
+    side_by_side = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(
+        codes[:, ::2] << 4 | codes[:, 1::2], side_by_side
+    )
     return packed
 
 
@@ -97,7 +117,9 @@ def _packed_linear(x: Tensor, prepared: Packed, bias: Tensor | None) -> Tensor:
     if group_size is None:
         # the kernel of a GPU has a thread for each output, which goes through all inputs
         result = (
-            functional.linear(rows, weight.to(x.dtype)) * scale if on_gpu(x) else aten._weight_int8pack_mm(rows, weight, scale)
+            functional.linear(rows, weight.to(x.dtype)) * scale
+            if on_gpu(x)
+            else aten._weight_int8pack_mm(rows, weight, scale)
         )
     else:
         multiply = aten._weight_int4pack_mm if on_gpu(x) else aten._weight_int4pack_mm_for_cpu
@@ -122,7 +144,10 @@ _INT8_MM = (
     backend.INT8_WEIGHTS,
     backend.weights_per("per_channel", "per_tensor"),
     backend.INT8_INPUTS,
-    need("needs 2 or more input features, torch's kernel returns wrong sums for 1", lambda c: c.shape[1] > 1),
+    need(
+        "needs 2 or more input features, torch's kernel returns wrong sums for 1",
+        lambda c: c.shape[1] > 1,
+    ),
     backend.sums_in_int32(_MOST),
     _on_gpu(backend.divides(8, 0, where=" on cuda")),
     _on_gpu(backend.divides(8, 1, where=" on cuda")),
@@ -133,7 +158,10 @@ _INT4_PACK = (
     _on_gpu(backend.BFLOAT16),
     need("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
     backend.INPUTS_AS_THEY_ARE,
-    need("needs group_size 32, 64, 128, 256, not {c.weights.group_size}", lambda c: c.weights.group_size in _GROUP_SIZES),
+    need(
+        "needs group_size 32, 64, 128, 256, not {c.weights.group_size}",
+        lambda c: c.weights.group_size in _GROUP_SIZES,
+    ),
     backend.divides(_MULTIPLE, 0),
     need(_IN_GROUPS, lambda c: c.shape[1] % (c.weights.group_size or 1) == 0),
 )
@@ -147,6 +175,10 @@ _INT8_PACK = (
 )
 BACKENDS = (
     backend.Backend(name="int8_mm", needs=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear),
-    backend.Backend(name="int4_pack", needs=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear),
-    backend.Backend(name="int8_pack", needs=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear),
+    backend.Backend(
+        name="int4_pack", needs=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear
+    ),
+    backend.Backend(
+        name="int8_pack", needs=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear
+    ),
 )

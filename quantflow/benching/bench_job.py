@@ -1,7 +1,7 @@
 """What bench may be asked for: an artifact that is timed as generate runs it, or the kernels on linears of their own.
 
-The records are plain, so that a command line knows them without torch. A field says of itself which option it is
-(quantflow/settings.py).
+The records are plain, so that a command line knows them without torch. A field says of itself which
+option it is (quantflow/settings.py).
 """
 
 from dataclasses import dataclass
@@ -52,23 +52,28 @@ class BenchJob:
     """What is timed.
 
     Attributes:
-        artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a GGUF file.
-        baseline: a model that is timed with the same settings, in a process of its own, as the artifact then is; None for none.
+        artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a
+            GGUF file.
+        baseline: a model that is timed with the same settings, in a process of its own, as the
+            artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
         input_tokens: of each sequence; several lengths have tables of their own.
         new_tokens: of each sequence.
-        prompts, source, column: texts in place of random tokens, as `generate` takes them. Each is cut at the length, or
-            repeated up to it; a batch takes them in turn, and every run has the same.
+        prompts, source, column: texts in place of random tokens, as `generate` takes them. Each is
+            cut at the length, or repeated up to it; a batch takes them in turn, and every run has
+            the same.
         runs, warmups: of each batch size.
         ordered: percentiles are taken from the sorted times.
         ignore_eos: go on after an end token.
         beams: beam search with so many; None takes one token after the other.
-        temperature, top_k, top_p: tokens are drawn where any is given, as `generate` draws them; a temperature of 0 draws none.
+        temperature, top_k, top_p: tokens are drawn where any is given, as `generate` draws them; a
+            temperature of 0 draws none.
         lookup: so many tokens are proposed by the text itself.
-        draft, draft_tokens: a smaller artifact or model that proposes so many tokens at a time. What is proposed is for single
-            sequences.
-        profile: where a trace of one more run goes, for chrome://tracing; None for no such run. It has `profile_tokens`
-            tokens after the first `profile_skip`; the prompt is the first. With `profile_shapes` it has the shapes of inputs.
+        draft, draft_tokens: a smaller artifact or model that proposes so many tokens at a time.
+            What is proposed is for single sequences.
+        profile: where a trace of one more run goes, for chrome://tracing; None for no such run. It
+            has `profile_tokens` tokens after the first `profile_skip`; the prompt is the first.
+            With `profile_shapes` it has the shapes of inputs.
         torch_compile: run transformers' modules, compiled; the first warm-up compiles them.
         results_dir: where a file with the result goes, beside those of other runs.
         ranks: processes that share the model, each with a part of every matrix.
@@ -87,31 +92,73 @@ class BenchJob:
         parse=Path,
         help="Time this model too, and print both side by side.",
     )
-    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=BENCH, help=REVISION_HELP)
+    revision: str | None = setting(
+        None, flag="--revision", metavar="NAME", verbs=BENCH, help=REVISION_HELP
+    )
     signature: RequiredSignature = RequiredSignature()
-    batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
+    batch_sizes: tuple[int, ...] = setting(
+        (1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several."
+    )
     input_tokens: tuple[int, ...] = setting(
-        (256,), flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt, random without texts; also several."
+        (256,),
+        flag="--input-tokens",
+        verbs=BENCH,
+        shown=True,
+        help="Of each prompt, random without texts; also several.",
     )
     prompts: tuple[str, ...] = setting(
-        (), flag="--prompt", metavar="TEXT", verbs=BENCH, help="A text, cut or repeated to --input-tokens; also several."
+        (),
+        flag="--prompt",
+        metavar="TEXT",
+        verbs=BENCH,
+        help="A text, cut or repeated to --input-tokens; also several.",
     )
     source: str | None = setting(
-        None, flag="--prompts", metavar="FILE|DIR|NAME", verbs=BENCH, help="More of them, as `generate` reads them."
+        None,
+        flag="--prompts",
+        metavar="FILE|DIR|NAME",
+        verbs=BENCH,
+        help="More of them, as `generate` reads them.",
     )
     column: str | None = setting(
-        None, flag="--column", metavar="KEY", verbs=BENCH, help="Column of --prompts (default: the first that holds text)."
+        None,
+        flag="--column",
+        metavar="KEY",
+        verbs=BENCH,
+        help="Column of --prompts (default: the first that holds text).",
     )
-    new_tokens: int = setting(32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each.")
-    runs: int = setting(10, flag="--runs", verbs=BENCH, shown=True, help="Timed batches of each size.")
-    warmups: int = setting(1, flag="--warmups", verbs=BENCH, shown=True, help="Batches before them that are not counted.")
+    new_tokens: int = setting(
+        32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each."
+    )
+    runs: int = setting(
+        10, flag="--runs", verbs=BENCH, shown=True, help="Timed batches of each size."
+    )
+    warmups: int = setting(
+        1,
+        flag="--warmups",
+        verbs=BENCH,
+        shown=True,
+        help="Batches before them that are not counted.",
+    )
     ignore_eos: bool = setting(
-        True, flag="--ignore-eos/--no-ignore-eos", verbs=BENCH, shown=True, help="Go on after end tokens."
+        True,
+        flag="--ignore-eos/--no-ignore-eos",
+        verbs=BENCH,
+        shown=True,
+        help="Go on after end tokens.",
     )
-    beams: int | None = setting(None, flag="--num-beams", metavar="N", verbs=BENCH, least=1, help="Time beam search with N.")
-    temperature: float | None = setting(None, flag="--temperature", verbs=BENCH, help="Time drawn tokens; 0 draws none.")
-    top_k: int | None = setting(None, flag="--top-k", verbs=BENCH, help="Draw from the k most likely tokens.")
-    top_p: float | None = setting(None, flag="--top-p", verbs=BENCH, help="Draw from the fewest with this probability.")
+    beams: int | None = setting(
+        None, flag="--num-beams", metavar="N", verbs=BENCH, least=1, help="Time beam search with N."
+    )
+    temperature: float | None = setting(
+        None, flag="--temperature", verbs=BENCH, help="Time drawn tokens; 0 draws none."
+    )
+    top_k: int | None = setting(
+        None, flag="--top-k", verbs=BENCH, help="Draw from the k most likely tokens."
+    )
+    top_p: float | None = setting(
+        None, flag="--top-p", verbs=BENCH, help="Draw from the fewest with this probability."
+    )
     lookup: int | None = setting(
         None,
         flag="--prompt-lookup",
@@ -129,14 +176,20 @@ class BenchJob:
         help="Time speculation: a smaller artifact or model proposes tokens.",
     )
     draft_tokens: int = setting(
-        5, flag="--assistant-tokens", verbs=BENCH, least=1, shown=True, help="Tokens that it proposes at a time."
+        5,
+        flag="--assistant-tokens",
+        verbs=BENCH,
+        least=1,
+        shown=True,
+        help="Tokens that it proposes at a time.",
     )
     ordered: bool = setting(
         True,
         flag="--unsorted-percentiles",
         negated=True,
         verbs=BENCH,
-        help="Take percentiles from times in the order of the runs, as text-generation-benchmark does.",
+        help="Take percentiles from times in the order of the runs, as text-generation-benchmark "
+        "does.",
     )
     profile: Path | None = setting(
         None,
@@ -147,7 +200,12 @@ class BenchJob:
         help="Write a trace of one more run, for chrome://tracing.",
     )
     profile_tokens: int = setting(
-        8, flag="--profile-tokens", metavar="N", verbs=BENCH, least=1, help="Tokens of the trace (default 8)."
+        8,
+        flag="--profile-tokens",
+        metavar="N",
+        verbs=BENCH,
+        least=1,
+        help="Tokens of the trace (default 8).",
     )
     profile_skip: int = setting(
         0,
@@ -157,7 +215,9 @@ class BenchJob:
         least=0,
         help="Tokens before the trace, the prompt the first of them.",
     )
-    profile_shapes: bool = setting(False, flag="--profile-shapes", verbs=BENCH, help="Put shapes of inputs into the trace.")
+    profile_shapes: bool = setting(
+        False, flag="--profile-shapes", verbs=BENCH, help="Put shapes of inputs into the trace."
+    )
     results_dir: Path | None = setting(
         None,
         flag="--results-dir",
@@ -176,16 +236,26 @@ class BenchJob:
     )
     decoder: str = setting("auto", flag="--decoder", verbs=BENCH, shown=True, help=DECODER_HELP)
     torch_compile: bool = setting(False, flag="--torch-compile", verbs=BENCH, help=COMPILE_HELP)
-    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP)
+    kv_cache: str = setting(
+        "auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP
+    )
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)
     device: str = setting(
-        "cpu", flag="--device", metavar="DEVICE", verbs=BENCH, parse=device_flag, shown=True, help=DEVICE_HELP
+        "cpu",
+        flag="--device",
+        metavar="DEVICE",
+        verbs=BENCH,
+        parse=device_flag,
+        shown=True,
+        help=DEVICE_HELP,
     )
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
     bind: bool = setting(False, flag="--bind", verbs=BENCH, help=BIND_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)
-    seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of random prompts; each run has the next.")
+    seed: int = setting(
+        0, flag="--seed", verbs=BENCH, shown=True, help="Of random prompts; each run has the next."
+    )
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their ranges, and ways to generate that do not go together.
@@ -197,19 +267,29 @@ class BenchJob:
         ways = {"beams": self.beams, "lookup": self.lookup, "draft": self.draft}
         given = [f"{name}={value}" for name, value in ways.items() if value is not None]
         if len(given) > 1:
-            raise UsageError(f"bench: {' and '.join(given)} together", "time one way to generate at a time")
+            raise UsageError(
+                f"bench: {' and '.join(given)} together", "time one way to generate at a time"
+            )
         if given and self.beams is None and self.batch_sizes != (1,):
             raise UsageError(
-                f"bench: {given[0]} with batch sizes {list(self.batch_sizes)}", "give -b 1: it is for one sequence"
+                f"bench: {given[0]} with batch sizes {list(self.batch_sizes)}",
+                "give -b 1: it is for one sequence",
             )
         drawn = self.sampling
         if self.profile is not None and (given or drawn is not None):
-            raise UsageError("bench: a profile of another way than the likeliest token", "leave --profile out, or the way")
+            raise UsageError(
+                "bench: a profile of another way than the likeliest token",
+                "leave --profile out, or the way",
+            )
 
     @property
     def sampling(self) -> Sampling | None:
         """How tokens are drawn; None where none are."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p") if getattr(self, name) is not None}
+        given = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_k", "top_p")
+            if getattr(self, name) is not None
+        }
         return Sampling(**given) if given and self.temperature != 0 else None
 
 
@@ -249,7 +329,16 @@ class KernelJob:
         parse=tokens_flag,
         help="For --kernels: rows of the input.",
     )
-    rounds: int = setting(7, flag="--rounds", verbs=BENCH, help="For --kernels: timed calls of each; medians are printed.")
+    rounds: int = setting(
+        7,
+        flag="--rounds",
+        verbs=BENCH,
+        help="For --kernels: timed calls of each; medians are printed.",
+    )
     dtype: str = setting(
-        "bfloat16", flag="--dtype", choices=DTYPES, verbs=BENCH, help="Default: float32; with --kernels bfloat16."
+        "bfloat16",
+        flag="--dtype",
+        choices=DTYPES,
+        verbs=BENCH,
+        help="Default: float32; with --kernels bfloat16.",
     )

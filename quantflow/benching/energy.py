@@ -1,7 +1,7 @@
 """Joules that the processors of this machine used, by Intel's RAPL counters, which Linux has for AMD too.
 
-Everything that the machine did meanwhile is in them. A counter is in microjoules and begins anew at its own maximum; the
-kernel lets root alone read it, unless somebody allows more.
+Everything that the machine did meanwhile is in them. A counter is in microjoules and begins anew at
+its own maximum; the kernel lets root alone read it, unless somebody allows more.
 """
 
 from dataclasses import dataclass

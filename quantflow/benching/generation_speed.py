@@ -26,9 +26,11 @@ class TimedRun:
 
     Attributes:
         first_seconds: until the first token of every sequence is known.
-        step_seconds: of each further token of a sequence; 0 for one that was confirmed together with the one before it.
+        step_seconds: of each further token of a sequence; 0 for one that was confirmed together
+            with the one before it.
         requested: tokens that were asked for, over all sequences.
-        produced: tokens up to the first end token of each sequence, that one included; all where ends are ignored.
+        produced: tokens up to the first end token of each sequence, that one included; all where
+            ends are ignored.
     """
 
     first_seconds: float
@@ -48,7 +50,8 @@ class Spread:
 
     Attributes:
         average, lowest, highest: of all.
-        percentiles: those of PERCENTILES: element int(n * p / 100) of the n measurements in the order they are given in.
+        percentiles: those of PERCENTILES: element int(n * p / 100) of the n measurements in the
+            order they are given in.
     """
 
     average: float
@@ -62,14 +65,17 @@ def spread(values: Sequence[float], *, ordered: bool = True) -> Spread | None:
 
     Args:
         values: in the order in which they were taken.
-        ordered: sort them for the percentiles. Without it these are what text-generation-benchmark prints, which takes
-            elements of the unsorted list: with 10 runs its p90 and p99 are the last run.
+        ordered: sort them for the percentiles. Without it these are what text-generation-benchmark
+            prints, which takes elements of the unsorted list: with 10 runs its p90 and p99 are the
+            last run.
     """
     if not values:
         return None
     row = sorted(values) if ordered else list(values)
     at = [row[min(len(row) - 1, int(len(row) * p / 100))] for p in PERCENTILES]
-    return Spread(average=sum(row) / len(row), lowest=min(row), highest=max(row), percentiles=tuple(at))
+    return Spread(
+        average=sum(row) / len(row), lowest=min(row), highest=max(row), percentiles=tuple(at)
+    )
 
 
 def random_prompts(rows: int, length: int, *, vocab_size: int, seed: int) -> Tensor:
@@ -91,16 +97,20 @@ def time_run(
         decoder: its cache is emptied first, which is not timed.
         prompts: [B, S] int64.
         new_tokens: of each sequence, 1 or more.
-        ends: tokens at which a sequence ends; the run ends when all have. None are looked for where it is empty.
+        ends: tokens at which a sequence ends; the run ends when all have. None are looked for where
+            it is empty.
         span: entered around the prompt and around each token, with their names; for a profiler.
 
     Raises:
         UsageError: no token is asked for, or more than the decoder has positions for.
     """
     rows, length = prompts.shape
-    if new_tokens < 1 or (decoder.positions is not None and length + new_tokens > decoder.positions):
+    if new_tokens < 1 or (
+        decoder.positions is not None and length + new_tokens > decoder.positions
+    ):
         raise UsageError(
-            f"{length} prompt tokens + {new_tokens} new ones: the model has {decoder.positions} positions",
+            f"{length} prompt tokens + {new_tokens} new ones: the model has {decoder.positions} "
+            "positions",
             "ask for one new token or more, and for fewer than that together",
         )
     decoder.begin(rows=rows, capacity=length + new_tokens)
@@ -116,7 +126,12 @@ def time_run(
                 produced += int(running.sum())
             seconds.append(time.perf_counter() - begin)
             running &= ~torch.isin(step[:, 0], stop)
-    return TimedRun(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)
+    return TimedRun(
+        first_seconds=seconds[0],
+        step_seconds=tuple(seconds[1:]),
+        requested=rows * new_tokens,
+        produced=produced,
+    )
 
 
 def time_generation(
@@ -130,8 +145,8 @@ def time_generation(
 ) -> TimedRun:
     """Continue prompts by a way to generate and time every token, choosing and proposing included.
 
-    The clock starts with the first forward. A token of a single sequence is known when it is told; of several sequences, and of
-    beams, when the next forward begins.
+    The clock starts with the first forward. A token of a single sequence is known when it is told;
+    of several sequences, and of beams, when the next forward begins.
 
     Args:
         decoder: its cache is emptied first, which is not timed.
@@ -161,4 +176,9 @@ def time_generation(
     stop = torch.tensor(sorted(ends), device=found.device)
     ended = torch.isin(found[:, length:], stop).long()  # [B, n]
     produced = int((ended.cumsum(dim=1) - ended == 0).sum())
-    return TimedRun(first_seconds=first, step_seconds=tuple(further), requested=rows * new_tokens, produced=produced)
+    return TimedRun(
+        first_seconds=first,
+        step_seconds=tuple(further),
+        requested=rows * new_tokens,
+        produced=produced,
+    )

@@ -1,7 +1,8 @@
 """How long the backends take for one linear, beside a plain read of as many bytes.
 
-Before every timed call a buffer larger than any cache is read, so that the weight comes from memory, as it does when a model
-decodes. Backends and the plain read take turns; medians are reported.
+Before every timed call a buffer larger than any cache is read, so that the weight comes from
+memory, as it does when a model decodes. Backends and the plain read take turns; medians are
+reported.
 """
 
 import ctypes
@@ -39,7 +40,8 @@ class KernelTiming:
         tokens: rows of the input.
         weight_bytes: of the weight as the backend holds it, scales included.
         seconds: the median.
-        read_seconds: the median of a plain read of weight_bytes; None where our own kernels cannot be had.
+        read_seconds: the median of a plain read of weight_bytes; None where our own kernels cannot
+            be had.
     """
 
     backend: str
@@ -55,23 +57,34 @@ class KernelTiming:
 def run(job: KernelJob) -> dict[str, Any]:
     """Return the machine's share of the result (threads, why our own kernels cannot run) and a row per timing."""
     if job.rounds < 1 or min(job.tokens, default=0) < 1:
-        raise UsageError(f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each")
+        raise UsageError(
+            f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each"
+        )
     if job.dtype == "float16":
-        raise UsageError("bench: --kernels in float16, which no kernel computes in", "use float32 or bfloat16")
+        raise UsageError(
+            "bench: --kernels in float16, which no kernel computes in", "use float32 or bfloat16"
+        )
     schemes, shapes = [preset(name) for name in job.schemes], [_shape(text) for text in job.shapes]
     for scheme in schemes:
         if scheme.input is not None and scheme.input.measured:
-            raise UsageError(f"bench: scheme {scheme.name} has a static input", "time a scheme with dynamic inputs or none")
+            raise UsageError(
+                f"bench: scheme {scheme.name} has a static input",
+                "time a scheme with dynamic inputs or none",
+            )
     dtype = getattr(torch, job.dtype)
     rows = []
     for shape in shapes:
         for scheme in schemes:
-            for timing in kernel_timings(scheme, shape, tokens=job.tokens, dtype=dtype, rounds=job.rounds):
+            for timing in kernel_timings(
+                scheme, shape, tokens=job.tokens, dtype=dtype, rounds=job.rounds
+            ):
                 read = timing.read_seconds
                 row = asdict(timing)
                 row["bytes_per_second"] = timing.weight_bytes / timing.seconds
                 row["read_bytes_per_second"] = None if read is None else timing.weight_bytes / read
-                row["products_per_second"] = timing.tokens * timing.out_features * timing.in_features / timing.seconds
+                row["products_per_second"] = (
+                    timing.tokens * timing.out_features * timing.in_features / timing.seconds
+                )
                 rows.append(row)
     return {
         "threads": torch.get_num_threads(),
@@ -106,9 +119,15 @@ def kernel_timings(
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-    found = rtn.quantize_group({"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16)
+    found = rtn.quantize_group(
+        {"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16
+    )
     linear = QuantizedLinear(weight=found["weight"].weight, scheme=scheme)
-    able = {n: b for n, b in BACKENDS.items() if b.why_not(Case(scheme=scheme, device=_CPU, shape=shape, dtype=dtype)) is None}
+    able = {
+        n: b
+        for n, b in BACKENDS.items()
+        if b.why_not(Case(scheme=scheme, device=_CPU, shape=shape, dtype=dtype)) is None
+    }
     prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
     sizes = {name: weight_bytes(value) for name, value in prepared.items()}
     reads = native.why_not(_READ, needs=kernels.NEEDS) is None
@@ -155,11 +174,19 @@ def weight_bytes(prepared: Any) -> int:
         return prepared.nbytes
     if is_dataclass(prepared):
         prepared = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
-    parts = prepared.values() if isinstance(prepared, dict) else prepared if isinstance(prepared, tuple) else ()
+    parts = (
+        prepared.values()
+        if isinstance(prepared, dict)
+        else prepared
+        if isinstance(prepared, tuple)
+        else ()
+    )
     return sum(map(weight_bytes, parts))
 
 
-def _medians(calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: int) -> dict[str, float]:
+def _medians(
+    calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: int
+) -> dict[str, float]:
     """Return the median seconds of each call; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -179,5 +206,7 @@ def _shape(text: str) -> tuple[int, int]:
     """
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"bench: shape {text!r}", "write out_features x in_features, such as 5632x2048")
+        raise UsageError(
+            f"bench: shape {text!r}", "write out_features x in_features, such as 5632x2048"
+        )
     return int(parts[0]), int(parts[1])

@@ -24,7 +24,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from quantflow import process_memory
 from quantflow.benching.bench_job import PERCENTILES, BenchJob
 from quantflow.benching.energy import package_joules
-from quantflow.benching.generation_speed import Spread, TimedRun, random_prompts, spread, time_generation, time_run
+from quantflow.benching.generation_speed import (
+    Spread,
+    TimedRun,
+    random_prompts,
+    spread,
+    time_generation,
+    time_run,
+)
 from quantflow.core.device import Device
 from quantflow.distributed.binding import cores_of
 from quantflow.distributed.launch import launch, launched_rank
@@ -52,23 +59,32 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     if not job.batch_sizes or not job.input_tokens or min(counts) < 1 or job.warmups < 0:
         lengths = ", ".join(map(str, job.input_tokens))
         raise UsageError(
-            f"bench: batch sizes {list(job.batch_sizes)}, {lengths} + {job.new_tokens} tokens, {job.runs} runs",
+            f"bench: batch sizes {list(job.batch_sizes)}, {lengths} + {job.new_tokens} tokens, "
+            f"{job.runs} runs",
             "use 1 or more of each",
         )
     if job.column is not None and job.source is None:
         raise UsageError(f"bench: --column {job.column} without --prompts", "give --prompts")
     if job.profile is not None and job.profile_skip >= job.new_tokens:
         raise UsageError(
-            f"profile_skip={job.profile_skip} of {job.new_tokens} new tokens leaves nothing to trace", "skip fewer tokens"
+            f"profile_skip={job.profile_skip} of {job.new_tokens} new tokens leaves nothing to "
+            "trace",
+            "skip fewer tokens",
         )
-    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    without = {
+        "the transformers decoder": job.decoder == "transformers",
+        f"device {job.device}": job.device != "cpu",
+    }
     without |= {"a baseline": job.baseline is not None, "torch_compile": job.torch_compile}
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
         return rank_processes.start("bench", job, world=world, progress=progress, bind=job.bind)
     if job.baseline is not None and launched_rank() is None:
         return _kept(job, _beside(job, job.baseline, progress))
-    with rank_processes.bound("bench", asked=job.bind), rank_processes.joined("bench", world) as wire:
+    with (
+        rank_processes.bound("bench", asked=job.bind),
+        rank_processes.joined("bench", world) as wire,
+    ):
         begin = time.perf_counter()
         loaded = load(
             job.artifact,
@@ -84,7 +100,9 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             wire=wire,
         )
         load_seconds, threads = time.perf_counter() - begin, torch.get_num_threads()
-        batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None))
+        batches = rank_processes.drive(
+            loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None)
+        )
         peaks = [process_memory.usage().peak]
         if wire is not None:
             peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
@@ -100,7 +118,9 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "backends": sorted(set(loaded.backends.values())),
         "threads": threads,
         "load_seconds": load_seconds,
-        "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
+        "percentiles": "of sorted times"
+        if job.ordered
+        else "of times in the order of the runs, as text-generation-benchmark",
         "weight_bytes": sum(info.nbytes for info in loaded.artifact.checkpoint.infos.values()),
         "memory": {
             "peak_bytes": max(peaks),
@@ -157,8 +177,9 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many times as good a result is as another one: above 1 is faster, or smaller.
 
     Returns:
-        `memory` and `weights`, of bytes; `batches`, for each that fits on both sides the length, the size, `first_token` of
-        seconds and `next_token` of tokens per second, None where no further token was made.
+        `memory` and `weights`, of bytes; `batches`, for each that fits on both sides the length,
+        the size, `first_token` of seconds and `next_token` of tokens per second, None where no
+        further token was made.
     """
     batches = []
     for ours, theirs in zip(found["batches"], base["batches"], strict=True):
@@ -180,16 +201,20 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) -> list[dict[str, Any]]:
+def _timed(
+    job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool
+) -> list[dict[str, Any]]:
     """Return a record per length and batch size, and write the trace that was asked for.
 
-    Where no other rank takes part, `alone`, a batch that does not fit into memory ends nothing but itself.
+    Where no other rank takes part, `alone`, a batch that does not fit into memory ends nothing but
+    itself.
     """
     positions = loaded.decoder.positions
     longest = max(job.input_tokens)
     if positions is not None and longest + job.new_tokens > positions:
         raise UsageError(
-            f"{longest} prompt tokens + {job.new_tokens} new ones: the model has {positions} positions",
+            f"{longest} prompt tokens + {job.new_tokens} new ones: the model has {positions} "
+            "positions",
             "ask for one new token or more, and for fewer than that together",
         )
     texts = _texts(job, loaded)
@@ -198,13 +223,25 @@ def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) ->
     for length in job.input_tokens:
         for rows in job.batch_sizes:
             try:
-                batches.append(_batch(job, loaded, texts, method, rows=rows, length=length, progress=progress))
+                batches.append(
+                    _batch(job, loaded, texts, method, rows=rows, length=length, progress=progress)
+                )
             except (MemoryError, RuntimeError) as error:
-                if not alone or not (isinstance(error, torch.OutOfMemoryError) or process_memory.ran_out(error)):
+                if not alone or not (
+                    isinstance(error, torch.OutOfMemoryError) or process_memory.ran_out(error)
+                ):
                     raise
-                batches.append({"input_tokens": length, "batch_size": rows, "failed": "it does not fit into memory"})
+                batches.append(
+                    {
+                        "input_tokens": length,
+                        "batch_size": rows,
+                        "failed": "it does not fit into memory",
+                    }
+                )
     if all("failed" in batch for batch in batches):
-        raise ResourceError("bench: no batch fits into memory", "give a smaller -b, or fewer --input-tokens")
+        raise ResourceError(
+            "bench: no batch fits into memory", "give a smaller -b, or fewer --input-tokens"
+        )
     if job.profile is not None:
         _profile(job, loaded, texts, job.profile)
     return batches
@@ -216,11 +253,17 @@ def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
     Raises:
         InputError: texts without a tokenizer, or a file that holds none.
     """
-    prompts = [*job.prompts, *(read_prompts(job.source, column=job.column) if job.source is not None else ())]
+    prompts = [
+        *job.prompts,
+        *(read_prompts(job.source, column=job.column) if job.source is not None else ()),
+    ]
     if not prompts:
         return []
     if loaded.tokenizer is None:
-        raise InputError(f"{job.artifact}: texts, and no tokenizer", "add its tokenizer files, or leave out the prompts")
+        raise InputError(
+            f"{job.artifact}: texts, and no tokenizer",
+            "add its tokenizer files, or leave out the prompts",
+        )
     return encode(prompts, loaded.tokenizer, limit=max(job.input_tokens), chat=False)
 
 
@@ -233,7 +276,15 @@ def _method(job: BenchJob) -> Method | None:
     if job.draft is None:
         return None
     dtype: torch.dtype = getattr(torch, job.dtype)
-    draft = load(job.draft, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True, exact=job.exact)
+    draft = load(
+        job.draft,
+        decoder="auto",
+        backend=job.backend,
+        dtype=dtype,
+        device=job.device,
+        crops=True,
+        exact=job.exact,
+    )
     return Draft(decoder=draft.decoder, tokens=job.draft_tokens)
 
 
@@ -259,7 +310,11 @@ def _batch(
 ) -> dict[str, Any]:
     ends = () if job.ignore_eos else loaded.eos_token_ids
     runs, joules = [], []
-    stage = f"bench {rows} at once" if len(job.input_tokens) == 1 else f"bench {rows} at once, {length} tokens"
+    stage = (
+        f"bench {rows} at once"
+        if len(job.input_tokens) == 1
+        else f"bench {rows} at once, {length} tokens"
+    )
     for index in progress.steps(range(job.warmups + job.runs), stage=stage, unit="run"):
         prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=index)
         before = package_joules()
@@ -267,7 +322,12 @@ def _batch(
             found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
         else:
             drawn = None if job.sampling is None else replace(job.sampling, seed=job.seed + index)
-            words: dict[str, Any] = {"new_tokens": job.new_tokens, "method": method, "sampling": drawn, "ends": ends}
+            words: dict[str, Any] = {
+                "new_tokens": job.new_tokens,
+                "method": method,
+                "sampling": drawn,
+                "ends": ends,
+            }
             found = time_generation(loaded.decoder, prompts, **words)
         if index >= job.warmups:
             runs.append(found)
@@ -288,11 +348,14 @@ def _batch(
         "next_token": _spread(job, steps),
         "decode_token": _spread(job, per_token),
         "decode_total": _spread(job, decode),
-        "prompt_tokens_per_second": _spread(job, [rows * length / run.first_seconds for run in runs]),
+        "prompt_tokens_per_second": _spread(
+            job, [rows * length / run.first_seconds for run in runs]
+        ),
         "prefill_per_second": _spread(job, [rows / run.first_seconds for run in runs]),
         "decode_per_second": _spread(job, [rows / seconds for seconds in per_token]),
         "produced_per_second": produced / sum(run.seconds for run in runs),
-        "requested_per_second": sum(run.requested for run in runs) / sum(run.seconds for run in runs),
+        "requested_per_second": sum(run.requested for run in runs)
+        / sum(run.seconds for run in runs),
     }
 
 
@@ -316,9 +379,16 @@ def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path
     prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=job.warmups + job.runs)
     tokens = min(job.new_tokens, job.profile_skip + job.profile_tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    skipped = schedule(wait=job.profile_skip - 1, warmup=1, active=job.profile_tokens, repeat=1) if job.profile_skip else None
+    skipped = (
+        schedule(wait=job.profile_skip - 1, warmup=1, active=job.profile_tokens, repeat=1)
+        if job.profile_skip
+        else None
+    )
     with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device.startswith("cuda") else [])],
+        activities=[
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if job.device.startswith("cuda") else []),
+        ],
         schedule=skipped,
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),
         record_shapes=job.profile_shapes,
@@ -335,17 +405,31 @@ def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path
         return time_run(loaded.decoder, prompts, new_tokens=tokens, span=span)
 
 
-def _prompts(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], *, rows: int, length: int, index: int) -> Tensor:
+def _prompts(
+    job: BenchJob,
+    loaded: Loaded,
+    texts: Sequence[Sequence[int]],
+    *,
+    rows: int,
+    length: int,
+    index: int,
+) -> Tensor:
     """Return the prompts of a run [rows, length] int64.
 
-    Random ones are others in each run, so that nothing that was computed before can answer them. Texts are taken in turn,
-    each cut at the length or repeated up to it.
+    Random ones are others in each run, so that nothing that was computed before can answer them.
+    Texts are taken in turn, each cut at the length or repeated up to it.
     """
     if not texts:
-        return random_prompts(rows, length, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index)
+        return random_prompts(
+            rows, length, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index
+        )
     return torch.tensor([list(islice(cycle(text), length)) for text in islice(cycle(texts), rows)])
 
 
 def _cache_bytes(loaded: Loaded) -> int | None:
     decoder = loaded.decoder
-    return decoder.cache.nbytes if isinstance(decoder, LeanDecoder) and decoder.cache is not None else None
+    return (
+        decoder.cache.nbytes
+        if isinstance(decoder, LeanDecoder) and decoder.cache is not None
+        else None
+    )

@@ -1,19 +1,22 @@
 """The equation, both ways:  real = scale * (qvalue - zero_point).
 
-`scale` is the step, in units of the real tensor, float32, positive, never its inverse; that of a symmetric integer weight
-may be negative, and its qvalues then have the sign of -real. `zero_point` is an integer in the range of qvalue, or None when
-symmetric. Rounding is half to even. Everything broadcasts; nothing here knows about groups or layers.
+`scale` is the step, in units of the real tensor, float32, positive, never its inverse; that of a
+symmetric integer weight may be negative, and its qvalues then have the sign of -real. `zero_point`
+is an integer in the range of qvalue, or None when symmetric. Rounding is half to even. Everything
+broadcasts; nothing here knows about groups or layers.
 
-The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4), amax / 3.5 (int3) or
-amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale is amax / largest. A range of zero (an
-all-zero group, an unseen input) has scale 1: any positive scale reproduces it, and 1 is readable. Where zero is no point, as in
-IQ4_NL, such a group has the smallest scale.
+The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4),
+amax / 3.5 (int3) or amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale
+is amax / largest. A range of zero (an all-zero group, an unseen input) has scale 1: any positive
+scale reproduces it, and 1 is readable. Where zero is no point, as in IQ4_NL, such a group has the
+smallest scale.
 
-A scale in e8m0 is the power of two that OCP's rule gives: 2^(floor(log2 amax) - floor(log2 largest)). amax is rounded to one
-bit of mantissa before, so that e2m1's largest, 6, cuts what rounds to 6 anyway (up to 7). Source: compressed-tensors 0.20,
-`quantization/utils/mxfp_utils.py`, which is vLLM's rule; Rouhani et al. 2023, arXiv:2310.10537.
-Scales in e4m3 are divided by a global_scale, which puts the largest of them in the top binade of e4m3.
-Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
+A scale in e8m0 is the power of two that OCP's rule gives: 2^(floor(log2 amax) - floor(log2
+largest)). amax is rounded to one bit of mantissa before, so that e2m1's largest, 6, cuts what
+rounds to 6 anyway (up to 7). Source: compressed-tensors 0.20, `quantization/utils/mxfp_utils.py`,
+which is vLLM's rule; Rouhani et al. 2023, arXiv:2310.10537. Scales in e4m3 are divided by a
+global_scale, which puts the largest of them in the top binade of e4m3. Source: Jacob et al. 2018,
+arXiv:1712.05877, section 2.1.
 """
 
 import math
@@ -30,13 +33,18 @@ _SMALLEST_E4M3 = 2.0**-9
 
 def half_range(scheme: TensorScheme) -> float:
     """Return what a symmetric scale maps the largest magnitude to."""
-    return float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
+    return (
+        float8.FLAVOURS[scheme.float8].largest
+        if scheme.kind == "float"
+        else (scheme.qmax - scheme.qmin) / 2
+    )
 
 
 def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
 
-    With `scale_rounding` pow2 it is the smallest power of two that is not below that. With a `scale_rule` it is what that says.
+    With `scale_rounding` pow2 it is the smallest power of two that is not below that. With a
+    `scale_rule` it is what that says.
 
     Raises:
         StatisticsError: amax is NaN, infinite or negative, and the scheme has a rule.
@@ -45,7 +53,9 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     amax = amax.float()
     if scheme.scale_rule is not None:
         target = device_scales.target_of(scheme.float8)
-        return device_scales.scale_from_amax(amax, scheme.scale_rule, target=target, arithmetic=scheme.scale_arithmetic)
+        return device_scales.scale_from_amax(
+            amax, scheme.scale_rule, target=target, arithmetic=scheme.scale_arithmetic
+        )
     if scheme.scale_format == "e8m0":
         return _power_of_two(amax, scheme)
     smallest = torch.finfo(torch.float32).tiny
@@ -54,7 +64,9 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     if scheme.scale_rounding == "none":
         return scale
     mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
-    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).where(scale.isfinite(), scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).where(
+        scale.isfinite(), scale
+    )
 
 
 def _power_of_two(amax: Tensor, scheme: TensorScheme) -> Tensor:
@@ -68,14 +80,16 @@ def _power_of_two(amax: Tensor, scheme: TensorScheme) -> Tensor:
 def global_scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the global_scale of a tensor, [1] float32: what the scales of its groups are multiplied with to be stored in e4m3.
 
-    A power of two, the largest by which the scale of a group that reaches amax stays within e4m3: products and quotients with
-    it are exact. 1 for a tensor of zeros.
+    A power of two, the largest by which the scale of a group that reaches amax stays within e4m3:
+    products and quotients with it are exact. 1 for a tensor of zeros.
 
     Args:
         amax: [], the tensor's largest magnitude.
         scheme: with scale_format e4m3.
     """
-    mantissa, exponent = torch.frexp(float8.FLAVOURS["e4m3fn"].largest * half_range(scheme) / amax.double().reshape(1))
+    mantissa, exponent = torch.frexp(
+        float8.FLAVOURS["e4m3fn"].largest * half_range(scheme) / amax.double().reshape(1)
+    )
     power = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(-126, 126)).float()
     return torch.where(amax.reshape(1) <= 0, torch.ones_like(power), power)
 
@@ -85,14 +99,19 @@ def local_scales(scale: Tensor, global_scale: Tensor) -> Tensor:
     return float8.cast((scale * global_scale).clamp_min(_SMALLEST_E4M3), "e4m3fn")
 
 
-def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
+def scale_and_zero_point_from_range(
+    min_val: Tensor, max_val: Tensor, scheme: TensorScheme
+) -> tuple[Tensor, Tensor]:
     """Return the asymmetric (scale, zero_point) for a range, each of its shape; the range is widened to hold zero.
 
     Raises:
         SchemeError: the scheme is symmetric or not int.
     """
     if scheme.symmetric or scheme.kind != "int":
-        raise SchemeError(f"a range with symmetric={scheme.symmetric}, kind={scheme.kind!r}", "use scale_from_amax")
+        raise SchemeError(
+            f"a range with symmetric={scheme.symmetric}, kind={scheme.kind!r}",
+            "use scale_from_amax",
+        )
     low, high = min_val.float().clamp_max(0), max_val.float().clamp_min(0)
     width = high - low
     scale = torch.where(width <= 0, torch.ones_like(width), width / (scheme.qmax - scheme.qmin))
@@ -103,7 +122,8 @@ def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: Te
 def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the zero_point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`.
 
-    Where the scheme has minima it is the float32 that maps the minimum to 0, as its block stores that; both are [O, G] then.
+    Where the scheme has minima it is the float32 that maps the minimum to 0, as its block stores
+    that; both are [O, G] then.
     """
     if scheme.minima and scheme.block is not None:
         return blocks.stored_minima(-min_val, scheme.block) / scale
@@ -113,15 +133,18 @@ def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tens
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `scale` as it reads back after being stored in `dtype`; float32, its sign kept.
 
-    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a loader will see. A scale
-    that would be stored as zero becomes the dtype's smallest value of its sign. One too large for the dtype becomes Inf,
-    which `QTensor.validate` refuses.
+    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a
+    loader will see. A scale that would be stored as zero becomes the dtype's smallest value of its
+    sign. One too large for the dtype becomes Inf, which `QTensor.validate` refuses.
     """
-    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; `tiny` is the smallest normal number
+    # subnormal; `tiny` is the smallest normal number
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return scale.abs().to(dtype).float().clamp_min(smallest).copysign(scale)
 
 
-def stored_scale(scale: Tensor, scheme: TensorScheme, dtype: torch.dtype, *, global_scale: Tensor | None = None) -> Tensor:
+def stored_scale(
+    scale: Tensor, scheme: TensorScheme, dtype: torch.dtype, *, global_scale: Tensor | None = None
+) -> Tensor:
     """Return the scales of a weight as they read back: `stored` in the layout's dtype, or such as a block can have.
 
     Args:
@@ -143,7 +166,8 @@ def stored_scale(scale: Tensor, scheme: TensorScheme, dtype: torch.dtype, *, glo
 def moved_zero_point(zero_point: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the zero points of a weight whose scales have become `scale`, both [O, G].
 
-    Integers stay as they are. A minimum grows and shrinks with its scale, and is then stored as its block stores it.
+    Integers stay as they are. A minimum grows and shrinks with its scale, and is then stored as its
+    block stores it.
     """
     if not scheme.minima or scheme.block is None:
         return zero_point
@@ -164,7 +188,8 @@ def sign_of_scales(scheme: TensorScheme) -> str:
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
     """Return the qvalues of `x`: int8 (of fewer bits too) or the flavour's float8 dtype, saturating.
 
-    NaN stays NaN in float8; integers have no code for it, so whoever quantizes to int refuses NaN first.
+    NaN stays NaN in float8; integers have no code for it, so whoever quantizes to int refuses NaN
+    first.
 
     Args:
         x: float, any shape.
@@ -203,7 +228,9 @@ def dequantize(qvalue: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tens
     return real * scale
 
 
-def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme
+) -> Tensor:
     """Return what is left of `x` after quantize and dequantize, in x's dtype; NaN stays NaN, so that it is noticed."""
     rounded = dequantize(quantize(x, scale, zero_point, scheme), scale, zero_point).to(x.dtype)
     return torch.where(x.isnan(), x, rounded)
@@ -219,7 +246,9 @@ def scale_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
     return scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
 
 
-def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+def fake_quantize_input(
+    x: Tensor, scheme: TensorScheme | None, scale: Tensor | None, zero_point: Tensor | None
+) -> Tensor:
     """Return the input of a linear as the quantized linear sees it, in x's dtype.
 
     Args:
@@ -231,12 +260,14 @@ def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | 
     if scheme is None:
         return x
     if scheme.dynamic and scheme.group_size is not None:
-        split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)  # [..., G, g]
+        # [..., G, g]
+        split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)
         of_groups = scale_per_token(split, scheme)
         if scheme.scale_format == "e4m3":
             assert scale is not None  # its global_scale, likewise
             local = float8.widen(float8.cast(of_groups * scale, "e4m3fn"))
-            # A group whose scale rounds to zero becomes zeros, as on hardware: any scale as large as this makes them.
+            # A group whose scale rounds to zero becomes zeros, as on hardware: any scale as large
+            # as this makes them.
             of_groups = local.masked_fill(local == 0, 0.125) / scale
         return fake_quantize(split, of_groups, None, scheme).flatten(-2)
     if scheme.dynamic:

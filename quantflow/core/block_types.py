@@ -1,16 +1,18 @@
 """The records of llama.cpp's types of blocks; quantflow/core/blocks.py rounds scales to what they hold.
 
-A block has so many neighbouring elements of a row. In the types of 32 elements a scale, and a minimum where there is one, is a
-float16 of its own. In the types of 256 elements a block has one float16 d, and each scale is d times a small integer; a
-minimum is likewise dmin times a small integer.
+A block has so many neighbouring elements of a row. In the types of 32 elements a scale, and a
+minimum where there is one, is a float16 of its own. In the types of 256 elements a block has one
+float16 d, and each scale is d times a small integer; a minimum is likewise dmin times a small
+integer.
 
     real = scale * qvalue                        qvalue from -2^(b-1) to 2^(b-1) - 1
     real = scale * qvalue - minimum              qvalue from 0 to 2^b - 1; minimum = scale * zero_point, zero_point a float32
 
-The points of IQ4_NL lie unevenly, closer around zero, and zero is none of them. A qvalue there is the point itself, an int8; a
-block stores its number.
+The points of IQ4_NL lie unevenly, closer around zero, and zero is none of them. A qvalue there is
+the point itself, an int8; a block stores its number.
 
-Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which say what the bytes of a block mean.
+Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which say what the bytes of a
+block mean.
 """
 
 from collections.abc import Mapping
@@ -28,9 +30,12 @@ class BlockType:
         group_size: elements that share a scale.
         elements: of a block.
         minima: whether a group has a minimum too.
-        scale_bits: of the integers that scales are multiples of d by; None where a scale is a float16 itself.
-        signed: whether these integers may be negative; the largest magnitude is then the most negative one.
-        points: what a qvalue can be, ascending, where that is not every integer of its bits; else empty.
+        scale_bits: of the integers that scales are multiples of d by; None where a scale is a
+            float16 itself.
+        signed: whether these integers may be negative; the largest magnitude is then the most
+            negative one.
+        points: what a qvalue can be, ascending, where that is not every integer of its bits; else
+            empty.
     """
 
     name: str
@@ -78,14 +83,27 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
             BlockType(name="Q5_1", num_bits=5, group_size=32, elements=32, minima=True),
             BlockType(name="Q8_0", num_bits=8, group_size=32, elements=32),
             BlockType(name="IQ4_NL", num_bits=8, group_size=32, elements=32, points=_IQ4_NL),
-            BlockType(name="Q2_K", num_bits=2, group_size=16, elements=256, minima=True, scale_bits=4),
-            BlockType(name="Q3_K", num_bits=3, group_size=16, elements=256, scale_bits=6, signed=True),
-            BlockType(name="Q4_K", num_bits=4, group_size=32, elements=256, minima=True, scale_bits=6),
-            BlockType(name="Q5_K", num_bits=5, group_size=32, elements=256, minima=True, scale_bits=6),
-            BlockType(name="Q6_K", num_bits=6, group_size=16, elements=256, scale_bits=8, signed=True),
+            BlockType(
+                name="Q2_K", num_bits=2, group_size=16, elements=256, minima=True, scale_bits=4
+            ),
+            BlockType(
+                name="Q3_K", num_bits=3, group_size=16, elements=256, scale_bits=6, signed=True
+            ),
+            BlockType(
+                name="Q4_K", num_bits=4, group_size=32, elements=256, minima=True, scale_bits=6
+            ),
+            BlockType(
+                name="Q5_K", num_bits=5, group_size=32, elements=256, minima=True, scale_bits=6
+            ),
+            BlockType(
+                name="Q6_K", num_bits=6, group_size=16, elements=256, scale_bits=8, signed=True
+            ),
         )
     }
 )
 
-# What llama.cpp's quantizer takes for rows that are no whole blocks of 256; for 2 and 3 bits it has IQ4_NL, as large as Q4_0.
-SMALLER: Mapping[str, str] = MappingProxyType({"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
+# What llama.cpp's quantizer takes for rows that are no whole blocks of 256; for 2 and 3 bits it has
+# IQ4_NL, as large as Q4_0.
+SMALLER: Mapping[str, str] = MappingProxyType(
+    {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+)

@@ -1,7 +1,8 @@
 """What the scales and minima of a weight can be where one of llama.cpp's blocks holds it (quantflow/core/block_types.py).
 
-`stored` rounds the scales of a row to such as a block can have, and leaves those that are. The largest magnitude of a block
-gets the largest integer, so that d follows from the scales: a weight holds scales alone.
+`stored` rounds the scales of a row to such as a block can have, and leaves those that are. The
+largest magnitude of a block gets the largest integer, so that d follows from the scales: a weight
+holds scales alone.
 """
 
 import functools
@@ -51,7 +52,8 @@ def stored(scale: Tensor, kind: BlockType) -> Tensor:
         kind: of the blocks.
 
     Returns:
-        [O, G], no zeros; Inf where d or a scale is too large for float16, which `QTensor.validate` refuses.
+        [O, G], no zeros; Inf where d or a scale is too large for float16, which `QTensor.validate`
+        refuses.
     """
     if kind.scale_bits is None:
         return scale.abs().half().float().clamp_min(_LEAST).copysign(scale)

@@ -24,8 +24,8 @@ def single_threaded() -> Iterator[None]:
 def products(device: Device = HOST) -> torch.dtype:
     """Return the dtype of products that need not be exact: bfloat16 where the device multiplies it faster than float32.
 
-    Those are CPUs with AVX512-BF16 or AMX, on which it takes half of the time, and every GPU. What is computed so names it in
-    its key.
+    Those are CPUs with AVX512-BF16 or AMX, on which it takes half of the time, and every GPU. What
+    is computed so names it in its key.
     """
     if not device.is_host:
         return torch.bfloat16

@@ -12,7 +12,8 @@ What is on the device, and what is not:
 | rows of weights that are rounded file to file         | static inputs' scales; what a layer's file holds                    |
 | logits of one window, and the scores of its tokens     | scores of all windows, and the bounds that follow from them        |
 
-A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized weight by its own `to`:
+A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized
+weight by its own `to`:
 
 1. `models/load.py`, `rotated.py`, `capture.py`    weights of a layer as stored; `placed`: buffers, last norm, head
 2. `models/stand_ins.py`       masks and position embeddings, once each
@@ -30,17 +31,19 @@ A tensor crosses between the two in these places, by `put` or `fetch` of a `Devi
 14. `distributed/team.py`      what goes from one device to another, where torch has no backend for that
 15. `planning/probe.py`        a layer, and pieces of its weights, that are timed
 
-Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
-`fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.
-Tests measure, quantize, prove and validate on a device that is simulated, which refuses an operator that mixes the two, and any
-other way across (tests/simulated_gpu.py).
+Everything between runs where its inputs are. Code that makes a tensor beside others names their
+device. On the CPU `put` and `fetch` return what they are given, so the same code makes no copy
+there and the bits of its results are those it always had. Tests measure, quantize, prove and
+validate on a device that is simulated, which refuses an operator that mixes the two, and any other
+way across (tests/simulated_gpu.py).
 
-One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are deterministic (`deterministic`),
-so one model of device, one driver and one version of the libraries make the same bits. Its name and capability are in the key
-of every result (`key`), and a run that is resumed on another device makes its layers again.
+One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are
+deterministic (`deterministic`), so one model of device, one driver and one version of the libraries
+make the same bits. Its name and capability are in the key of every result (`key`), and a run that
+is resumed on another device makes its layers again.
 
-`cuda` needs CUDA. `hpu` is refused: Gaudi has no float64, in which statistics and errors are added up where layers run.
-Source: the data types of Intel's support matrix of PyTorch on Gaudi.
+`cuda` needs CUDA. `hpu` is refused: Gaudi has no float64, in which statistics and errors are added
+up where layers run. Source: the data types of Intel's support matrix of PyTorch on Gaudi.
 """
 
 import os
@@ -54,7 +57,8 @@ from torch import Tensor, nn
 
 from quantflow.errors import ResourceError, UnsupportedError, first_line
 
-# With other workspaces the sums of a product may have another order in each run; the first is what is set where nothing is.
+# With other workspaces the sums of a product may have another order in each run; the first is what
+# is set where nothing is.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))
 WORKSPACE_BYTES = 8 * 4096 * 1024  # of the first, which cuBLAS takes at its first product
 
@@ -89,8 +93,18 @@ class Device:
             return {}
         made_for = {}
         if self.kind.type == "cuda":
-            made_for = {"cuda": str(torch.version.cuda), "workspace": os.environ.get(_WORKSPACE[0], "")}
-        return {"device": {"kind": self.kind.type, "model": self.model, "capability": self.capability, **made_for}}
+            made_for = {
+                "cuda": str(torch.version.cuda),
+                "workspace": os.environ.get(_WORKSPACE[0], ""),
+            }
+        return {
+            "device": {
+                "kind": self.kind.type,
+                "model": self.model,
+                "capability": self.capability,
+                **made_for,
+            }
+        }
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device; itself where it is there. From pinned memory the copy waits for nobody."""
@@ -100,7 +114,8 @@ class Device:
         """Return a tensor in host memory, in memory that is pinned while it crosses; itself where it is there."""
         if tensor.device.type == "cpu":
             return tensor
-        return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # returns when it is there
+        # returns when it is there
+        return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in host memory that holds anything, pinned where the device is a GPU."""
@@ -136,7 +151,8 @@ class Device:
     def deterministic(self) -> Iterator[None]:
         """Let only deterministic kernels run, and products be those of float32, until the block ends; on the CPU all are.
 
-        What the allocator keeps is given back then: the process that proves an artifact shares the device.
+        What the allocator keeps is given back then: the process that proves an artifact shares the
+        device.
 
         Raises:
             ResourceError: the memory of the device ended inside the block.
@@ -144,21 +160,27 @@ class Device:
         if self.is_host:
             yield
             return
-        before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        before, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         memory: Any = torch.utils.deterministic
         precision, filled = torch.get_float32_matmul_precision(), memory.fill_uninitialized_memory
         products = torch.backends.cuda.matmul
         halved = products.allow_bf16_reduced_precision_reduction
         try:
             torch.use_deterministic_algorithms(True)
-            memory.fill_uninitialized_memory = False  # it would write all memory that files are read into
+            # it would write all memory that files are read into
+            memory.fill_uninitialized_memory = False
             torch.set_float32_matmul_precision("highest")
-            products.allow_bf16_reduced_precision_reduction = False  # parts of a sum are float32, as the whole is
+            # parts of a sum are float32, as the whole is
+            products.allow_bf16_reduced_precision_reduction = False
             yield
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"{self.name}: its memory ended ({first_line(error)})",
-                "end other programs on it, or use shorter sequences, another device, or --device cpu",
+                "end other programs on it, or use shorter sequences, another device, or --device "
+                "cpu",
             ) from error
         finally:
             if self.kind.type == "cuda":
@@ -186,19 +208,27 @@ def open_device(name: str) -> Device:
     if kind is None:
         raise UnsupportedError(
             f"--device {name}: Gaudi has no float64, in which statistics and errors are added up",
-            "use --device cpu or cuda, or take what Gaudi's toolkit measured (--measurement), and export with --format inc",
+            "use --device cpu or cuda, or take what Gaudi's toolkit measured (--measurement), "
+            "and export with --format inc",
         )
     if kind.type == "cpu":
         return HOST
     if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        built = (
+            f"is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "is built without CUDA"
+        )
         raise UnsupportedError(
             f"--device {name}: torch {torch.__version__} {built} and finds no device",
             "use --device cpu, or install a driver and a torch for CUDA",
         )
     index, count = kind.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise UnsupportedError(f"--device {name}: torch finds {count}, numbered from 0", f"use cuda:0 to cuda:{count - 1}")
+        raise UnsupportedError(
+            f"--device {name}: torch finds {count}, numbered from 0",
+            f"use cuda:0 to cuda:{count - 1}",
+        )
     _settle_workspace(name)
     kind = torch.device("cuda", index)
     found = torch.cuda.get_device_properties(kind)

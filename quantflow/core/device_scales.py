@@ -10,10 +10,11 @@
 | gaudi3 | e4m3fn            | 448     | every power of 2, 2^-55..2^7  |
 | cpu    | e4m3fn, emulated  | 448     | none: hardware scales refused |
 
-The toolkit evaluates all of this in its high-precision dtype, bfloat16 unless told otherwise, and log2 in bfloat16 can
-round down: one maximum in seventy gets half the exact scale. So the arithmetic has a name: `exact`, or the dtype (`BF16`,
-`FP16`, `FP32`) as the toolkit's `hp_dtype` spells it. Scales are steps, never their inverse.
-Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
+The toolkit evaluates all of this in its high-precision dtype, bfloat16 unless told otherwise, and
+log2 in bfloat16 can round down: one maximum in seventy gets half the exact scale. So the arithmetic
+has a name: `exact`, or the dtype (`BF16`, `FP16`, `FP32`) as the toolkit's `hp_dtype` spells it.
+Scales are steps, never their inverse. Source: neural_compressor.torch.algorithms.fp8_quant, release
+3.10.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,8 @@ from quantflow.errors import SchemeError, StatisticsError, UnsupportedError
 ARITHMETICS: Mapping[str, torch.dtype] = MappingProxyType(
     {"exact": torch.float64, "BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 )
-_SMALLEST_NORMAL = torch.finfo(torch.bfloat16).tiny  # of a channel's scale: an all-zero channel divides by it, not by zero
+# of a channel's scale: an all-zero channel divides by it, not by zero
+_SMALLEST_NORMAL = torch.finfo(torch.bfloat16).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,9 @@ class Target:
 _TARGETS: Mapping[tuple[str, str], Target] = MappingProxyType(
     {
         ("gaudi2", "E4M3"): Target(device="gaudi2", flavour="gaudi2", hw_exponents=(-8, -4, 0, 4)),
-        ("gaudi3", "E4M3"): Target(device="gaudi3", flavour="e4m3fn", hw_exponents=tuple(range(-55, 8))),
+        ("gaudi3", "E4M3"): Target(
+            device="gaudi3", flavour="e4m3fn", hw_exponents=tuple(range(-55, 8))
+        ),
         ("cpu", "E4M3"): Target(device="cpu", flavour="e4m3fn"),
         ("gaudi2", "E5M2"): Target(device="gaudi2", flavour="e5m2"),
         ("gaudi3", "E5M2"): Target(device="gaudi3", flavour="e5m2"),
@@ -74,7 +78,9 @@ def target(device: str, fp8: str = "E4M3") -> Target:
     """
     found = _TARGETS.get((device, fp8))
     if found is None:
-        raise UnsupportedError(f"device {device!r} with {fp8!r}", f"use one of {', '.join(DEVICES)} with E4M3 or E5M2")
+        raise UnsupportedError(
+            f"device {device!r} with {fp8!r}", f"use one of {', '.join(DEVICES)} with E4M3 or E5M2"
+        )
     return found
 
 
@@ -84,17 +90,26 @@ def target_of(flavour: str) -> Target:
     Raises:
         UnsupportedError: no device of DEVICES has it.
     """
-    for found in (_TARGETS["gaudi2", "E4M3"], _TARGETS["gaudi3", "E4M3"], _TARGETS["gaudi3", "E5M2"]):
+    for found in (
+        _TARGETS["gaudi2", "E4M3"],
+        _TARGETS["gaudi3", "E4M3"],
+        _TARGETS["gaudi3", "E5M2"],
+    ):
         if found.flavour == flavour:
             return found
-    raise UnsupportedError(f"float8 {flavour!r} has no scales that are known here", "use e4m3fn or gaudi2")
+    raise UnsupportedError(
+        f"float8 {flavour!r} has no scales that are known here", "use e4m3fn or gaudi2"
+    )
 
 
-def scale_from_amax(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact") -> Tensor:
+def scale_from_amax(
+    amax: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact"
+) -> Tensor:
     """Return the scale for a largest magnitude, of its shape, float32, positive.
 
-    A maximum of zero has scale 1 where nothing else decides: any positive scale reproduces it. The toolkit divides by zero
-    there. With hardware scales it is the smallest of them, as it is in the toolkit.
+    A maximum of zero has scale 1 where nothing else decides: any positive scale reproduces it. The
+    toolkit divides by zero there. With hardware scales it is the smallest of them, as it is in the
+    toolkit.
 
     Args:
         amax: any shape, float, finite, not negative.
@@ -108,14 +123,20 @@ def scale_from_amax(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str
         UnsupportedError: hardware scales on a device without them.
     """
     if rule.dynamic:
-        raise SchemeError("a dynamic scale is computed from each input", "use a static scale method")
+        raise SchemeError(
+            "a dynamic scale is computed from each input", "use a static scale method"
+        )
     if rule.value in ("FIXED_VALUE", "DUMMY_SCALES"):
         fixed = 1.0 if rule.rounding == "SCALE_UNIT" else 2.0 ** _hw_exponents(target)[-1]
         return torch.full_like(amax, fixed, dtype=torch.float32)
     if rule.value != "MAXABS":
-        raise SchemeError(f"a scale by {rule.value} needs the weight, only its maximum is given", "give the model")
+        raise SchemeError(
+            f"a scale by {rule.value} needs the weight, only its maximum is given", "give the model"
+        )
     if not torch.isfinite(amax).all() or (amax < 0).any():
-        raise StatisticsError(f"a maximum of {amax[~(torch.isfinite(amax) & (amax >= 0))][0].item()}", "measure again")
+        raise StatisticsError(
+            f"a maximum of {amax[~(torch.isfinite(amax) & (amax >= 0))][0].item()}", "measure again"
+        )
     raw = _raw(amax, rule, target=target, arithmetic=arithmetic)
     if rule.granularity == "PCS":
         raw = raw.clamp_min(_SMALLEST_NORMAL)
@@ -123,11 +144,13 @@ def scale_from_amax(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
 
 
-def weight_scale(weight: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact") -> Tensor:
+def weight_scale(
+    weight: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact"
+) -> Tensor:
     """Return the scale of a weight: [] for PTS, [O] for PCS, float32.
 
-    OPT takes the candidate with the smallest squared error; of equal ones the later per tensor, the earlier per channel, where
-    a candidate multiplies the channel's MAXABS scale.
+    OPT takes the candidate with the smallest squared error; of equal ones the later per tensor, the
+    earlier per channel, where a candidate multiplies the channel's MAXABS scale.
 
     Args:
         weight: [O, I], any float dtype.
@@ -148,7 +171,10 @@ def weight_scale(weight: Tensor, rule: Rule, *, target: Target, arithmetic: str 
         return scale_from_errors(candidate_errors(weight, rule, target=target), rule, target=target)
     maxabs = Rule(granularity="PCS", value="MAXABS", rounding=rule.rounding, backoff=rule.backoff)
     reference = scale_from_amax(amax, maxabs, target=target, arithmetic=arithmetic)  # [O]
-    best, least = torch.ones_like(reference), torch.full_like(reference, torch.inf, dtype=torch.float64)
+    best, least = (
+        torch.ones_like(reference),
+        torch.full_like(reference, torch.inf, dtype=torch.float64),
+    )
     for multiple in _candidates(rule, target=target):
         scale = reference * multiple
         error = _squared_errors(weight.float(), scale.reshape(-1, 1), target=target)  # [O]
@@ -160,7 +186,8 @@ def weight_scale(weight: Tensor, rule: Rule, *, target: Target, arithmetic: str 
 def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
     """Return the squared error of some rows of a weight under each candidate of a search per tensor, [C] float64.
 
-    The errors of all rows of all weights that share a scale are added up; `scale_from_errors` chooses by them.
+    The errors of all rows of all weights that share a scale are added up; `scale_from_errors`
+    chooses by them.
 
     Args:
         weight: [O, I], any float dtype.
@@ -174,7 +201,10 @@ def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
     weight = weight.float()
     if not torch.isfinite(weight).all():
         raise StatisticsError(f"a maximum of {weight.abs().max().item()}", "repair the model")
-    errors = [_squared_errors(weight, scale, target=target).sum() for scale in _candidates(rule, target=target)]
+    errors = [
+        _squared_errors(weight, scale, target=target).sum()
+        for scale in _candidates(rule, target=target)
+    ]
     return torch.stack(errors)  # [C]
 
 
@@ -187,7 +217,9 @@ def scale_from_errors(errors: Tensor, rule: Rule, *, target: Target) -> Tensor:
         target: the device.
     """
     best = int((errors == errors.min()).nonzero()[-1])
-    return _round(errors.new_full([], _candidates(rule, target=target)[best]), rule.rounding, target=target)
+    return _round(
+        errors.new_full([], _candidates(rule, target=target)[best]), rule.rounding, target=target
+    )
 
 
 def _candidates(rule: Rule, *, target: Target) -> tuple[float, ...]:
@@ -198,12 +230,19 @@ def _candidates(rule: Rule, *, target: Target) -> tuple[float, ...]:
 
 def _squared_errors(weight: Tensor, scale: Tensor | float, *, target: Target) -> Tensor:
     """Return the squared error of each row of a weight [O, I] under one scale or scales [O, 1], [O] float64."""
-    return (float8.widen(float8.cast_(weight / scale, target.flavour)) * scale - weight).double().square().sum(dim=1)
+    return (
+        (float8.widen(float8.cast_(weight / scale, target.flavour)) * scale - weight)
+        .double()
+        .square()
+        .sum(dim=1)
+    )
 
 
 def _raw(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str) -> Tensor:
     if arithmetic not in ARITHMETICS:
-        raise SchemeError(f"arithmetic {arithmetic!r} is unknown", f"use one of {', '.join(ARITHMETICS)}")
+        raise SchemeError(
+            f"arithmetic {arithmetic!r} is unknown", f"use one of {', '.join(ARITHMETICS)}"
+        )
     return amax.to(ARITHMETICS[arithmetic]) / (target.largest * rule.backoff)
 
 
@@ -224,7 +263,8 @@ def _round(raw: Tensor, rounding: Rounding, *, target: Target) -> Tensor:
 def _ceil_log2(scale: Tensor) -> Tensor:
     """Return the exponent of the smallest power of 2 that is not below `scale`, float64; of zero it is -inf.
 
-    In float64 it is exact, whatever the machine's log2 does; in other dtypes it is what the toolkit's log2 makes of it.
+    In float64 it is exact, whatever the machine's log2 does; in other dtypes it is what the
+    toolkit's log2 makes of it.
     """
     if scale.dtype != torch.float64:
         return torch.ceil(torch.log2(scale)).double()
@@ -236,7 +276,8 @@ def _ceil_log2(scale: Tensor) -> Tensor:
 def _hw_exponents(target: Target) -> tuple[int, ...]:
     if not target.hw_exponents:
         raise UnsupportedError(
-            f"device {target.device} with {target.flavour} has no hardware scales that are known here",
+            f"device {target.device} with {target.flavour} has no hardware scales that are known "
+            "here",
             "use maxabs_pow2 or maxabs_arbitrary, or E4M3 on gaudi2 or gaudi3",
         )
     return target.hw_exponents

@@ -8,7 +8,8 @@
 | gaudi2   | e4m3fn's codes     | 240     | not used   | 0x7f, 0xff    | Gaudi2: top binade unused |
 | e2m1     | 2, 1, bias 1       | 6       | none       | none          | NVFP4, MXFP4              |
 
-The 15 values of e2m1 are values of e4m3fn too. They are computed with as such; `quantflow.core.microscaling` packs them.
+The 15 values of e2m1 are values of e4m3fn too. They are computed with as such;
+`quantflow.core.microscaling` packs them.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; Noune et al. 2022, arXiv:2206.02915 (fnuz).
 """
@@ -54,8 +55,9 @@ def cast(x: Tensor, flavour: str) -> Tensor:
         flavour: a key of FLAVOURS.
 
     Returns:
-        Same shape, the flavour's dtype. Values beyond the largest, infinities included, saturate; NaN stays NaN.
-        torch's own cast saturates on some machines and not on others, so the clamp is ours.
+        Same shape, the flavour's dtype. Values beyond the largest, infinities included, saturate;
+        NaN stays NaN. torch's own cast saturates on some machines and not on others, so the clamp
+        is ours.
     """
     return cast_(x.clone(), flavour)
 
@@ -63,7 +65,8 @@ def cast(x: Tensor, flavour: str) -> Tensor:
 def cast_(x: Tensor, flavour: str) -> Tensor:
     """Return what `cast` does, in another tensor, and leave `x` saturated: it is memory that the caller has done with."""
     kind = FLAVOURS[flavour]
-    if kind.eps != torch.finfo(kind.dtype).eps:  # the dtype holds values that are none of the flavour's
+    # the dtype holds values that are none of the flavour's
+    if kind.eps != torch.finfo(kind.dtype).eps:
         return round_(x, flavour).to(kind.dtype)
     return x.clamp_(-kind.largest, kind.largest).to(kind.dtype)
 
@@ -71,7 +74,8 @@ def cast_(x: Tensor, flavour: str) -> Tensor:
 def round_(x: Tensor, flavour: str) -> Tensor:
     """Replace every value by the one that `cast` takes for it, still as float32; return x.
 
-    In float32, since torch converts to float8 and back one element after another: six times as fast.
+    In float32, since torch converts to float8 and back one element after another: six times as
+    fast.
 
     Args:
         x: any shape, float32.
@@ -79,7 +83,8 @@ def round_(x: Tensor, flavour: str) -> Tensor:
     """
     kind = FLAVOURS[flavour]
     x.clamp_(-kind.largest, kind.largest)
-    binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)  # the largest power of two that is not above |x|
+    # the largest power of two that is not above |x|
+    binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
     step = binade.clamp_min_(kind.tiny).mul_(kind.eps)
     return x.div_(step).round_().mul_(step)
 
@@ -87,9 +92,10 @@ def round_(x: Tensor, flavour: str) -> Tensor:
 def widen(x: Tensor) -> Tensor:
     """Return the float32 values of float8 codes, exactly; any shape.
 
-    torch converts float8 to float32 one element after another. A code of e4m3fn, shifted, is the float16 of a 256th of its
-    value, subnormals included, and that conversion is vectorised: fifteen times as fast. On a device torch's own is used, which
-    does not wait for a number; a step that is captured as a graph must not.
+    torch converts float8 to float32 one element after another. A code of e4m3fn, shifted, is the
+    float16 of a 256th of its value, subnormals included, and that conversion is vectorised: fifteen
+    times as fast. On a device torch's own is used, which does not wait for a number; a step that is
+    captured as a graph must not.
     """
     if x.device.type != "cpu" or x.dtype != torch.float8_e4m3fn or not x.numel():
         return x.float()
@@ -105,5 +111,6 @@ def largest_magnitude(x: Tensor) -> float:
     """Return the largest magnitude among float8 codes, NaN where one is NaN; not empty."""
     if x.dtype == torch.float8_e4m3fnuz:  # its NaN is the code that would be -0
         return x.float().abs().max().item()
-    code = (x.view(torch.uint8) & 0x7F).max()  # magnitudes are in the order of their codes, NaN last
+    # magnitudes are in the order of their codes, NaN last
+    code = (x.view(torch.uint8) & 0x7F).max()
     return code.view(x.dtype).float().item()

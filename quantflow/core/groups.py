@@ -6,8 +6,11 @@ from torch import Tensor
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
-UNIT_ELEMENTS = 1 << 18  # what elementwise work takes at once: 1 MiB of float32, which a core's cache holds
-AT_ONCE = 16  # units that a device other than the CPU takes as one: it is parallel inside, and a small one leaves it idle
+# what elementwise work takes at once: 1 MiB of float32, which a core's cache holds
+UNIT_ELEMENTS = 1 << 18
+# units that a device other than the CPU takes as one: it is parallel inside, and a small one leaves
+# it idle
+AT_ONCE = 16
 
 
 def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
@@ -54,7 +57,8 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
         )
     if scheme.block is not None and in_features % scheme.block.elements:
         raise SchemeError(
-            f"{name}: in_features={in_features} is not a multiple of {scheme.block.elements}, a block of {scheme.block_type}",
+            f"{name}: in_features={in_features} is not a multiple of {scheme.block.elements}, a "
+            f"block of {scheme.block_type}",
             "choose a type of smaller blocks, such as Q4_0, or list the layer under `ignore`",
         )
     return scheme.group_size

@@ -2,9 +2,10 @@
 
     qvalue = round(clamp(k / scale)),   k' = qvalue * scale
 
-and the same for values; keys as they are after the rotation of positions, which is how a cache stores them. One scale per
-tensor, or one per key/value head. The scale is that of any symmetric tensor (quantflow.core.affine): amax / 448 of e4m3fn,
-amax / 127.5 of int8, 1 where nothing but zeros was seen. What is larger than what was measured saturates.
+and the same for values; keys as they are after the rotation of positions, which is how a cache
+stores them. One scale per tensor, or one per key/value head. The scale is that of any symmetric
+tensor (quantflow.core.affine): amax / 448 of e4m3fn, amax / 127.5 of int8, 1 where nothing but
+zeros was seen. What is larger than what was measured saturates.
 """
 
 from dataclasses import dataclass, replace
@@ -64,6 +65,9 @@ def kv_scales(scheme: TensorScheme, *, keys: Tensor, values: Tensor) -> KVScales
     """
     for name, amax in (("keys", keys), ("values", values)):
         if not (torch.isfinite(amax) & (amax >= 0)).all():
-            raise SchemeError(f"{name}: amax {amax.tolist()}", "magnitudes are finite and not negative; measure again")
+            raise SchemeError(
+                f"{name}: amax {amax.tolist()}",
+                "magnitudes are finite and not negative; measure again",
+            )
     found = (affine.scale_from_amax(amax, scheme) for amax in (keys, values))
     return KVScales(scheme=scheme, keys=next(found), values=next(found))

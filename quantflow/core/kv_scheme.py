@@ -22,10 +22,13 @@ def kv_scheme(name: str, granularity: str) -> TensorScheme:
         if (scheme.kind, scheme.granularity) == (NAMES.get(name), granularity):
             return scheme
     raise SchemeError(
-        f"kv_cache scheme {name!r} {granularity!r} is unknown", f"use {' or '.join(NAMES)}, {' or '.join(GRANULARITIES)}"
+        f"kv_cache scheme {name!r} {granularity!r} is unknown",
+        f"use {' or '.join(NAMES)}, {' or '.join(GRANULARITIES)}",
     )
 
 
 def kv_words(scheme: TensorScheme) -> str:
     """Return what people call a scheme: `FP8 per_head`."""
-    return f"{next(name for name, kind in NAMES.items() if kind == scheme.kind)} {scheme.granularity}"
+    return (
+        f"{next(name for name, kind in NAMES.items() if kind == scheme.kind)} {scheme.granularity}"
+    )

@@ -4,8 +4,9 @@
 |-------|---|-----|---|-----|---|---|---|---|
 | value | 0 | 0.5 | 1 | 1.5 | 2 | 3 | 4 | 6 |
 
-A byte holds two columns, the even one in its lower half. An e8m0 scale is 2^(code - 127); 255 is NaN. Unpacked, e2m1 values are
-held as float8_e4m3fn, which has all of them. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1.
+A byte holds two columns, the even one in its lower half. An e8m0 scale is 2^(code - 127); 255 is
+NaN. Unpacked, e2m1 values are held as float8_e4m3fn, which has all of them. Source: OCP
+Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1.
 """
 
 import functools
@@ -44,7 +45,10 @@ def pack_e2m1(values: Tensor) -> Tensor:
         SchemeError: I is odd, or a value is between those of e2m1.
     """
     if values.shape[1] % 2:
-        raise SchemeError(f"{values.shape[1]} columns of e2m1", "a byte holds two; use an even number of input features")
+        raise SchemeError(
+            f"{values.shape[1]} columns of e2m1",
+            "a byte holds two; use an even number of input features",
+        )
     codes = _tables(values.device)[1][values.view(torch.uint8).int()]
     if (codes == _NONE).any():
         raise SchemeError("a value is none of e2m1's", "round to e2m1 first")
@@ -67,7 +71,10 @@ def pack_e8m0(scale: Tensor) -> Tensor:
     code = exponent + 126
     wrong = (mantissa != 0.5) | (code < 0) | (code >= NAN_E8M0)
     if wrong.any():
-        raise SchemeError(f"scale {scale[wrong][0].item()} in e8m0", "e8m0 holds the powers of two from 2^-127 to 2^127")
+        raise SchemeError(
+            f"scale {scale[wrong][0].item()} in e8m0",
+            "e8m0 holds the powers of two from 2^-127 to 2^127",
+        )
     return code.to(torch.uint8)
 
 

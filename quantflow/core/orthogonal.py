@@ -1,9 +1,10 @@
 """Hadamard rotations with random signs, of any size, applied without ever being written out as a matrix.
 
-A Hadamard matrix has entries of 1 and -1 and orthogonal rows: what is multiplied with it spreads evenly over all channels.
-Of size 2^k it is made by doubling (Sylvester); other orders are made from quadratic residues (Paley), and products of the
-two kinds are Hadamard again. Where no matrix of a size is known here, blocks of a power of two are rotated by themselves.
-Sources: Sylvester 1867; Paley 1933, "On orthogonal matrices", constructions I and II; Ashkboos et al. 2024,
+A Hadamard matrix has entries of 1 and -1 and orthogonal rows: what is multiplied with it spreads
+evenly over all channels. Of size 2^k it is made by doubling (Sylvester); other orders are made from
+quadratic residues (Paley), and products of the two kinds are Hadamard again. Where no matrix of a
+size is known here, blocks of a power of two are rotated by themselves. Sources: Sylvester 1867;
+Paley 1933, "On orthogonal matrices", constructions I and II; Ashkboos et al. 2024,
 arXiv:2404.00456, section 3, for the random signs; section 4, stage 1b, for `mixed`.
 """
 
@@ -82,7 +83,10 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
         InputError: n does not divide the last dimension.
     """
     if x.shape[-1] % by.size:
-        raise InputError(f"rotation: {x.shape[-1]} channels, it is one of {by.size}", "rotate by one that divides them")
+        raise InputError(
+            f"rotation: {x.shape[-1]} channels, it is one of {by.size}",
+            "rotate by one that divides them",
+        )
     cores = by.core.shape[0]
     y = _butterfly(x.float().reshape(-1, by.size) * by.signs, by.block)  # [r, n]
     if cores > 1:
@@ -93,18 +97,28 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
 def mixed(x: Tensor, block: int) -> Tensor:
     """Return x H, in x's dtype, where H is Sylvester's matrix of `block` channels over sqrt(block), its own inverse.
 
-    Without signs, so that a file needs to say no more than `block`: what a model computes on its way, not what is folded away.
+    Without signs, so that a file needs to say no more than `block`: what a model computes on its
+    way, not what is folded away.
 
     Args:
-        x: [..., k * block], any float dtype; each `block` channels are mixed by themselves, in float32.
+        x: [..., k * block], any float dtype; each `block` channels are mixed by themselves, in
+            float32.
         block: a power of two.
 
     Raises:
         InputError: block does not divide the last dimension, or is no power of two.
     """
     if block < 1 or block & (block - 1) or x.shape[-1] % block:
-        raise InputError(f"rotation: {x.shape[-1]} channels by {block}", "mix by a power of two that divides them")
-    return _butterfly(x.float().reshape(-1, block), block).mul(block**-0.5).reshape(x.shape).to(x.dtype)
+        raise InputError(
+            f"rotation: {x.shape[-1]} channels by {block}",
+            "mix by a power of two that divides them",
+        )
+    return (
+        _butterfly(x.float().reshape(-1, block), block)
+        .mul(block**-0.5)
+        .reshape(x.shape)
+        .to(x.dtype)
+    )
 
 
 def _butterfly(y: Tensor, block: int) -> Tensor:
@@ -112,7 +126,9 @@ def _butterfly(y: Tensor, block: int) -> Tensor:
     half, size = 1, y.shape[-1]
     while half < block:  # sums and differences at distance `half`
         pairs = y.reshape(-1, 2, half)
-        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1).reshape(-1, size)
+        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1).reshape(
+            -1, size
+        )
         half *= 2
     return y
 
@@ -142,7 +158,10 @@ def paley(order: int) -> Tensor | None:
     if order % 4 == 0 and prime % 4 == 1 and _is_prime(prime):
         conference = torch.zeros(prime + 1, prime + 1)
         conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _residues(prime)
-        both, alone = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+        both, alone = (
+            torch.tensor([[1.0, 1.0], [1.0, -1.0]]),
+            torch.tensor([[1.0, -1.0], [-1.0, -1.0]]),
+        )
         return torch.kron(conference, both) + torch.kron(torch.eye(prime + 1), alone)
     return None
 

@@ -10,7 +10,8 @@ qvalue + 2 ** (num_bits - 1). The last word of a row is filled up with zero bits
     num_bits 4:   word = e0 | e1 << 4 | e2 << 8 | ... | e7 << 28
     num_bits 8:   word = e0 | e1 << 8 | e2 << 16 | e3 << 24
 
-Bytes are put side by side and read as words, lowest byte first: torch runs on little-endian machines only.
+Bytes are put side by side and read as words, lowest byte first: torch runs on little-endian
+machines only.
 """
 
 import math
@@ -50,10 +51,12 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
             )
     rows, columns = qvalue.shape
     width = columns + -columns % count
-    unsigned = torch.zeros(rows * width, dtype=torch.int8, device=qvalue.device)  # flat: bytes of any shape read as words
+    # flat: bytes of any shape read as words
+    unsigned = torch.zeros(rows * width, dtype=torch.int8, device=qvalue.device)
     filled = unsigned.view(rows, width)[:, :columns]
     if num_bits == 8:
-        torch.add(qvalue, -128, out=filled)  # wraps to the same byte as adding 128, which no int8 holds
+        # wraps to the same byte as adding 128, which no int8 holds
+        torch.add(qvalue, -128, out=filled)
         return unsigned.view(torch.int32).view(rows, width // count)  # [O, words]
     torch.add(qvalue, offset, out=filled)
     if num_bits == 4:
@@ -72,7 +75,8 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Undo `pack`.  words: [O, W] int32; returns [O, in_features] int8.
 
     Raises:
-        SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or W words do not hold in_features elements.
+        SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or W words do not hold in_features
+            elements.
     """
     count, needed = elements_of_whole_words(num_bits), -(-in_features * num_bits // 32)
     if words.shape[1] != needed:
@@ -100,7 +104,9 @@ def _eights(words: Tensor, num_bits: int, width: int) -> Tensor:
     whole = torch.zeros(rows, width * num_bits // 32, dtype=torch.int32, device=words.device)
     whole[:, : words.shape[1]] = words
     eights = torch.zeros(rows * width // 8, dtype=torch.int64, device=words.device)
-    eights.view(torch.uint8).view(-1, 8)[:, :num_bits] = whole.flatten().view(torch.uint8).view(-1, num_bits)
+    eights.view(torch.uint8).view(-1, 8)[:, :num_bits] = (
+        whole.flatten().view(torch.uint8).view(-1, num_bits)
+    )
     _spread_(eights, num_bits)
     return eights
 

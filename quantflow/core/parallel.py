@@ -1,9 +1,10 @@
 """Threads for independent units of work: rows of a weight, sequences, files.
 
-torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call and each thread of the workers
-repeats), because GEMM, Cholesky and reductions give other bits on two. What is split into units, and how large they are,
-never depends on how many workers there are: so neither do the results. Threads suffice, since torch and the hashes let go of
-the interpreter's lock.
+torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call and
+each thread of the workers repeats), because GEMM, Cholesky and reductions give other bits on two.
+What is split into units, and how large they are, never depends on how many workers there are: so
+neither do the results. Threads suffice, since torch and the hashes let go of the interpreter's
+lock.
 """
 
 from collections import deque
@@ -34,7 +35,12 @@ class Workers:
         """Return the workers."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Wait for the units that run, drop those that have not begun."""
         self.close()
 
@@ -62,8 +68,11 @@ class Workers:
             yield from map(function, items)
             return
         if self._pool is None:
-            # How many threads a product takes is said in each thread anew; unsaid, it is one per core.
-            self._pool = ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+            # How many threads a product takes is said in each thread anew; unsaid, it is one per
+            # core.
+            self._pool = ThreadPoolExecutor(
+                self.count, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
+            )
         limit = self.count if ahead is None else max(1, ahead)
         running: deque[Future[Result]] = deque()
         try:

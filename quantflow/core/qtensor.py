@@ -43,29 +43,39 @@ class QTensor:
         expected = qvalue_dtype(self.scheme)
         if self.qvalue.dtype != expected or self.qvalue.ndim != 2:
             raise SchemeError(
-                f"qvalue is {self.qvalue.dtype} {list(self.qvalue.shape)}, the scheme needs {expected} [O, I]",
+                f"qvalue is {self.qvalue.dtype} {list(self.qvalue.shape)}, the scheme needs "
+                f"{expected} [O, I]",
                 "quantize the weight with this scheme",
             )
         rows, columns = self.qvalue.shape
         if not (rows and columns):
-            raise SchemeError(f"qvalue is empty, [{rows}, {columns}]", "leave a linear without weights unquantized")
+            raise SchemeError(
+                f"qvalue is empty, [{rows}, {columns}]",
+                "leave a linear without weights unquantized",
+            )
         size = groups.group_size_for(self.scheme, columns, name="qvalue")
         shape = (1, 1) if self.scheme.granularity == "per_tensor" else (rows, columns // size)
         if tuple(self.scale.shape) != shape or self.scale.dtype != torch.float32:
             raise SchemeError(
-                f"scale is {self.scale.dtype} {list(self.scale.shape)}, qvalue [{rows}, {columns}] needs float32 {list(shape)}",
+                f"scale is {self.scale.dtype} {list(self.scale.shape)}, qvalue [{rows}, "
+                f"{columns}] needs float32 {list(shape)}",
                 "compute the scale at the scheme's granularity",
             )
         zero_point = self.zero_point
         if (zero_point is None) != self.scheme.symmetric:
             raise SchemeError(
-                f"zero_point is {'absent' if zero_point is None else 'present'}, symmetric={self.scheme.symmetric}",
+                f"zero_point is {'absent' if zero_point is None else 'present'}, "
+                f"symmetric={self.scheme.symmetric}",
                 "give a zero_point exactly when the scheme is asymmetric",
             )
         dtype = torch.float32 if self.scheme.minima else torch.int8
-        if zero_point is not None and (zero_point.shape, zero_point.dtype) != (self.scale.shape, dtype):
+        if zero_point is not None and (zero_point.shape, zero_point.dtype) != (
+            self.scale.shape,
+            dtype,
+        ):
             raise SchemeError(
-                f"zero_point is {zero_point.dtype} {list(zero_point.shape)}, scale is {list(self.scale.shape)}",
+                f"zero_point is {zero_point.dtype} {list(zero_point.shape)}, scale is "
+                f"{list(self.scale.shape)}",
                 f"give an {str(dtype).removeprefix('torch.')} zero_point of scale's shape",
             )
 
@@ -78,7 +88,8 @@ class QTensor:
         bad = ~affine.is_scale(self.scale, self.scheme)
         if bad.any():
             raise SchemeError(
-                f"{name}: scale {self.scale[bad][0].item()}, it is finite and {affine.sign_of_scales(self.scheme)}",
+                f"{name}: scale {self.scale[bad][0].item()}, it is finite and "
+                f"{affine.sign_of_scales(self.scheme)}",
                 "quantize the weight again",
             )
         block_rows = self.scheme.block_rows
@@ -86,28 +97,37 @@ class QTensor:
             groups.expand_rows(self.scale[::block_rows], block_rows, len(self.scale)), self.scale
         ):
             raise SchemeError(
-                f"{name}: {block_rows} rows of a block have several scales", "quantize the rows of a block together"
+                f"{name}: {block_rows} rows of a block have several scales",
+                "quantize the rows of a block together",
             )
         if self.scheme.kind == "float":
             flavour, magnitude = self.scheme.float8, float8.largest_magnitude(self.qvalue)
             if not magnitude <= float8.FLAVOURS[flavour].largest:  # NaN is not <= anything
                 raise SchemeError(
-                    f"{name}: qvalue {magnitude}, the largest of {flavour} is {float8.FLAVOURS[flavour].largest}",
+                    f"{name}: qvalue {magnitude}, the largest of {flavour} is "
+                    f"{float8.FLAVOURS[flavour].largest}",
                     "the weight or its file is damaged; quantize again",
                 )
             if self.scheme.num_bits < 8 and not microscaling.holds_e2m1(self.qvalue):
                 raise SchemeError(
-                    f"{name}: a qvalue is none of {flavour}'s", "the weight or its file is damaged; quantize again"
+                    f"{name}: a qvalue is none of {flavour}'s",
+                    "the weight or its file is damaged; quantize again",
                 )
             return
         kind = self.scheme.block
         if kind is not None and kind.points and not blocks.holds(self.qvalue, kind):
             raise SchemeError(f"{name}: a qvalue is no point of {kind.name}", "quantize again")
-        if self.scheme.minima and self.zero_point is not None and not torch.isfinite(self.scale * self.zero_point).all():
+        if (
+            self.scheme.minima
+            and self.zero_point is not None
+            and not torch.isfinite(self.scale * self.zero_point).all()
+        ):
             raise SchemeError(f"{name}: a minimum is not finite", "quantize the weight again")
         whole = None if self.scheme.minima else self.zero_point
         for field, values in (("qvalue", self.qvalue), ("zero_point", whole)):
-            if values is not None and (values.min() < self.scheme.qmin or values.max() > self.scheme.qmax):
+            if values is not None and (
+                values.min() < self.scheme.qmin or values.max() > self.scheme.qmax
+            ):
                 raise SchemeError(
                     f"{name}: {field} spans {values.min().item()}..{values.max().item()}, "
                     f"{self.scheme.num_bits} bits hold {self.scheme.qmin}..{self.scheme.qmax}",
@@ -139,7 +159,8 @@ class QTensor:
 
     def dequantize(self) -> Tensor:
         """Return the float32 approximation, [O, I]."""
-        real = float8.widen(self.qvalue)  # a tensor of its own, changed in place: no second float32 copy is made
+        # a tensor of its own, changed in place: no second float32 copy is made
+        real = float8.widen(self.qvalue)
         split = groups.to_groups(real, real.shape[1] // self.scale.shape[1])  # [O, G, g]
         minimum = self.minimum
         if minimum is not None:
@@ -166,9 +187,11 @@ class QuantizedLinear:
     Attributes:
         weight: the QTensor, [out_features, in_features].
         scheme: the whole scheme; `scheme.weights` equals `weight.scheme`.
-        input_scale: [1] float32, only for a static input; the global_scale of one with scale_format e4m3.
+        input_scale: [1] float32, only for a static input; the global_scale of one with scale_format
+            e4m3.
         input_zero_point: [1] int8, only for a static asymmetric input.
-        order: [in_features] int64, which input each column of the weight multiplies; None where column i multiplies input i.
+        order: [in_features] int64, which input each column of the weight multiplies; None where
+            column i multiplies input i.
     """
 
     weight: QTensor
@@ -181,21 +204,27 @@ class QuantizedLinear:
         """Check that the weight has the scheme's, and that the input's scale is there exactly when the scheme needs it.
 
         Raises:
-            SchemeError: the weight has another scheme; the input's scale is missing, superfluous or not [1].
+            SchemeError: the weight has another scheme; the input's scale is missing, superfluous or
+                not [1].
         """
         if self.weight.scheme != self.scheme.weights:
             raise SchemeError(
-                f"scheme {self.scheme.name}: weights are {self.scheme.weights}, the weight has {self.weight.scheme}",
+                f"scheme {self.scheme.name}: weights are {self.scheme.weights}, the weight has "
+                f"{self.weight.scheme}",
                 "quantize the weight with the scheme of its linear",
             )
         inputs = self.scheme.input
         needs_scale = inputs is not None and inputs.measured
         needs_zero_point = needs_scale and inputs is not None and not inputs.symmetric
-        if (self.input_scale is not None) != needs_scale or (self.input_zero_point is not None) != needs_zero_point:
+        if (self.input_scale is not None) != needs_scale or (
+            self.input_zero_point is not None
+        ) != needs_zero_point:
             raise SchemeError(
-                f"scheme {self.scheme.name}: input_scale {'present' if self.input_scale is not None else 'absent'}, "
+                f"scheme {self.scheme.name}: input_scale "
+                f"{'present' if self.input_scale is not None else 'absent'}, "
                 f"input_zero_point {'present' if self.input_zero_point is not None else 'absent'}",
-                "a static input has a scale, an asymmetric one also a zero_point, any other has neither",
+                "a static input has a scale, an asymmetric one also a zero_point, any other has "
+                "neither",
             )
         for name, value, dtype in (
             ("input_scale", self.input_scale, torch.float32),
@@ -223,7 +252,9 @@ class QuantizedLinear:
 
     def fake_quantize_input(self, x: Tensor) -> Tensor:
         """Return the input, mixed already, as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
-        return affine.fake_quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)
+        return affine.fake_quantize_input(
+            x, self.scheme.input, self.input_scale, self.input_zero_point
+        )
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the qvalues of an input, and their scale: [..., 1], one per token, or the stored [1].  x: [..., in_features].
@@ -231,7 +262,11 @@ class QuantizedLinear:
         The scheme quantizes inputs, statically or per token.
         """
         assert self.scheme.input is not None
-        scale = affine.scale_per_token(x, self.scheme.input) if self.input_scale is None else self.input_scale
+        scale = (
+            affine.scale_per_token(x, self.scheme.input)
+            if self.input_scale is None
+            else self.input_scale
+        )
         return affine.quantize(x, scale, self.input_zero_point, self.scheme.input), scale
 
     def to(self, device: torch.device) -> "QuantizedLinear":

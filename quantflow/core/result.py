@@ -13,7 +13,8 @@ class GroupResult:
 
     Attributes:
         weight: the quantized weight, [out_features, in_features].
-        decisions: what the manifest records about it, plain JSON values; the same inputs give the same values.
+        decisions: what the manifest records about it, plain JSON values; the same inputs give the
+            same values.
     """
 
     weight: QTensor

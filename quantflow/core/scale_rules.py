@@ -1,7 +1,7 @@
 """Scale methods: how a stored scale of float8 follows from what it is the scale of, as plain data.
 
-A rule is of one tensor, a method has one for weights and one for inputs. `quantflow.core.device_scales` computes by them.
-Names and rows are those of Gaudi's toolkit.
+A rule is of one tensor, a method has one for weights and one for inputs.
+`quantflow.core.device_scales` computes by them. Names and rows are those of Gaudi's toolkit.
 Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
@@ -22,11 +22,14 @@ class Rule:
     """How one side of a linear, its activations or its weights, gets a scale.
 
     Attributes:
-        granularity: PTS is one scale per tensor, PCS one per output channel (weights) or per token (activations).
-        value: MAXABS from the maximum, FIXED_VALUE from nothing, OPT by search, DUMMY_SCALES is 1 for loading.
+        granularity: PTS is one scale per tensor, PCS one per output channel (weights) or per token
+            (activations).
+        value: MAXABS from the maximum, FIXED_VALUE from nothing, OPT by search, DUMMY_SCALES is 1
+            for loading.
         rounding: what happens to the raw scale.
         backoff: part of the range that is used; 1 all of it.
-        exponents: of the candidates of OPT, in the order in which they are tried; None takes the hardware's scales.
+        exponents: of the candidates of OPT, in the order in which they are tried; None takes the
+            hardware's scales.
         dynamic: the scale is computed from each input at run time.
     """
 
@@ -62,7 +65,9 @@ class ScaleMethod:
         return "MAXABS" in (self.activation.value, self.weight.value) and not self.dynamic
 
 
-def _rule(granularity: Granularity, value: Value, rounding: Rounding, backoff: float = 1.0, **more: Any) -> Rule:
+def _rule(
+    granularity: Granularity, value: Value, rounding: Rounding, backoff: float = 1.0, **more: Any
+) -> Rule:
     return Rule(granularity=granularity, value=value, rounding=rounding, backoff=backoff, **more)
 
 

@@ -1,8 +1,9 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
-The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these exceptions.
-W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has a scale per channel, as kernels for it want;
-compressed-tensors 0.20 has one per 128 columns. A scheme validates itself and computes nothing.
+The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these
+exceptions. W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has a scale
+per channel, as kernels for it want; compressed-tensors 0.20 has one per 128 columns. A scheme
+validates itself and computes nothing.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -13,9 +14,16 @@ from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS, Rule
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
-Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token", "per_head"]
+Granularity = Literal[
+    "per_tensor", "per_channel", "per_group", "per_block", "per_token", "per_head"
+]
 Layout = Literal[
-    "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+    "float-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
 ]
 ScaleFormat = Literal["float", "e8m0", "e4m3"]
 INT_BITS = (2, 3, 4, 5, 6, 8)
@@ -37,22 +45,27 @@ class TensorScheme:
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the flavour named by `float8`).
         num_bits: one of INT_BITS; of float those of its flavour, 8 or 4.
-        granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of keys and values alone.
-        group_size: input features per group; of `per_block` also the rows that share a scale. Only with these two.
+        granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of
+            keys and values alone.
+        group_size: input features per group; of `per_block` also the rows that share a scale. Only
+            with these two.
         symmetric: zero_point is None, the range is centred on zero.
         dynamic: the scale is computed from each input at run time instead of being stored.
         float8: one of FLOAT8_FLAVOURS, or FLOAT4; only read when `kind` is `float`.
-        scale_format: what the scales of groups are: `float` as the layout stores them, `e8m0` powers of two (microscaled, MX),
-            or `e4m3` beside one global_scale of the whole tensor (NVFP4), which is measured where the tensor is an input.
-        scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware that shifts exponents wants it.
-        scale_rule: how a stored scale of float8 follows from what it is the scale of; None is amax / largest, rounded as
-            `scale_rounding` says. Neither is compared: what was stored is a scale like any other.
+        scale_format: what the scales of groups are: `float` as the layout stores them, `e8m0`
+            powers of two (microscaled, MX), or `e4m3` beside one global_scale of the whole tensor
+            (NVFP4), which is measured where the tensor is an input.
+        scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware
+            that shifts exponents wants it.
+        scale_rule: how a stored scale of float8 follows from what it is the scale of; None is amax
+            / largest, rounded as `scale_rounding` says. Neither is compared: what was stored is a
+            scale like any other.
         scale_arithmetic: one of ARITHMETIC_NAMES, in which `scale_rule` derives it.
-        observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
-            to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
-            how it was chosen.
-        block_type: a type of llama.cpp's (quantflow/core/block_types.py) whose blocks can hold the weight as it is; None asks
-            nothing of the scales but their dtype.
+        observer: of a static input, what its range is: all that was seen (`amax`), or less, by the
+            squared error (`mse`) or up to a `percentile`. Neither of these two is compared: what
+            was stored is a scale like any other, and no layout says how it was chosen.
+        block_type: a type of llama.cpp's (quantflow/core/block_types.py) whose blocks can hold the
+            weight as it is; None asks nothing of the scales but their dtype.
     """
 
     kind: Kind
@@ -85,21 +98,26 @@ class TensorScheme:
             "none",
         ):
             raise SchemeError(
-                f"scale_format={self.scale_format!r} with kind={self.kind!r}, granularity={self.granularity!r}, "
+                f"scale_format={self.scale_format!r} with kind={self.kind!r}, "
+                f"granularity={self.granularity!r}, "
                 f"scale_rounding={self.scale_rounding!r}",
-                "e8m0 and e4m3 are formats of the scales of groups of floats, and round them by themselves",
+                "e8m0 and e4m3 are formats of the scales of groups of floats, and round them by "
+                "themselves",
             )
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("observer", self.observer, INPUT_OBSERVERS)
         if self.scale_rounding != "none" and (self.kind != "float" or self.dynamic):
             raise SchemeError(
-                f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, dynamic={self.dynamic}",
+                f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, "
+                f"dynamic={self.dynamic}",
                 "stored scales of float8 are rounded to powers of two, no others",
             )
         _known("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES)
         if self.scale_rule is not None:
             self._check_scale_rule(self.scale_rule)
-        if self.num_bits not in (INT_BITS if self.kind == "int" else (4,) if self.float8 == FLOAT4 else (8,)):
+        if self.num_bits not in (
+            INT_BITS if self.kind == "int" else (4,) if self.float8 == FLOAT4 else (8,)
+        ):
             flavour = "" if self.kind == "int" else f", float8={self.float8!r}"
             raise SchemeError(
                 f"num_bits={self.num_bits} with kind={self.kind!r}{flavour}",
@@ -111,14 +129,22 @@ class TensorScheme:
                 "give group_size with per_group and per_block, and only there",
             )
         if self.group_size is not None and self.group_size < 1:
-            raise SchemeError(f"group_size={self.group_size}", "use a positive divisor of in_features")
+            raise SchemeError(
+                f"group_size={self.group_size}", "use a positive divisor of in_features"
+            )
         if (self.granularity == "per_token") and not self.dynamic:
-            raise SchemeError("granularity='per_token' with dynamic=False", "a scale per token is always dynamic")
+            raise SchemeError(
+                "granularity='per_token' with dynamic=False", "a scale per token is always dynamic"
+            )
         if self.granularity == "per_head" and self.dynamic:
-            raise SchemeError("granularity='per_head' with dynamic=True", "the scales of heads are measured and stored")
+            raise SchemeError(
+                "granularity='per_head' with dynamic=True",
+                "the scales of heads are measured and stored",
+            )
         if self.granularity == "per_block" and (self.kind != "float" or self.dynamic):
             raise SchemeError(
-                f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}", "blocks are of float8 weights"
+                f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}",
+                "blocks are of float8 weights",
             )
         if self.block_type is not None:
             _known("block_type", self.block_type, tuple(BLOCK_TYPES))
@@ -126,26 +152,42 @@ class TensorScheme:
             given = (self.kind, self.num_bits, self.granularity, self.group_size, self.symmetric)
             if given != ("int", kind.num_bits, "per_group", kind.group_size, not kind.minima):
                 raise SchemeError(
-                    f"block_type={kind.name} with {self.kind}{self.num_bits} {self.granularity} of {self.group_size}",
-                    f"it holds int{kind.num_bits} in groups of {kind.group_size}; leave the group size out",
+                    f"block_type={kind.name} with {self.kind}{self.num_bits} {self.granularity} "
+                    f"of {self.group_size}",
+                    f"it holds int{kind.num_bits} in groups of {kind.group_size}; leave the "
+                    "group size out",
                 )
         if self.kind == "float" and not self.symmetric:
-            raise SchemeError("kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True")
+            raise SchemeError(
+                "kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True"
+            )
 
     def _check_scale_rule(self, rule: Rule) -> None:
         granularity = {"PTS": "per_tensor", "PCS": "per_channel"}[rule.granularity]
-        given = (self.kind, self.num_bits, self.granularity, self.dynamic or rule.dynamic, self.scale_rounding)
+        given = (
+            self.kind,
+            self.num_bits,
+            self.granularity,
+            self.dynamic or rule.dynamic,
+            self.scale_rounding,
+        )
         if given != ("float", 8, granularity, False, "none"):
             raise SchemeError(
-                f"a scale rule {rule.granularity} with {self.kind}{self.num_bits} {self.granularity}, dynamic={given[3]}, "
+                f"a scale rule {rule.granularity} with {self.kind}{self.num_bits} "
+                f"{self.granularity}, dynamic={given[3]}, "
                 f"scale_rounding={self.scale_rounding!r}",
-                "rules are of the stored scales of float8, of tensors or channels, and round them by themselves",
+                "rules are of the stored scales of float8, of tensors or channels, and round "
+                "them by themselves",
             )
 
     @property
     def block_rows(self) -> int:
         """How many rows of a weight share the scale of a group; 1 but for `per_block`, and not read for `per_tensor`."""
-        return self.group_size if self.granularity == "per_block" and self.group_size is not None else 1
+        return (
+            self.group_size
+            if self.granularity == "per_block" and self.group_size is not None
+            else 1
+        )
 
     @property
     def block(self) -> BlockType | None:
@@ -199,8 +241,9 @@ class LinearScheme:
         name: the preset's name, for people; `replace`d schemes keep it.
         input: None when the input stays in the model's dtype.
         algorithm, transforms: what a recipe gets when it names none.
-        rotation: how many neighbouring inputs a Hadamard matrix mixes before anything else happens to them, a power of two
-            (`quantflow.core.orthogonal.mixed`); the weight is that of mixed inputs. None where they come as they are.
+        rotation: how many neighbouring inputs a Hadamard matrix mixes before anything else happens
+            to them, a power of two (`quantflow.core.orthogonal.mixed`); the weight is that of mixed
+            inputs. None where they come as they are.
     """
 
     name: str
@@ -215,27 +258,42 @@ class LinearScheme:
         """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
 
         Raises:
-            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token nor in the groups
-                or blocks of the weights; a layout that cannot hold the weights, or a rotation of no power of two.
+            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric
+                per token nor in the groups or blocks of the weights; a layout that cannot hold the
+                weights, or a rotation of no power of two.
         """
         _known("layout", self.layout, get_args(Layout))
         if self.rotation is not None and (self.rotation < 2 or self.rotation & (self.rotation - 1)):
             raise SchemeError(f"{self.name}: rotation={self.rotation}", "mix 2, 4, 8, ... inputs")
         if self.weights.dynamic:
-            raise SchemeError(f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored")
+            raise SchemeError(
+                f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored"
+            )
         if self.weights.granularity == "per_head":
-            raise SchemeError(f"{self.name}: weights with granularity='per_head'", "heads are those of keys and values")
+            raise SchemeError(
+                f"{self.name}: weights with granularity='per_head'",
+                "heads are those of keys and values",
+            )
         inputs = self.input
         if inputs is not None:
             static = inputs.granularity == "per_tensor" and not inputs.dynamic
             per_token = inputs.granularity == "per_token" and inputs.symmetric
-            per_group = (inputs.granularity, inputs.dynamic, inputs.symmetric) == ("per_group", True, True)
-            same_groups = (inputs.group_size, inputs.scale_format) == (self.weights.group_size, self.weights.scale_format)
+            per_group = (inputs.granularity, inputs.dynamic, inputs.symmetric) == (
+                "per_group",
+                True,
+                True,
+            )
+            same_groups = (inputs.group_size, inputs.scale_format) == (
+                self.weights.group_size,
+                self.weights.scale_format,
+            )
             if not (static or per_token or (per_group and same_groups)):
                 raise SchemeError(
-                    f"{self.name}: input with granularity={inputs.granularity!r}, dynamic={inputs.dynamic}, "
+                    f"{self.name}: input with granularity={inputs.granularity!r}, "
+                    f"dynamic={inputs.dynamic}, "
                     f"symmetric={inputs.symmetric}",
-                    "use a static input per_tensor, a dynamic symmetric one per_token, or one in groups of the weights' size",
+                    "use a static input per_tensor, a dynamic symmetric one per_token, or one in "
+                    "groups of the weights' size",
                 )
         weights = self.weights
         fitting: tuple[str, ...] = ("int-quantized", "pack-quantized")
@@ -243,7 +301,8 @@ class LinearScheme:
             fitting = (_FLOAT_LAYOUTS.get((weights.num_bits, weights.scale_format), "none"),)
         if self.layout not in fitting:
             raise SchemeError(
-                f"{self.name}: layout={self.layout!r} with weights of kind={weights.kind!r}, {weights.num_bits} bits, "
+                f"{self.name}: layout={self.layout!r} with weights of kind={weights.kind!r}, "
+                f"{weights.num_bits} bits, "
                 f"scale_format={weights.scale_format!r}",
                 f"use {' or '.join(fitting)}",
             )
@@ -269,35 +328,70 @@ _FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
 _FP8_CHANNEL = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
 _FP8_TOKEN = TensorScheme(kind="float", num_bits=8, granularity="per_token", dynamic=True)
 _FP8_BLOCK = TensorScheme(kind="float", num_bits=8, granularity="per_block", group_size=128)
-_FP8_GROUP = TensorScheme(kind="float", num_bits=8, granularity="per_group", group_size=128, dynamic=True)
+_FP8_GROUP = TensorScheme(
+    kind="float", num_bits=8, granularity="per_group", group_size=128, dynamic=True
+)
 _INT8_CHANNEL = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
 _INT8_TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 _INT8_STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 _INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=128)
 
-_MXFP4 = TensorScheme(kind="float", num_bits=4, float8=FLOAT4, granularity="per_group", group_size=32, scale_format="e8m0")
-_MXFP8 = TensorScheme(kind="float", num_bits=8, granularity="per_group", group_size=32, scale_format="e8m0")
-_NVFP4 = TensorScheme(kind="float", num_bits=4, float8=FLOAT4, granularity="per_group", group_size=16, scale_format="e4m3")
+_MXFP4 = TensorScheme(
+    kind="float",
+    num_bits=4,
+    float8=FLOAT4,
+    granularity="per_group",
+    group_size=32,
+    scale_format="e8m0",
+)
+_MXFP8 = TensorScheme(
+    kind="float", num_bits=8, granularity="per_group", group_size=32, scale_format="e8m0"
+)
+_NVFP4 = TensorScheme(
+    kind="float",
+    num_bits=4,
+    float8=FLOAT4,
+    granularity="per_group",
+    group_size=16,
+    scale_format="e4m3",
+)
 
 
 def _microscaled(name: str, weights: TensorScheme, *, inputs: bool = True) -> LinearScheme:
     """Return a scheme whose inputs, where they are quantized, are in groups like those of its weights."""
     layout = _FLOAT_LAYOUTS[weights.num_bits, weights.scale_format]
-    return LinearScheme(name=name, weights=weights, input=replace(weights, dynamic=True) if inputs else None, layout=layout)
+    return LinearScheme(
+        name=name,
+        weights=weights,
+        input=replace(weights, dynamic=True) if inputs else None,
+        layout=layout,
+    )
 
 
-def _in_groups(name: str, weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
-    return LinearScheme(name=name, weights=weights, input=inputs, layout="pack-quantized", algorithm="gptq")
+def _in_groups(
+    name: str, weights: TensorScheme, inputs: TensorScheme | None = None
+) -> LinearScheme:
+    return LinearScheme(
+        name=name, weights=weights, input=inputs, layout="pack-quantized", algorithm="gptq"
+    )
 
 
 PRESETS: dict[str, LinearScheme] = {
     scheme.name: scheme
     for scheme in (
         LinearScheme(name="FP8", weights=_FP8_TENSOR, input=_FP8_TENSOR, layout="float-quantized"),
-        LinearScheme(name="FP8_DYNAMIC", weights=_FP8_CHANNEL, input=_FP8_TOKEN, layout="float-quantized"),
-        LinearScheme(name="FP8_BLOCK", weights=_FP8_BLOCK, input=_FP8_GROUP, layout="float-quantized"),
         LinearScheme(
-            name="W8A8", weights=_INT8_CHANNEL, input=_INT8_TOKEN, layout="int-quantized", transforms=("smoothquant",)
+            name="FP8_DYNAMIC", weights=_FP8_CHANNEL, input=_FP8_TOKEN, layout="float-quantized"
+        ),
+        LinearScheme(
+            name="FP8_BLOCK", weights=_FP8_BLOCK, input=_FP8_GROUP, layout="float-quantized"
+        ),
+        LinearScheme(
+            name="W8A8",
+            weights=_INT8_CHANNEL,
+            input=_INT8_TOKEN,
+            layout="int-quantized",
+            transforms=("smoothquant",),
         ),
         LinearScheme(
             name="W8A8_STATIC",
@@ -342,8 +436,11 @@ def _of_blocks(kind: BlockType) -> LinearScheme:
 
 
 # Those that a GGUF file holds without a change of values, by llama.cpp's names.
-LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()}
-# llama.cpp's mixture of types -> the type of most linears. A plan gives each linear its own (formats/llama_cpp/mixtures.py).
+LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {
+    name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()
+}
+# llama.cpp's mixture of types -> the type of most linears. A plan gives each linear its own
+# (formats/llama_cpp/mixtures.py).
 MIXTURES: dict[str, str] = {"Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
 
@@ -374,8 +471,16 @@ def named(weights: TensorScheme, inputs: TensorScheme | None, layout: Layout) ->
     """
     found = LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
     for known in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
-        fixed = known.weights.block is not None or known.weights.scale_format != "float" or known.weights.group_size is None
-        candidate = known if fixed or weights.group_size is None else with_group_size(known, weights.group_size)
+        fixed = (
+            known.weights.block is not None
+            or known.weights.scale_format != "float"
+            or known.weights.group_size is None
+        )
+        candidate = (
+            known
+            if fixed or weights.group_size is None
+            else with_group_size(known, weights.group_size)
+        )
         if (candidate.weights, candidate.input, candidate.layout) == (weights, inputs, layout):
             return candidate
     return found
@@ -389,14 +494,16 @@ def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
     """
     if scheme.weights.group_size is None:
         raise SchemeError(
-            f"scheme {scheme.name} has {scheme.weights.granularity} weights, group_size={group_size} was given",
+            f"scheme {scheme.name} has {scheme.weights.granularity} weights, "
+            f"group_size={group_size} was given",
             "drop group_size, or choose a scheme with groups such as W4A16",
         )
     if scheme.weights.scale_format != "float":
         if group_size == scheme.weights.group_size:
             return scheme
         raise SchemeError(
-            f"scheme {scheme.name} has groups of {scheme.weights.group_size}, group_size={group_size} was given",
+            f"scheme {scheme.name} has groups of {scheme.weights.group_size}, "
+            f"group_size={group_size} was given",
             "drop group_size: the format fixes it",
         )
     inputs = scheme.input
@@ -411,17 +518,24 @@ INPUT_GROUPS = (32, 64, 128)  # features that share the scale of a rounded input
 def with_rounded_inputs(scheme: LinearScheme) -> LinearScheme | None:
     """Return a scheme whose inputs are not quantized with them rounded to int8 when it runs, in the groups of the weights.
 
-    A scale for each 32 to 128 features keeps the error far below that of weights of at most 4 bits, and the product of a group
-    is one of integers.
+    A scale for each 32 to 128 features keeps the error far below that of weights of at most 4 bits,
+    and the product of a group is one of integers.
 
     Returns:
         None where inputs are quantized already, or weights have more bits, other groups or minima.
     """
     weights = scheme.weights
     integers = weights.kind == "int" and weights.num_bits <= 4 and not weights.minima
-    if scheme.input is not None or not integers or weights.granularity != "per_group" or weights.group_size not in INPUT_GROUPS:
+    if (
+        scheme.input is not None
+        or not integers
+        or weights.granularity != "per_group"
+        or weights.group_size not in INPUT_GROUPS
+    ):
         return None
-    inputs = TensorScheme(kind="int", num_bits=8, granularity="per_group", group_size=weights.group_size, dynamic=True)
+    inputs = TensorScheme(
+        kind="int", num_bits=8, granularity="per_group", group_size=weights.group_size, dynamic=True
+    )
     return replace(scheme, input=inputs)
 
 
@@ -433,7 +547,10 @@ def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
     """
     if scheme.layout != "float-quantized":
         has = "integer weights" if scheme.weights.kind == "int" else "microscaled weights"
-        raise SchemeError(f"scheme {scheme.name} has {has}, float8={flavour!r} was given", "drop float8, or use FP8")
+        raise SchemeError(
+            f"scheme {scheme.name} has {has}, float8={flavour!r} was given",
+            "drop float8, or use FP8",
+        )
     inputs = None if scheme.input is None else replace(scheme.input, float8=flavour)
     return replace(scheme, weights=replace(scheme.weights, float8=flavour), input=inputs)
 
@@ -446,14 +563,19 @@ def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
     """
     if scheme.layout != "float-quantized":
         has = "integer weights" if scheme.weights.kind == "int" else "microscaled weights"
-        raise SchemeError(f"scheme {scheme.name} has {has}, scale_rounding={rounding!r} was given", "drop it, or use FP8")
+        raise SchemeError(
+            f"scheme {scheme.name} has {has}, scale_rounding={rounding!r} was given",
+            "drop it, or use FP8",
+        )
     inputs = scheme.input
     if inputs is not None and not inputs.dynamic:
         inputs = replace(inputs, scale_rounding=rounding)
     return replace(scheme, weights=replace(scheme.weights, scale_rounding=rounding), input=inputs)
 
 
-def with_scale_method(scheme: LinearScheme, name: str, *, arithmetic: str = "exact") -> LinearScheme:
+def with_scale_method(
+    scheme: LinearScheme, name: str, *, arithmetic: str = "exact"
+) -> LinearScheme:
     """Return `scheme` with the scales of its weights and of its static input by a method of SCALE_METHODS.
 
     Args:
@@ -462,8 +584,8 @@ def with_scale_method(scheme: LinearScheme, name: str, *, arithmetic: str = "exa
         arithmetic: one of ARITHMETIC_NAMES.
 
     Raises:
-        SchemeError: the scheme has no static scales of float8, the method or the arithmetic is unknown, or the method computes
-            scales at run time.
+        SchemeError: the scheme has no static scales of float8, the method or the arithmetic is
+            unknown, or the method computes scales at run time.
     """
     _known("scale_method", name, tuple(SCALE_METHODS))
     method, weights, inputs = SCALE_METHODS[name], scheme.weights, scheme.input
@@ -475,13 +597,16 @@ def with_scale_method(scheme: LinearScheme, name: str, *, arithmetic: str = "exa
     of_tensors = weights.kind == "float" and weights.granularity == "per_tensor"
     if not of_tensors or inputs is None or inputs.dynamic:
         raise SchemeError(
-            f"scheme {scheme.name} has no static scales of float8 tensors, scale_method={name!r} was given",
+            f"scheme {scheme.name} has no static scales of float8 tensors, scale_method={name!r} "
+            "was given",
             "drop it, or use FP8",
         )
     granularity: Granularity = "per_channel" if method.weight.granularity == "PCS" else "per_tensor"
     return replace(
         scheme,
-        weights=replace(weights, granularity=granularity, scale_rule=method.weight, scale_arithmetic=arithmetic),
+        weights=replace(
+            weights, granularity=granularity, scale_rule=method.weight, scale_arithmetic=arithmetic
+        ),
         input=replace(inputs, scale_rule=method.activation, scale_arithmetic=arithmetic),
     )
 
@@ -494,6 +619,7 @@ def with_input_observer(scheme: LinearScheme, observer: str) -> LinearScheme:
     """
     if scheme.input is None or scheme.input.dynamic:
         raise SchemeError(
-            f"scheme {scheme.name} has no static input, input_observer={observer!r} was given", "drop it, or use FP8"
+            f"scheme {scheme.name} has no static input, input_observer={observer!r} was given",
+            "drop it, or use FP8",
         )
     return replace(scheme, input=replace(scheme.input, observer=observer))

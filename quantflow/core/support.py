@@ -1,7 +1,8 @@
 """What a method goes with: a record that every algorithm and transform has beside its mathematics.
 
-A field is None where the method goes with the thing, else a `Refusal` that says why not and what to do instead.
-`quantflow/planning/compatibility.py` reads the records before a weight is read; docs/recipes.md has them as one table.
+A field is None where the method goes with the thing, else a `Refusal` that says why not and what to
+do instead. `quantflow/planning/compatibility.py` reads the records before a weight is read;
+docs/recipes.md has them as one table.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ class Refusal:
     """Why a method does not go with something.
 
     Attributes:
-        why: follows the two that do not go together in a message, with the mark that it begins with; {family} stands for the
-            model's.
+        why: follows the two that do not go together in a message, with the mark that it begins
+            with; {family} stands for the model's.
         remedy: what to do; {others} stands for the algorithms that go with the scheme.
         unsupported: whether it is for want of an implementation (exit code 6) and not of sense (2).
     """
@@ -38,14 +39,17 @@ class Supports:
     Attributes:
         float8: weights in float8.
         float4: weights in float4.
-        shared_scale: weights whose scale is not theirs to search: rows that share one, and scales that follow a rule.
-        block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that has minima.
+        shared_scale: weights whose scale is not theirs to search: rows that share one, and scales
+            that follow a rule.
+        block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that
+            has minima.
         quantized_inputs: schemes that quantize inputs as well as weights.
         rotations: transforms that rotate the whole model.
         mixed_inputs: inputs that a rotation mixes while the model runs.
         histograms: ranges of static inputs that a histogram cuts short.
         chosen_schemes: schemes chosen for each linear by its sensitivity.
-        layer_inputs: the recipe's word on whose outputs a layer is calibrated with, the original's or the quantized model's.
+        layer_inputs: the recipe's word on whose outputs a layer is calibrated with, the original's
+            or the quantized model's.
         mixtures: mixtures of experts.
         centred_norms: families whose norms subtract the mean.
         ranks: several cards that share the work.
@@ -82,9 +86,13 @@ class Supports:
 
 EVERYTHING = Supports()
 SHARED_SCALE = Refusal(
-    why=", whose weights share one scale", remedy="use {others}, or a scale per channel or block such as FP8_DYNAMIC's"
+    why=", whose weights share one scale",
+    remedy="use {others}, or a scale per channel or block such as FP8_DYNAMIC's",
 )
-RULED_SCALES = Refusal(why=", whose scales follow from its scale_method", remedy="use {others}, or leave scale_method out")
+RULED_SCALES = Refusal(
+    why=", whose scales follow from its scale_method",
+    remedy="use {others}, or leave scale_method out",
+)
 BLOCK_SCALES = Refusal(why=", whose scales or minima are those of a block", remedy="use {others}")
 
 
@@ -93,7 +101,10 @@ def integers_only(method: str, kind: str = "float8") -> Refusal:
     return Refusal(remedy=f"{method} chooses integers; use {{others}} for {kind}")
 
 
-AS_MEASURED = Refusal(remedy="sensitivities are those of the weights as they are: leave transforms out")
+AS_MEASURED = Refusal(
+    remedy="sensitivities are those of the weights as they are: leave transforms out"
+)
 AS_MEASURED_HISTOGRAMS = Refusal(
-    remedy="histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out"
+    remedy="histograms are those of the inputs as they are: give `transforms: []`, or leave "
+    "input_observer out"
 )

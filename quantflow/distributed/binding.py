@@ -1,7 +1,8 @@
 """Which cores each of several processes runs on: its own, of one NUMA node where they fit, one thread of each core.
 
-Linux says where cores are (/sys/devices/system). What this process may not use, as taskset or a container says, is left out.
-The memory of a process that keeps to the cores of one node is that node's: Linux puts a page where it is touched first.
+Linux says where cores are (/sys/devices/system). What this process may not use, as taskset or a
+container says, is left out. The memory of a process that keeps to the cores of one node is that
+node's: Linux puts a page where it is touched first.
 """
 
 import os
@@ -13,7 +14,9 @@ from quantflow.errors import UnsupportedError, UsageError
 _SYSTEM = Path("/sys/devices/system")
 
 
-def cores_of(ranks: int, *, usable: Collection[int] | None = None, system: Path = _SYSTEM) -> list[frozenset[int]]:
+def cores_of(
+    ranks: int, *, usable: Collection[int] | None = None, system: Path = _SYSTEM
+) -> list[frozenset[int]]:
     """Return the processors of each rank; ranks of one node share it evenly, and one rank alone has the largest node.
 
     They are one thread of each core, or all threads where there are more ranks than cores.
@@ -21,7 +24,8 @@ def cores_of(ranks: int, *, usable: Collection[int] | None = None, system: Path 
     Args:
         ranks: how many.
         usable: numbers of processors; None takes those of this process.
-        system: where Linux says which processors are threads of one core, and which cores are of one node.
+        system: where Linux says which processors are threads of one core, and which cores are of
+            one node.
 
     Raises:
         UnsupportedError: a system without such sets of processors.
@@ -29,17 +33,24 @@ def cores_of(ranks: int, *, usable: Collection[int] | None = None, system: Path 
     """
     if usable is None:
         if not hasattr(os, "sched_getaffinity"):
-            raise UnsupportedError("bind: this system binds no process to cores", "leave --bind out")
+            raise UnsupportedError(
+                "bind: this system binds no process to cores", "leave --bind out"
+            )
         usable = os.sched_getaffinity(0)
     cores = _first_threads(usable, system)
-    nodes = sorted(_nodes(cores if len(cores) >= ranks else sorted(usable), system), key=len, reverse=True)[:ranks]
+    nodes = sorted(
+        _nodes(cores if len(cores) >= ranks else sorted(usable), system), key=len, reverse=True
+    )[:ranks]
     found: list[frozenset[int]] = []
     for index, node in enumerate(nodes):
         share = ranks * (index + 1) // len(nodes) - ranks * index // len(nodes)
         if share > len(node):
             told = f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in all"
             raise UsageError(told, "use fewer ranks, or no --bind")
-        found += [frozenset(node[len(node) * i // share : len(node) * (i + 1) // share]) for i in range(share)]
+        found += [
+            frozenset(node[len(node) * i // share : len(node) * (i + 1) // share])
+            for i in range(share)
+        ]
     return found
 
 
@@ -47,7 +58,9 @@ def _first_threads(usable: Collection[int], system: Path) -> list[int]:
     """Return the first usable thread of each core."""
     found = []
     for processor in sorted(usable):
-        siblings = _listed(system / f"cpu/cpu{processor}/topology/thread_siblings_list") or {processor}
+        siblings = _listed(system / f"cpu/cpu{processor}/topology/thread_siblings_list") or {
+            processor
+        }
         if processor == min(siblings & set(usable), default=processor):
             found.append(processor)
     return found
@@ -56,7 +69,11 @@ def _first_threads(usable: Collection[int], system: Path) -> list[int]:
 def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
     """Return the processors of each NUMA node; all are of one where nothing says otherwise."""
     nodes = [_listed(path) for path in sorted(system.glob("node/node*/cpulist"))]
-    found = [inside for node in nodes if (inside := [processor for processor in processors if processor in node])]
+    found = [
+        inside
+        for node in nodes
+        if (inside := [processor for processor in processors if processor in node])
+    ]
     return found if sum(map(len, found)) == len(processors) else [list(processors)]
 
 

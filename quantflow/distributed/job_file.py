@@ -3,7 +3,8 @@
     {"record": "quantflow.measuring.measure:MeasureJob", "fields": {...}}     a dataclass of this package
     {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}                     what JSON has no word for
 
-Nothing of a setting is spelled again as an option of a command line, so nothing can be lost on the way.
+Nothing of a setting is spelled again as an option of a command line, so nothing can be lost on the
+way.
 """
 
 import dataclasses
@@ -23,7 +24,9 @@ def encode(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = type(value)
-        fields = {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
         return {"record": f"{kind.__module__}:{kind.__qualname__}", "fields": fields}
     if isinstance(value, Path):
         return {"path": str(value)}

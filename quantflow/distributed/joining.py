@@ -1,12 +1,14 @@
 """One quantized weight from those of several cards that each rounded a part of it.
 
-Cards that hold rows, or columns in whole groups, have the scales that one process has: their parts are put side by side.
-Cards that hold columns of rows that have one scale each took it from their own columns, and cards that hold any part of a
-weight that has one scale took that from their own part. One process takes it from the largest magnitude of the whole, and
-scales follow magnitudes monotonically, so its scale is the largest of the cards', bit for bit; the values that were rounded
-with a smaller one are rounded again, from the original weight. A part of zeros alone has scale 1, which stands for no
-magnitude and does not count (a row with that scale and any other part has a value that is not zero; of a whole weight the
-caller knows). Nothing is rounded from already rounded values.
+Cards that hold rows, or columns in whole groups, have the scales that one process has: their parts
+are put side by side. Cards that hold columns of rows that have one scale each took it from their
+own columns, and cards that hold any part of a weight that has one scale took that from their own
+part. One process takes it from the largest magnitude of the whole, and scales follow magnitudes
+monotonically, so its scale is the largest of the cards', bit for bit; the values that were rounded
+with a smaller one are rounded again, from the original weight. A part of zeros alone has scale 1,
+which stands for no magnitude and does not count (a row with that scale and any other part has a
+value that is not zero; of a whole weight the caller knows). Nothing is rounded from already rounded
+values.
 """
 
 from collections.abc import Sequence
@@ -27,8 +29,8 @@ class Joined:
 
     Attributes:
         weight: [O, I]; `requantize_` brings the values of `stale` up to date.
-        stale: which rows of which columns were rounded with another scale, (bool [O], columns), once for each part that
-            holds columns.
+        stale: which rows of which columns were rounded with another scale, (bool [O], columns),
+            once for each part that holds columns.
     """
 
     weight: QTensor
@@ -58,42 +60,62 @@ def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joine
     """
     granularity = parts[0].scheme.granularity
     if granularity == "per_block":
-        raise SchemeError(f"parts of a {granularity} weight", "quantize it in one process, or choose scales per channel")
+        raise SchemeError(
+            f"parts of a {granularity} weight",
+            "quantize it in one process, or choose scales per channel",
+        )
     if granularity == "per_tensor":
         scale = _checked(parts, scale)
-        stale = torch.cat([(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts])  # [O]
+        # [O]
+        stale = torch.cat([(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts])
         return Joined(weight=_side_by_side(parts, 0, scale=scale), stale=((stale, slice(None)),))
-    return Joined(weight=_side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts])), stale=())
+    return Joined(
+        weight=_side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts])), stale=()
+    )
 
 
 def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
     """Return the weight whose columns are those of the parts, in order.
 
     Args:
-        parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a scale in every part.
+        parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a
+            scale in every part.
         scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
 
     Raises:
-        SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell the range that it came
-            from; or per_tensor parts without their scale.
+        SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell
+            the range that it came from; or per_tensor parts without their scale.
     """
     scheme = parts[0].scheme
     if scheme.granularity == "per_group":
-        return Joined(weight=_side_by_side(parts, 1, scale=torch.cat([part.scale for part in parts], dim=1)), stale=())
+        return Joined(
+            weight=_side_by_side(parts, 1, scale=torch.cat([part.scale for part in parts], dim=1)),
+            stale=(),
+        )
     if scheme.granularity == "per_tensor":
         scale = _checked(parts, scale)
         stale = [(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts]
         return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=_of_columns(parts, stale))
     if scheme.granularity != "per_channel" or not scheme.symmetric:
         raise SchemeError(
-            f"columns of a {scheme.granularity} weight with symmetric={scheme.symmetric}, one scale over {len(parts)} parts",
+            f"columns of a {scheme.granularity} weight with symmetric={scheme.symmetric}, one "
+            f"scale over {len(parts)} parts",
             "quantize it in one process, or choose groups that lie in one part each",
         )
-    zeros = [(float8.widen(part.qvalue) == 0).all(dim=1, keepdim=True) & (part.scale == 1) for part in parts]  # [O, 1] each
-    known = [torch.where(empty, torch.zeros_like(part.scale), part.scale) for part, empty in zip(parts, zeros, strict=True)]
+    # [O, 1] each
+    zeros = [
+        (float8.widen(part.qvalue) == 0).all(dim=1, keepdim=True) & (part.scale == 1)
+        for part in parts
+    ]
+    known = [
+        torch.where(empty, torch.zeros_like(part.scale), part.scale)
+        for part, empty in zip(parts, zeros, strict=True)
+    ]
     largest = torch.stack(known).amax(dim=0)  # [O, 1]
     scale = torch.where(largest == 0, torch.ones_like(largest), largest)
-    stale = [((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True)]
+    stale = [
+        ((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True)
+    ]
     return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=_of_columns(parts, stale))
 
 
@@ -110,7 +132,8 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
         return
     scale = weight.scale.expand(len(weight.qvalue), 1)[rows]  # [n, 1]
     # Bytes are moved: there is no indexed assignment of float8.
-    made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)  # [n, columns]
+    # [n, columns]
+    made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)
     weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
 
 
@@ -131,19 +154,26 @@ def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
         raise SchemeError(
             f"parts of a per_tensor weight with symmetric={parts[0].scheme.symmetric}, "
             f"their scale is {'not given' if scale is None else 'given'}",
-            "give the largest of the parts' scales; of asymmetric weights it does not tell the zero_point",
+            "give the largest of the parts' scales; of asymmetric weights it does not tell the "
+            "zero_point",
         )
     return scale
 
 
-def _of_columns(parts: Sequence[QTensor], stale: Sequence[Tensor]) -> tuple[tuple[Tensor, slice], ...]:
+def _of_columns(
+    parts: Sequence[QTensor], stale: Sequence[Tensor]
+) -> tuple[tuple[Tensor, slice], ...]:
     """Return the rows of each part with the columns that it has in the whole."""
     ends = list(accumulate(part.qvalue.shape[1] for part in parts))
-    return tuple((rows, slice(begin, end)) for rows, begin, end in zip(stale, [0, *ends], ends, strict=False))
+    return tuple(
+        (rows, slice(begin, end)) for rows, begin, end in zip(stale, [0, *ends], ends, strict=False)
+    )
 
 
 def _side_by_side(parts: Sequence[QTensor], axis: int, *, scale: Tensor) -> QTensor:
-    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(parts[0].qvalue.dtype)
+    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(
+        parts[0].qvalue.dtype
+    )
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     zero_point = torch.cat(zero_points, dim=axis) if zero_points else None
     return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=parts[0].scheme)

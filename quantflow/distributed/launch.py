@@ -1,8 +1,9 @@
 """Several processes for one stage: they are started here, their messages come through, and none outlives its parent.
 
-Each writes a folder of its own, whose name says which of how many it is. The ranks of one machine meet in a file of a private
-folder and talk over the loopback interface: no port of theirs can be reached from another machine. Ranks that somebody's
-torchrun started meet at its address, which every machine that reaches it can write to; `require_trust` asks for consent.
+Each writes a folder of its own, whose name says which of how many it is. The ranks of one machine
+meet in a file of a private folder and talk over the loopback interface: no port of theirs can be
+reached from another machine. Ranks that somebody's torchrun started meet at its address, which
+every machine that reaches it can write to; `require_trust` asks for consent.
 """
 
 import ctypes
@@ -23,20 +24,35 @@ from typing import IO, Any
 
 from quantflow import child_process
 from quantflow.distributed.job_file import encode
-from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
+from quantflow.errors import (
+    GateError,
+    InputError,
+    IntegrityError,
+    QuantflowError,
+    ResourceError,
+    UnsupportedError,
+    UsageError,
+)
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.progress import Progress
 
-JOB, RESULT, STORE = "job.json", "result.json", "store"  # of the private folder that ranks are started with
+# of the private folder that ranks are started with
+JOB, RESULT, STORE = "job.json", "result.json", "store"
 FOREVER = 1e9  # seconds: JSON has no word for infinity
 AGAIN = "the same command continues with what is missing"
 LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
 _NUMBER = re.compile("[0-9]{1,9}")
 _GRACE = 5.0  # seconds in which a rank that was asked to end does so
-_LAUNCHED = "QUANTFLOW_LAUNCHED"  # the private folder, in the environment of ranks that `launch` started and speaks for
-_TRUST = "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
-_BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, GateError, ResourceError, UnsupportedError, IntegrityError)}
+# the private folder, in the environment of ranks that `launch` started and speaks for
+_LAUNCHED = "QUANTFLOW_LAUNCHED"
+_TRUST = (
+    "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
+)
+_BY_EXIT_CODE = {
+    kind.exit_code: kind
+    for kind in (UsageError, GateError, ResourceError, UnsupportedError, IntegrityError)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +102,9 @@ def launched_rank() -> tuple[int, int] | None:
     values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
     if values == [None, None]:
         return None
-    told = " ".join(f"{name}={value or ''}" for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True))
+    told = " ".join(
+        f"{name}={value or ''}" for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True)
+    )
     remedy = "start ranks with torchrun or --ranks, or unset both variables"
     if not all(value is not None and _NUMBER.fullmatch(value) for value in values):
         raise UsageError(f"{told}: not two numbers", remedy)
@@ -115,11 +133,14 @@ def own_device(name: str) -> str:
         return name
     if ":" in name:
         raise UsageError(
-            f"{launched[1]} ranks with --device {name}, which they would share", f"give --device {name.split(':')[0]}"
+            f"{launched[1]} ranks with --device {name}, which they would share",
+            f"give --device {name.split(':')[0]}",
         )
     local = os.environ.get("LOCAL_RANK", str(launched[0]))
     if not _NUMBER.fullmatch(local):
-        raise UsageError(f"LOCAL_RANK={local}: not a number", "start ranks with torchrun or --ranks, or unset it")
+        raise UsageError(
+            f"LOCAL_RANK={local}: not a number", "start ranks with torchrun or --ranks, or unset it"
+        )
     return f"{name}:{int(local)}"
 
 
@@ -130,7 +151,12 @@ def launched_folder() -> Path | None:
 
 
 def launched_environment(
-    folder: str, *, rank: int, world: int, threads: int | None = None, environment: Mapping[str, str] = os.environ
+    folder: str,
+    *,
+    rank: int,
+    world: int,
+    threads: int | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the environment of a rank that this process starts and speaks for.
 
@@ -141,18 +167,28 @@ def launched_environment(
         threads: of each; None takes OMP_NUM_THREADS, or 1.
         environment: of this process.
     """
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    variables |= {_LAUNCHED: folder, "OMP_NUM_THREADS": str(threads or environment.get("OMP_NUM_THREADS", 1))}
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    variables |= {
+        _LAUNCHED: folder,
+        "OMP_NUM_THREADS": str(threads or environment.get("OMP_NUM_THREADS", 1)),
+    }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}  # `=`: no name that begins so
+        # `=`: no name that begins so
+        variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return child_process.environment(**variables)
 
 
 def require_trust(verb: str, *, trusted: bool) -> None:
     """Refuse to join the ranks of somebody's torchrun unless the user says that the network is theirs.
 
-    Its store listens on every interface, whatever address it was given, and believes whoever writes to it.
+    Its store listens on every interface, whatever address it was given, and believes whoever writes
+    to it.
 
     Raises:
         UsageError: no consent, or no address to meet at.
@@ -162,7 +198,9 @@ def require_trust(verb: str, *, trusted: bool) -> None:
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not address or not _NUMBER.fullmatch(port) or not 0 < int(port) < 1 << 16:
         cause = f"{verb}: MASTER_ADDR={address} MASTER_PORT={port}: no address where ranks can meet"
-        raise UsageError(cause, "start ranks with torchrun or --ranks, or unset RANK and WORLD_SIZE")
+        raise UsageError(
+            cause, "start ranks with torchrun or --ranks, or unset RANK and WORLD_SIZE"
+        )
     if not trusted:
         cause = f"{verb}: torchrun's store at {address}:{port} is open to everybody who reaches this machine"
         raise UsageError(cause, _TRUST)
@@ -193,8 +231,8 @@ def launch(
 ) -> Any:
     """Do a stage's job in `ranks` processes, wait for all of them, and return what the first one returned.
 
-    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed at the end. When one fails
-    the others are ended.
+    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed
+    at the end. When one fails the others are ended.
 
     Args:
         verb: of the command line, for messages.
@@ -203,11 +241,13 @@ def launch(
         progress: tells what they tell.
         stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
         threads: of each; None takes OMP_NUM_THREADS, or 1.
-        cores: of each rank, which then has a thread for each of them; None leaves them to the system.
+        cores: of each rank, which then has a thread for each of them; None leaves them to the
+            system.
         again: what is said of the same command line after a failure.
 
     Raises:
-        QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own error.
+        QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own
+            error.
         BaseException: what `stream` raised.
     """
     with tempfile.TemporaryDirectory(prefix="quantflow-ranks-") as folder:
@@ -220,17 +260,22 @@ def launch(
                 bound = None if cores is None else cores[rank]
                 count = threads if bound is None else len(bound)
                 environment = launched_environment(folder, rank=rank, world=ranks, threads=count)
-                started.append(_start(folder, environment, shown=stream is not None and rank == 0, cores=bound))
+                started.append(
+                    _start(folder, environment, shown=stream is not None and rank == 0, cores=bound)
+                )
             for rank, process in enumerate(started):
                 _watch(rank, process, said, stream)
             _wait(verb, started, said, progress, again=again)
         finally:
-            _end(started, signal.SIGKILL)  # of an error here, such as Ctrl-C; otherwise all have ended
+            # of an error here, such as Ctrl-C; otherwise all have ended
+            _end(started, signal.SIGKILL)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.is_file() else None
 
 
-def _start(folder: str, environment: dict[str, str], *, shown: bool, cores: Collection[int] | None) -> subprocess.Popen[str]:
+def _start(
+    folder: str, environment: dict[str, str], *, shown: bool, cores: Collection[int] | None
+) -> subprocess.Popen[str]:
     """Start a rank, on some cores; `shown` keeps what it writes to stdout."""
 
     def prepare() -> None:
@@ -250,11 +295,15 @@ def _start(folder: str, environment: dict[str, str], *, shown: bool, cores: Coll
     )
 
 
-def _watch(rank: int, process: subprocess.Popen[str], said: Lines, stream: Callable[[str], None] | None) -> None:
+def _watch(
+    rank: int, process: subprocess.Popen[str], said: Lines, stream: Callable[[str], None] | None
+) -> None:
     """Start threads that put a rank's lines and its end into the queue, and its stdout into the stream."""
     readers = [threading.Thread(target=_listen, args=(rank, process.stderr, said), daemon=True)]
     if process.stdout is not None:
-        readers.append(threading.Thread(target=_pass_on, args=(process.stdout, stream, said), daemon=True))
+        readers.append(
+            threading.Thread(target=_pass_on, args=(process.stdout, stream, said), daemon=True)
+        )
     waiter = threading.Thread(target=_await, args=(rank, process, readers, said), daemon=True)
     for thread in (*readers, waiter):
         thread.start()
@@ -277,7 +326,9 @@ def _pass_on(pipe: IO[str], stream: Callable[[str], None], said: Lines) -> None:
         said.put(_Refused(error=error))
 
 
-def _await(rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines) -> None:
+def _await(
+    rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines
+) -> None:
     """Put the end of a rank into the queue, after what it wrote."""
     code = process.wait()
     for reader in readers:
@@ -285,7 +336,14 @@ def _await(rank: int, process: subprocess.Popen[str], readers: Sequence[threadin
     said.put(_Ended(rank=rank, code=code))
 
 
-def _wait(verb: str, started: Sequence[subprocess.Popen[str]], said: Lines, progress: Progress, *, again: str) -> None:
+def _wait(
+    verb: str,
+    started: Sequence[subprocess.Popen[str]],
+    said: Lines,
+    progress: Progress,
+    *,
+    again: str,
+) -> None:
     """Pass on what the ranks say until all have ended; end them when one fails, and raise what it said.
 
     Raises:
@@ -306,7 +364,11 @@ def _wait(verb: str, started: Sequence[subprocess.Popen[str]], said: Lines, prog
             case _Ended(rank=rank, code=code):
                 ends[rank] = code
                 if code:
-                    _end(started, signal.SIGTERM, after=_GRACE if _others_fault(code, failures[rank]) else 0.0)
+                    _end(
+                        started,
+                        signal.SIGTERM,
+                        after=_GRACE if _others_fault(code, failures[rank]) else 0.0,
+                    )
     first = _first(ends, failures)
     if first is not None:
         raise _error(first, ends[first], failures[first], ranks=len(started), again=again)
@@ -338,7 +400,9 @@ def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -
     return kind(f"rank {rank} of {ranks} failed: {failure.cause}", f"{failure.remedy}; {again}")
 
 
-def _end(started: Sequence[subprocess.Popen[str]], sign: signal.Signals, *, after: float = 0.0) -> None:
+def _end(
+    started: Sequence[subprocess.Popen[str]], sign: signal.Signals, *, after: float = 0.0
+) -> None:
     """Send a signal to the ranks that still run, `after` seconds from now; those that stay for some seconds are killed."""
     if after:
         timer = threading.Timer(after, _end, (started, sign))

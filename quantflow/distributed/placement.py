@@ -1,6 +1,7 @@
 """Which part of a tensor a rank holds, as data, and what that means for the statistics measured around it.
 
-A placement is one entry of `tensors` in measurement.json, about the linear or attention of that source name:
+A placement is one entry of `tensors` in measurement.json, about the linear or attention of that
+source name:
 
     kind        replicated   every rank holds all of it
                 column       a share of the rows of the weight [O, I], the output features: axis 0
@@ -32,11 +33,11 @@ From it follows what the ranks of one replica, which all run the same tokens, sa
     guided_input      same        same      channels          samples
     routed            same        same      same              samples
 
-same: every rank all of it. channels: each rank its own channels. samples: each rank all channels of its own samples
-(heads of queries and caches are samples of head_dim channels). partial: each rank a summand of every sample.
-The channels of a weight are its rows, the output features; those of k_heads and v_heads are heads; those of any other site
-are the last dimension of its tensor.
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+same: every rank all of it. channels: each rank its own channels. samples: each rank all channels of
+its own samples (heads of queries and caches are samples of head_dim channels). partial: each rank a
+summand of every sample. The channels of a weight are its rows, the output features; those of
+k_heads and v_heads are heads; those of any other site are the last dimension of its tensor. Source:
+Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,7 +52,19 @@ AXES = {"column": 0, "row": 1}
 Layout = Literal["same", "channels", "samples", "partial"]
 Placement = Mapping[str, Any]
 
-_KEYS = {"kind", "axis", "offset", "length", "full_shape", "output", "unit", "copies", "experts", "plan", "bound"}
+_KEYS = {
+    "kind",
+    "axis",
+    "offset",
+    "length",
+    "full_shape",
+    "output",
+    "unit",
+    "copies",
+    "experts",
+    "plan",
+    "bound",
+}
 _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 
@@ -68,16 +81,21 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
     """
     kind = placement.get("kind") if isinstance(placement, Mapping) else None
     if kind not in KINDS:
-        raise InputError(f"{where}: tensors.{name} has kind {kind!r}, expected one of {', '.join(KINDS)}", _AGAIN)
+        raise InputError(
+            f"{where}: tensors.{name} has kind {kind!r}, expected one of {', '.join(KINDS)}", _AGAIN
+        )
     offset, length, shape = (placement.get(key) for key in ("offset", "length", "full_shape"))
     cut = str(placement.get("plan")) if kind == "replicated" else kind
     checks = {
-        "full_shape": isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size >= 0 for size in shape),
+        "full_shape": isinstance(shape, list)
+        and len(shape) == 2
+        and all(type(size) is int and size >= 0 for size in shape),
         "axis": placement.get("axis") == AXES.get(kind),
         "unit": type(placement.get("unit", 1)) is int and placement.get("unit", 1) >= 1,
         "copies": placement.get("copies", False) in (False, True),
         "plan": placement.get("plan") in (None, "column", "row"),
-        "output": placement.get("output") in (*OUTPUTS.get(cut, ()), *(() if kind == "row" else (None,))),
+        "output": placement.get("output")
+        in (*OUTPUTS.get(cut, ()), *(() if kind == "row" else (None,))),
         "bound": placement.get("bound", False) in (False, True),
     }
     if kind == "expert":
@@ -92,9 +110,13 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
             checks["offset + length"] = offset + length <= shape[AXES[kind]]
     for field, right in checks.items():
         if not right:
-            raise InputError(f"{where}: tensors.{name}: {field} does not fit {dict(placement)}", _AGAIN)
+            raise InputError(
+                f"{where}: tensors.{name}: {field} does not fit {dict(placement)}", _AGAIN
+            )
     if unknown := set(placement) - _KEYS:
-        raise InputError(f"{where}: tensors.{name} has unknown fields {sorted(unknown)}", "use a newer quantflow")
+        raise InputError(
+            f"{where}: tensors.{name} has unknown fields {sorted(unknown)}", "use a newer quantflow"
+        )
 
 
 def layout(placement: Placement, site: str) -> Layout:
@@ -132,7 +154,8 @@ def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
         return [list(range(len(placements)))]
     found: dict[Any, list[int]] = {}
     for position, placement in enumerate(placements):
-        # Query heads are never copied, not even where cards share the key and value heads that the placement is about.
+        # Query heads are never copied, not even where cards share the key and value heads that the
+        # placement is about.
         found.setdefault(position if site == "query" else _piece(placement), []).append(position)
     return list(found.values())
 
@@ -148,15 +171,18 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
         return
     size, position = first["full_shape"][AXES[first["kind"]]], 0
     held = [_piece(placement) for placement in placements]
-    whole = held == sorted(held)  # neighbouring cards hold neighbouring shares, so that a group of them holds one
+    # neighbouring cards hold neighbouring shares, so that a group of them holds one
+    whole = held == sorted(held)
     for offset, length in dict.fromkeys(held):
         whole = whole and offset == position
         position += length
     if not whole or position != size:
         spans = ", ".join(f"{offset}-{offset + length}" for offset, length in held[:8])
         raise StatisticsError(
-            f"{name}: {len(placements)} cards hold {spans} of {size} along axis {AXES[first['kind']]}, in turn",
-            "measure again; shares follow each other without hole or overlap, copies beside each other",
+            f"{name}: {len(placements)} cards hold {spans} of {size} along axis "
+            f"{AXES[first['kind']]}, in turn",
+            "measure again; shares follow each other without hole or overlap, copies beside each "
+            "other",
         )
 
 
@@ -191,8 +217,8 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
 def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tuple[int, int] | None:
     """Return which of `count` units a card holds, (first, how many), or None where they do not divide.
 
-    Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to several neighbouring ones,
-    as runtimes do with key and value heads.
+    Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to
+    several neighbouring ones, as runtimes do with key and value heads.
     """
     if count % cards == 0:
         return card * (count // cards), count // cards
@@ -206,8 +232,8 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
 
     Args:
         name: its source name, for the message.
-        whole: its placement on the single rank: replicated, or an expert. Its `output` is what it will be on the cards;
-            where it has none, a row's is taken to be `reduced`.
+        whole: its placement on the single rank: replicated, or an expert. Its `output` is what it
+            will be on the cards; where it has none, a row's is taken to be `reduced`.
         cards: over how many it is cut.
         card: which of them.
 
@@ -217,7 +243,10 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
     if whole["kind"] == "expert":
         number, experts = whole["offset"], whole["experts"]
         if experts % cards:
-            raise UsageError(f"{name}: {experts} experts over {cards} cards", "use a number of cards that divides them")
+            raise UsageError(
+                f"{name}: {experts} experts over {cards} cards",
+                "use a number of cards that divides them",
+            )
         return {**whole, "length": int(number * cards // experts == card)}
     plan = whole.get("plan")
     if cards == 1 or plan is None:
@@ -225,8 +254,14 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
     size, unit = whole["full_shape"][AXES[plan]], whole.get("unit", 1)
     held = units_of(size // unit, cards=cards, card=card, copies=whole.get("copies", False))
     if held is None:
-        what = f"{size // unit} heads" if unit > 1 else f"{size} {'rows' if plan == 'column' else 'columns'}"
-        raise UsageError(f"{name}: {what} over {cards} cards", "use a number of cards that divides them")
+        what = (
+            f"{size // unit} heads"
+            if unit > 1
+            else f"{size} {'rows' if plan == 'column' else 'columns'}"
+        )
+        raise UsageError(
+            f"{name}: {what} over {cards} cards", "use a number of cards that divides them"
+        )
     placement = {
         "kind": plan,
         "axis": AXES[plan],

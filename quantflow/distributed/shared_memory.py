@@ -3,9 +3,10 @@
     counters     of each rank, 64 bytes apart: how many parts it has put there
     two rooms    a part of every rank in each; parts go to the rooms in turn
 
-A rank writes its part, then counts it, and reads when all ranks have counted as many. Who writes into a room again has seen
-all ranks count the part in between, so all have read what was in the room. Other processors see stores in the order in which
-they were made on x86; elsewhere, between machines, and for parts that are larger than a room, sockets do it.
+A rank writes its part, then counts it, and reads when all ranks have counted as many. Who writes
+into a room again has seen all ranks count the part in between, so all have read what was in the
+room. Other processors see stores in the order in which they were made on x86; elsewhere, between
+machines, and for parts that are larger than a room, sockets do it.
 """
 
 import mmap
@@ -22,11 +23,13 @@ from torch import Tensor
 from quantflow.distributed.team import connected
 from quantflow.distributed.wire import Wire
 
-_FOLDER = Path("/dev/shm")  # files that are memory; ours are removed when all ranks have opened them
+# files that are memory; ours are removed when all ranks have opened them
+_FOLDER = Path("/dev/shm")
 _ORDERED = ("x86_64", "AMD64")
 _LINE, _ROOM = 64, 1 << 20  # bytes between two counters, and of a rank's part
 _NAME = 64  # bytes of a file's name, padded
-_SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000  # looks before the first pause; seconds of one; looks between two for the others' end
+# looks before the first pause; seconds of one; looks between two for the others' end
+_SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000
 
 
 class SharedMemory:
@@ -61,7 +64,11 @@ class SharedMemory:
         self._counters[self.rank * _LINE // 8] = self._count
         for other in range(self.world):
             self._wait(other)
-        return room.clone(memory_format=torch.contiguous_format).view(part.dtype).view(self.world, *part.shape)
+        return (
+            room.clone(memory_format=torch.contiguous_format)
+            .view(part.dtype)
+            .view(self.world, *part.shape)
+        )
 
     def broadcast(self, numbers: Tensor) -> None:
         """See `Wire.broadcast`."""
@@ -113,7 +120,8 @@ def nearest(verb: str, wire: Wire) -> Wire:
     near = memory is not None and all(map(_alive, processes))
     everywhere = bool(wire.gather(torch.tensor([near])).all())
     if wire.rank == 0 and name:
-        path.unlink(missing_ok=True)  # what is mapped stays; nothing is left behind, however this ends
+        # what is mapped stays; nothing is left behind, however this ends
+        path.unlink(missing_ok=True)
     if memory is None or not everywhere:
         return wire
     return SharedMemory(verb, wire, memory, processes=processes)

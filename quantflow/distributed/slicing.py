@@ -22,8 +22,8 @@ def cut(weight: QTensor, part: slice, *, axis: int) -> QTensor:
         axis: 0 takes rows, 1 columns.
 
     Returns:
-        [length, I] or [O, length], with the scales of the whole that it shares: of columns of per_channel weights those of
-        whole rows.
+        [length, I] or [O, length], with the scales of the whole that it shares: of columns of
+        per_channel weights those of whole rows.
 
     Raises:
         SchemeError: a group would be split.
@@ -53,16 +53,27 @@ def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
         SchemeError: parts that share scales have different ones.
     """
     first = parts[0]
-    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(first.qvalue.dtype)
+    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(
+        first.qvalue.dtype
+    )
     grids = []
-    for found in ([part.scale for part in parts], [part.zero_point for part in parts if part.zero_point is not None]):
+    for found in (
+        [part.scale for part in parts],
+        [part.zero_point for part in parts if part.zero_point is not None],
+    ):
         if not found or _follow(first.scheme, axis):
             grids.append(torch.cat(found, dim=axis) if found else None)
         else:
             grids.append(_one(found, first.scheme))
     scale, zero_point = grids
     assert scale is not None  # every part has one
-    return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=first.scheme, global_scale=first.global_scale)
+    return QTensor(
+        qvalue=qvalue,
+        scale=scale,
+        zero_point=zero_point,
+        scheme=first.scheme,
+        global_scale=first.global_scale,
+    )
 
 
 def _follow(scheme: TensorScheme, axis: int) -> bool:
@@ -75,7 +86,8 @@ def _groups(scheme: TensorScheme, part: slice) -> slice:
     size = scheme.group_size
     if size is None or part.start % size or part.stop % size:
         raise SchemeError(
-            f"columns {part.start} to {part.stop} of groups of {size}", "cut where groups end, or choose smaller groups"
+            f"columns {part.start} to {part.stop} of groups of {size}",
+            "cut where groups end, or choose smaller groups",
         )
     return slice(part.start // size, part.stop // size)
 

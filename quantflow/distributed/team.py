@@ -7,12 +7,14 @@ They share a layer's work, not its arithmetic, so that every bit is that of one 
                     group, in sample order, and adds them up as one process does
     the rest        every card does: smoothing, the canary, and the layer from what all groups became
 
-One card is a team too: it does everything, and nothing is sent. Only values go between cards, in JSON and as raw bytes.
+One card is a team too: it does everything, and nothing is sent. Only values go between cards, in
+JSON and as raw bytes.
 
-Tensors of a device go from card to card by torch's own backend of that device, NCCL of CUDA, and what is in host memory by
-gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for the device its tensors go through host memory.
-A backend such as NCCL matches what is sent and what is received by their order, and lets neither overtake the other. So
-`Team.gather` has one order of all transfers, in which every card takes its turn.
+Tensors of a device go from card to card by torch's own backend of that device, NCCL of CUDA, and
+what is in host memory by gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for
+the device its tensors go through host memory. A backend such as NCCL matches what is sent and what
+is received by their order, and lets neither overtake the other. So `Team.gather` has one order of
+all transfers, in which every card takes its turn.
 """
 
 import json
@@ -33,7 +35,8 @@ from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_
 from quantflow.errors import ResourceError
 
 MEETING = timedelta(seconds=60)  # in which all cards have to be there
-PATIENCE = timedelta(days=1)  # cards wait for each other's arithmetic; one that dies breaks its connections at once
+# cards wait for each other's arithmetic; one that dies breaks its connections at once
+PATIENCE = timedelta(days=1)
 GRACE = 3.0  # seconds in which torchrun ends the others of one that failed; it looks twice a second
 HOST_BACKEND = "gloo"  # torch's backend of tensors in host memory
 
@@ -48,7 +51,8 @@ class Team:
         rank, world: which card of how many.
         group: torch's process group of all of them; None where there is one.
         device: where this card's tensors are.
-        direct: the group has a backend of the device, so that its tensors do not go through host memory.
+        direct: the group has a backend of the device, so that its tensors do not go through host
+            memory.
     """
 
     rank: int = 0
@@ -75,12 +79,13 @@ class Team:
     ) -> None:
         """Add up the inputs of this card's groups, of the sequences that the cards have just run, in their order.
 
-        The cards take turns: in the turn of a card the others get what it ran, and everybody adds up its own groups' inputs
-        of that sequence. Beside its own inputs one of another card's is in memory at a time.
+        The cards take turns: in the turn of a card the others get what it ran, and everybody adds
+        up its own groups' inputs of that sequence. Beside its own inputs one of another card's is
+        in memory at a time.
 
         Args:
-            inputs: group -> its input of this card's sequence, [1, S, K] float32 on the device; emptied. Nothing where it ran
-                none.
+            inputs: group -> its input of this card's sequence, [1, S, K] float32 on the device;
+                emptied. Nothing where it ran none.
             features: group -> K, of every group that somebody adds up.
             tokens: S of each card's sequence; the cards after these ran none.
             add: takes a group and its input of the next sequence, on the device.
@@ -88,7 +93,11 @@ class Team:
         sends: list[Any] = []
         for rank, length in enumerate(tokens):
             if rank == self.rank:  # first what others wait for
-                sends = [self._post(inputs.pop(number), number) for number in features if not self.owns(number)]
+                sends = [
+                    self._post(inputs.pop(number), number)
+                    for number in features
+                    if not self.owns(number)
+                ]
             for number in filter(self.owns, features):
                 if rank != self.rank:
                     add(number, self._receive((1, length, features[number]), rank, number))
@@ -115,16 +124,25 @@ class Team:
             found, about = self.broadcast(fetched(tensors, device), about, number=number)
             return {name: device.put(tensor) for name, tensor in found.items()}, about
         owner, mine = number % self.world, self.owns(number)
-        specs = [[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+        specs = [
+            [name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()
+        ]
         text = bytearray(json.dumps([specs, about]).encode()) if mine else bytearray()
         size = self._from(owner, torch.tensor([len(text)]))
         head = self._from(
-            owner, torch.frombuffer(text, dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+            owner,
+            torch.frombuffer(text, dtype=torch.uint8)
+            if mine
+            else torch.empty(int(size), dtype=torch.uint8),
         )
         specs, about = json.loads(head.numpy().tobytes())
         found = {}
         for name, dtype, shape in specs:
-            tensor = tensors[name].contiguous() if mine else torch.empty(shape, dtype=DTYPES[dtype], device=device.kind)
+            tensor = (
+                tensors[name].contiguous()
+                if mine
+                else torch.empty(shape, dtype=DTYPES[dtype], device=device.kind)
+            )
             self._from(owner, tensor.reshape(-1).view(torch.uint8))
             found[name] = tensor
         return found, about
@@ -150,7 +168,9 @@ class Team:
         """Send a group's input to its owner; what is returned is waited for before the tensor may change."""
         sent = tensor if self.direct else self.device.fetch(tensor)
         with connected():
-            return distributed.isend(sent.contiguous(), number % self.world, group=self.group, tag=number)
+            return distributed.isend(
+                sent.contiguous(), number % self.world, group=self.group, tag=number
+            )
 
     def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
         """Return a group's input from the card that ran the sequence, float32 on the device."""
@@ -179,7 +199,8 @@ def meet(timeout: timedelta, device: Device = HOST) -> None:
 
     Args:
         timeout: in which all have to be there.
-        device: whose tensors they exchange, beside those of host memory, where torch has a backend for it.
+        device: whose tensors they exchange, beside those of host memory, where torch has a backend
+            for it.
     """
     folder, launched, own = launched_folder(), launched_rank(), backend_of(device)
     backend = HOST_BACKEND
@@ -190,14 +211,17 @@ def meet(timeout: timedelta, device: Device = HOST) -> None:
         return
     rank, world = launched
     store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]  # torch names it in its docs alone
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=timeout
+    )
 
 
 @contextmanager
 def together(*, rank: int, world: int, device: Device = HOST) -> Iterator[Team]:
     """Yield the team of the processes that were started together, this one among them.
 
-    After an error nothing is closed: the others learn of it when this process ends, after it has said what was wrong.
+    After an error nothing is closed: the others learn of it when this process ends, after it has
+    said what was wrong.
 
     Args:
         rank: which process.
@@ -224,7 +248,10 @@ def connected(verb: str = "quantize") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun names the rank that fails first: let it end this one
+        # torchrun names the rank that fails first: let it end this one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)
         told = " ".join(str(error).split())
-        raise ResourceError(f"{verb}: {LOST}: {told}", "look what it said; the same command continues") from error
+        raise ResourceError(
+            f"{verb}: {LOST}: {told}", "look what it said; the same command continues"
+        ) from error

@@ -1,12 +1,13 @@
 """One rank's share of a model that transformers' own tensor-parallel plan cuts over several.
 
-The layers run as the library runs them: its hooks are installed on every linear that the plan names, so a column-sharded
-linear computes some of the outputs, and a row-sharded one takes some of the inputs and adds its products to those of the
-other ranks. Ours is where the weights come from: of a cut weight a rank reads its slice from the files, and nothing else.
-Embeddings, norms and the head stay whole; of an embedding only the rows of the tokens are read anyway.
+The layers run as the library runs them: its hooks are installed on every linear that the plan
+names, so a column-sharded linear computes some of the outputs, and a row-sharded one takes some of
+the inputs and adds its products to those of the other ranks. Ours is where the weights come from:
+of a cut weight a rank reads its slice from the files, and nothing else. Embeddings, norms and the
+head stay whole; of an embedding only the rows of the tokens are read anyway.
 
-Ranks add up in an order of their own, so what leaves a row-sharded linear differs from a whole model's in the last bits.
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+Ranks add up in an order of their own, so what leaves a row-sharded linear differs from a whole
+model's in the last bits. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from collections.abc import Iterable, Mapping
@@ -67,7 +68,14 @@ class RankShare:
     def ahead(self) -> None:
         """Return None: nothing is read ahead."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+    def fill_(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: Device = HOST,
+    ) -> None:
         """Give parameters of a module their values, of a cut linear this rank's slice: name in `module` -> source name."""
         for name, source in names.items():
             materialize_(module, {name: device.put(self._slice(source, dtype))}, dtype=dtype)
@@ -80,7 +88,8 @@ class RankShare:
         linear, _, leaf = name.rpartition(".")
         placement = self.placements.get(linear, {"kind": "replicated"})
         if placement["kind"] not in STYLES or (placement["kind"] == "row" and leaf != "weight"):
-            return self.source.read([name], dtype)[name]  # the bias of a row is added once, after the sum
+            # the bias of a row is added once, after the sum
+            return self.source.read([name], dtype)[name]
         part = slice(placement["offset"], placement["offset"] + placement["length"])
         file, info = self.source.checkpoint.tensors[name]
         path = self.source.checkpoint.folder / file
@@ -107,12 +116,18 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
         if placement["kind"] == "replicated":
             continue
         if placement["kind"] not in STYLES:
-            raise UnsupportedError(f"{name}: is {placement['kind']}, only columns and rows are cut", "use --tp 1")
+            raise UnsupportedError(
+                f"{name}: is {placement['kind']}, only columns and rows are cut", "use --tp 1"
+            )
         module = stream.model.get_submodule(name)
         for leaf in ("weight", "bias"):
             parameter = getattr(module, leaf, None)
             if parameter is not None and (leaf == "weight" or placement["kind"] == "column"):
                 shape = list(parameter.shape)
                 shape[placement["axis"]] = placement["length"]
-                setattr(module, leaf, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+                setattr(
+                    module,
+                    leaf,
+                    nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False),
+                )
         ALL_PARALLEL_STYLES[STYLES[placement["kind"]]].install_forward(module, mesh)

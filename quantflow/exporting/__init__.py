@@ -1,6 +1,7 @@
 """The artifact's files: weights, ledger, model card, other runtimes' files, and the proof.
 
-`EXPORTERS` is the only registry of formats that `export` writes. A row names its module, which is imported when it is used.
+`EXPORTERS` is the only registry of formats that `export` writes. A row names its module, which is
+imported when it is used.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ class ExportRequest:
     """What is asked of an exporter.
 
     Attributes:
-        source: what the exporter takes: a finished quantize folder, a measurement, a model or an artifact.
+        source: what the exporter takes: a finished quantize folder, a measurement, a model or an
+            artifact.
         output: the folder that it writes.
         options: the recipe's words; an exporter reads its own of them.
         model: the source model, where the exporter knows of one.
@@ -50,8 +52,10 @@ class Exporter:
         takes: what its source is, in words.
         reader: what reads its files, in words.
         options: words of the recipe's `export` that it reads.
-        foreign: the same for a source that another program quantized; None where `module` takes that too, or nothing does.
-        module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does it and returns the folder.
+        foreign: the same for a source that another program quantized; None where `module` takes
+            that too, or nothing does.
+        module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does
+            it and returns the folder.
         takes_model: the source may be a model, by any of its names.
     """
 
@@ -66,15 +70,20 @@ class Exporter:
         """Return the job, a record.
 
         Raises:
-            UsageError: the request contradicts itself, or has an option that this format does not read.
+            UsageError: the request contradicts itself, or has an option that this format does not
+                read.
         """
         for item in fields(Export):
             given = getattr(request.options, item.name)
             if item.name not in ("format", *self.options) and given != item.default:
                 cause = f"export: {item.name} {given} beside format {request.options.format}"
-                raise UsageError(cause, f"leave it out; this format reads {', '.join(self.options)}")
+                raise UsageError(
+                    cause, f"leave it out; this format reads {', '.join(self.options)}"
+                )
         other = self.foreign is not None and is_foreign(request.source)
-        return import_module(self.foreign if other and self.foreign else self.module).requested(request)
+        return import_module(self.foreign if other and self.foreign else self.module).requested(
+            request
+        )
 
     def run(self, job: Any, progress: Progress, *, prover: Any = None) -> Path:
         """Do what `job` returned, and return the folder.
@@ -82,7 +91,8 @@ class Exporter:
         Args:
             job: of this exporter.
             progress: is told how far it is.
-            prover: a process that has started to prove an artifact (quantflow/exporting/proof.py), for the format of artifacts.
+            prover: a process that has started to prove an artifact (quantflow/exporting/proof.py),
+                for the format of artifacts.
 
         Raises:
             QuantflowError: as the format's module.
@@ -118,7 +128,8 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gaudi_export",
         ),
         "gguf": Exporter(
-            takes="a model as it is, or an artifact: in llama.cpp's types where it was quantized to them, else dequantized",
+            takes="a model as it is, or an artifact: in llama.cpp's types where it was quantized "
+            "to them, else dequantized",
             reader="llama.cpp and its own quantizers",
             options=("dtype",),
             module="quantflow.exporting.gguf_export",
@@ -126,12 +137,20 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
         "gptq": _of_layout("vLLM, and what else reads GPTQ's layout, version 1"),
         "gptq_v2": _of_layout("what reads GPTQ's layout, version 2, which has zero points of 0"),
-        "auto_round": _of_layout("AutoRound, and what else reads its format; linears may differ in bits"),
+        "auto_round": _of_layout(
+            "AutoRound, and what else reads its format; linears may differ in bits"
+        ),
         "awq": _of_layout("vLLM, and what else reads AWQ's gemm layout"),
         "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
-        "modelopt": _of_layout("TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)),
-        "mxfp4": _of_layout("what reads gpt-oss as it was published: its experts alone", options=("shard_size",)),
-        "ipex": _of_layout("Intel's extension for PyTorch, as its low-precision checkpoint", options=("dtype",)),
+        "modelopt": _of_layout(
+            "TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)
+        ),
+        "mxfp4": _of_layout(
+            "what reads gpt-oss as it was published: its experts alone", options=("shard_size",)
+        ),
+        "ipex": _of_layout(
+            "Intel's extension for PyTorch, as its low-precision checkpoint", options=("dtype",)
+        ),
         "openvino": Exporter(
             takes="an artifact, or a folder that another program quantized; no value changes",
             reader="OpenVINO and OpenVINO GenAI",

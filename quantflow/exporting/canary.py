@@ -24,7 +24,8 @@ def prove_canary(folder: Path, quantized: Path) -> str | None:
     """Run the canary through the artifact, whose files have been verified, one layer in memory at a time.
 
     Returns:
-        What the lean decoder, which claims to run it, computes otherwise than transformers' modules, in a sentence; or None.
+        What the lean decoder, which claims to run it, computes otherwise than transformers'
+        modules, in a sentence; or None.
 
     Raises:
         IntegrityError: naming the layer that differs.
@@ -40,7 +41,8 @@ def device_of(summary: Mapping[str, Any]) -> Device:
     """Return the device that quantize ran on, by the quantize.json that it wrote.
 
     Raises:
-        UnsupportedError: it is not there, or another model, driver or library is, whose bits are others.
+        UnsupportedError: it is not there, or another model, driver or library is, whose bits are
+            others.
     """
     made_on = summary.get("device")
     if made_on is None:
@@ -50,8 +52,10 @@ def device_of(summary: Mapping[str, Any]) -> Device:
     for word, there in made_on.items():
         if found.get(word) != there:
             raise UnsupportedError(
-                f"{made_on['name']}: the layers were computed with {word} {there!r}, here it is {found.get(word)!r}",
-                "bits differ between devices: export on the machine that quantized, or quantize again on this one",
+                f"{made_on['name']}: the layers were computed with {word} {there!r}, here it is "
+                f"{found.get(word)!r}",
+                "bits differ between devices: export on the machine that quantized, or quantize "
+                "again on this one",
             )
     return device
 
@@ -62,7 +66,12 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
     infos, _ = read_header(quantized / "canary.safetensors")
     tokens = read_tensor(quantized / "canary.safetensors", infos["tokens"])
     expected = read_json(quantized / "canary.json")
-    stream = LayerStream(on_device, graph := graph_for(artifact.config), cache=rounder(artifact, device), device=device)
+    stream = LayerStream(
+        on_device,
+        graph := graph_for(artifact.config),
+        cache=rounder(artifact, device),
+        device=device,
+    )
     states = stream.begin([tokens])
     check = LeanCheck(artifact)
     claims = check.reason is None
@@ -74,13 +83,16 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
         left = tensor_hash(output := device.fetch(states[0].hidden))
         if left != right:
             raise IntegrityError(
-                f"layer {layer.index}: the artifact computes {left[:16]} on the canary, quantize computed {right[:16]}",
+                f"layer {layer.index}: the artifact computes {left[:16]} on the canary, quantize "
+                f"computed {right[:16]}",
                 "this is a defect in the layout or the loader; keep the folder and report it",
             )
         check.layer(layer.index, given, output)
     logits = device.fetch(stream.finish(states[0].hidden))
     if tensor_hash(logits) != expected["logits"]:
-        raise IntegrityError("logits: differ from quantize's on the canary", "keep the folder and report it")
+        raise IntegrityError(
+            "logits: differ from quantize's on the canary", "keep the folder and report it"
+        )
     check.logits(device.fetch(states[0].hidden), logits)
     return check.reason if claims else None
 

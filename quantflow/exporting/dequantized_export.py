@@ -6,8 +6,9 @@ Resumes  a finished result of the same inputs is left alone
 Fails    2 a folder that is no artifact, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
          6 inputs that are mixed on their way, 7 a file differs from its hash, or from what was written
 
-A weight that its source keeps transposed, or with those of other experts in one tensor, is put there again. Weights alone are
-written: inputs and caches are no longer rounded. One tensor of the result is in memory at a time.
+A weight that its source keeps transposed, or with those of other experts in one tensor, is put
+there again. Weights alone are written: inputs and caches are no longer rounded. One tensor of the
+result is in memory at a time.
 """
 
 from collections.abc import Mapping
@@ -43,7 +44,8 @@ class DequantizedExportJob:
 
     Attributes:
         source: an artifact.
-        dtype: of weights that were quantized, a key of `CHOICES`; None: one that holds them exactly. The others keep theirs.
+        dtype: of weights that were quantized, a key of `CHOICES`; None: one that holds them
+            exactly. The others keep theirs.
         shard_size: the most bytes of one weight file.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
@@ -93,34 +95,51 @@ def run(job: DequantizedExportJob, progress: Progress) -> Path:
         stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
         _refuse_rotations(artifact)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            _write(folder, artifact, CHOICES[dtype], limit=parse_size(job.shard_size), progress=progress)
+            _write(
+                folder,
+                artifact,
+                CHOICES[dtype],
+                limit=parse_size(job.shard_size),
+                progress=progress,
+            )
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())
     if rounded:
-        progress.say(f"export {job.output.name}: weights alone; the inputs of {rounded} linears are no longer rounded")
+        progress.say(
+            f"export {job.output.name}: weights alone; the inputs of {rounded} linears are no "
+            "longer rounded"
+        )
     return job.output
 
 
 def _exact(artifact: Artifact) -> str:
     """Return a dtype that holds every weight as it is: bfloat16 those of e2m1, whose scales are powers of two."""
     schemes = [placement.scheme.weights for placement in artifact.linears.values()]
-    return _DEFAULT if all((one.scale_format, one.num_bits) == ("e8m0", 4) for one in schemes) else _EXACT
+    return (
+        _DEFAULT
+        if all((one.scale_format, one.num_bits) == ("e8m0", 4) for one in schemes)
+        else _EXACT
+    )
 
 
 def _refuse_rotations(artifact: Artifact) -> None:
     for name, placement in artifact.linears.items():
         if placement.scheme.rotation is not None:
-            cause = (
-                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which its source's code does not do"
-            )
+            cause = f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which its source's code does not do"
             raise UnsupportedError(cause, "quantize with hadamard: {down: false}")
 
 
-def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, progress: Progress) -> None:
+def _write(
+    folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, progress: Progress
+) -> None:
     """Write every file of the result, and read its headers again."""
     split = _split(artifact)
     specs = _specs(artifact, split, dtype)
     tensors = ((name, _tensor(artifact, split, name, *spec)) for name, spec in specs.items())
-    config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
+    config = {
+        key: value
+        for key, value in artifact.checkpoint.config.items()
+        if key != "quantization_config"
+    }
     write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
     write_beside(folder, artifact.checkpoint, config)
     require_headers(folder, specs)
@@ -130,7 +149,9 @@ def _split(artifact: Artifact) -> dict[str, SplitTensor]:
     """Return the tensors that the model's own code reads whole, and the folder holds in parts or transposed."""
     names, whole, shapes = set(artifact.names), set[str](), dict[str, tuple[int, ...]]()
     if artifact.manifest:
-        shapes = {entry["name"]: tuple(entry["shape"]) for entry in artifact.manifest["ledger"]["tensors"]}
+        shapes = {
+            entry["name"]: tuple(entry["shape"]) for entry in artifact.manifest["ledger"]["tensors"]
+        }
     else:  # another program's folder has what is not quantized as the model's code reads it
         whole = {name for name in names if name.removesuffix(".weight") not in artifact.linears}
     return {
@@ -140,7 +161,9 @@ def _split(artifact: Artifact) -> dict[str, SplitTensor]:
     }
 
 
-def _specs(artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype) -> dict[str, Spec]:
+def _specs(
+    artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype
+) -> dict[str, Spec]:
     """Return dtype, as safetensors names it, and shape of every tensor of the result."""
     inside = {part.name: name for name, whole in split.items() for part in whole.parts}
     specs: dict[str, Spec] = {}
@@ -148,7 +171,11 @@ def _specs(artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dt
         linear = name.removesuffix(".weight")
         quantized = linear in artifact.linears and name != linear
         info = None if quantized else artifact.checkpoint.infos[name]
-        kind, shape = (NAMES[dtype], artifact.linears[linear].shape) if info is None else (info.dtype, info.shape)
+        kind, shape = (
+            (NAMES[dtype], artifact.linears[linear].shape)
+            if info is None
+            else (info.dtype, info.shape)
+        )
         whole = inside.get(name)
         if whole is None:
             specs[name] = (kind, shape)
@@ -157,7 +184,13 @@ def _specs(artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dt
     return specs
 
 
-def _tensor(artifact: Artifact, split: Mapping[str, SplitTensor], name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(
+    artifact: Artifact,
+    split: Mapping[str, SplitTensor],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+) -> Tensor:
     """Return a tensor of the result."""
     if name not in split:
         return _read(artifact, name).to(DTYPES[dtype])

@@ -27,7 +27,13 @@ from quantflow.files.checkpoint import CONFIG, INDEX
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.files.ledger import FileEntry, Ledger
-from quantflow.files.manifest import MANIFEST_NAME, build_manifest, read_manifest, with_note, write_manifest
+from quantflow.files.manifest import (
+    MANIFEST_NAME,
+    build_manifest,
+    read_manifest,
+    with_note,
+    write_manifest,
+)
 from quantflow.files.safetensors_header import read_header
 from quantflow.files.side_files import is_side_file
 from quantflow.files.verify import verify
@@ -47,7 +53,8 @@ from quantflow.progress import Progress
 from quantflow.quantizing import head_file
 from quantflow.quantizing.shards.share import refuse_shards
 
-LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a layer's record, in the manifest
+# of a layer's record, in the manifest
+LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,19 +101,30 @@ def check(job: ExportJob) -> None:
         UsageError: an unknown format, or a folder that is the quantized one.
     """
     if job.format not in FORMATS:
-        raise UsageError(f"format {job.format!r} of a quantized model is unknown", nearest(job.format, list(FORMATS)))
+        raise UsageError(
+            f"format {job.format!r} of a quantized model is unknown",
+            nearest(job.format, list(FORMATS)),
+        )
     if job.output.resolve() == job.quantized.resolve():
-        raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
+        raise UsageError(
+            f"{job.output}: the artifact's folder and the quantized one", "give two folders"
+        )
 
 
 def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> Path:
     """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
     check(job)
     refuse_shards(job.quantized)
-    record = stage_folder.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
+    record = stage_folder.require_done(
+        job.quantized, stage="quantize", unread="layers/*.safetensors"
+    )
     _require_recorded(record["files"], job.quantized)
     summary = read_summary(job.quantized)
-    asked = [job.format, parse_size(job.shard_size), *(["measure_inputs"] if job.measure_inputs else [])]
+    asked = [
+        job.format,
+        parse_size(job.shard_size),
+        *(["measure_inputs"] if job.measure_inputs else []),
+    ]
     made_from = digest_of([record["inputs"], *asked])
     with stage_folder.locked(job.output):
         if _is_up_to_date(job.output, made_from):
@@ -119,7 +137,8 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         expected, found = _model_of(record, job.quantized), fingerprint(source.checkpoint, digests)
         if found != expected:
             raise InputError(
-                f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
+                f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made "
+                f"from {expected[:16]}",
                 "give the model that was quantized with --model, or quantize this one",
             )
         _require_linears(summary, source, job.quantized)
@@ -131,9 +150,16 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
             places = (folder, job.quantized, source.checkpoint.folder)
-            notes = _prove(partial(proof.prove, *places, workers=allowance.workers, measures=job.measure_inputs), links)
+            notes = _prove(
+                partial(
+                    proof.prove, *places, workers=allowance.workers, measures=job.measure_inputs
+                ),
+                links,
+            )
             if reason := notes.get("lean_decoder"):
-                progress.say(f"export {job.output.name}: the lean decoder will not run it: {reason}")
+                progress.say(
+                    f"export {job.output.name}: the lean decoder will not run it: {reason}"
+                )
             for key, note in notes.items():
                 write_manifest(folder, with_note(read_manifest(folder), key, note))
         used = process_memory.largest_peak()
@@ -162,10 +188,17 @@ def _require_recorded(files: Mapping[str, Any], quantized: Path) -> None:
     Raises:
         InputError: naming the first.
     """
-    paths = [quantized / SUMMARY, *(quantized / "layers").glob("*.json"), *(quantized / "layers").glob("*.safetensors")]
+    paths = [
+        quantized / SUMMARY,
+        *(quantized / "layers").glob("*.json"),
+        *(quantized / "layers").glob("*.safetensors"),
+    ]
     missing = sorted({path.relative_to(quantized).as_posix() for path in paths} - files.keys())
     if missing:
-        raise InputError(f"{quantized / stage_folder.DONE}: files: has no {missing[0]}", "quantize the model again")
+        raise InputError(
+            f"{quantized / stage_folder.DONE}: files: has no {missing[0]}",
+            "quantize the model again",
+        )
 
 
 def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: Path) -> None:
@@ -174,7 +207,9 @@ def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: 
     Raises:
         InputError: naming the first.
     """
-    missing = [name for name in graph_for(source.config).linears if name not in summary["plan"]["schemes"]]
+    missing = [
+        name for name in graph_for(source.config).linears if name not in summary["plan"]["schemes"]
+    ]
     if missing:
         cause = f"{quantized / SUMMARY}: plan.schemes: nothing of {missing[0]}, which the model has"
         raise InputError(cause, "quantize the model again")
@@ -182,7 +217,13 @@ def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: 
 
 def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
     size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
-    return allow_export(job.resources, size, plan_from(summary), shard_size=parse_size(job.shard_size), folder=job.output)
+    return allow_export(
+        job.resources,
+        size,
+        plan_from(summary),
+        shard_size=parse_size(job.shard_size),
+        folder=job.output,
+    )
 
 
 def _is_up_to_date(folder: Path, made_from: str) -> bool:
@@ -200,14 +241,19 @@ def _refuse_other_result(job: ExportJob, made_from: str) -> None:
     if not job.output.exists() or not any(job.output.iterdir()):
         return
     if not (job.output / MANIFEST_NAME).is_file():
-        raise UsageError(f"{job.output}: holds files and no {MANIFEST_NAME}", "choose another -o, or an empty folder")
+        raise UsageError(
+            f"{job.output}: holds files and no {MANIFEST_NAME}",
+            "choose another -o, or an empty folder",
+        )
     try:
         other = read_manifest(job.output)["made_from"] != made_from
         cause = "was made from other inputs"
     except QuantflowError:
         other, cause = True, f"has a damaged {MANIFEST_NAME}"
     if other and not job.replace:
-        raise UsageError(f"{job.output}: {cause}", "choose another -o, or pass --force to replace it")
+        raise UsageError(
+            f"{job.output}: {cause}", "choose another -o, or pass --force to replace it"
+        )
 
 
 def _write(
@@ -230,7 +276,9 @@ def _write(
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
     entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
     ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
-    sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
+    sizes = {
+        name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files
+    }
     stored = {name: info for name, (_, info) in source.checkpoint.located.items()}
     ledger.check(stored, source_files=sizes)
     body = {
@@ -238,7 +286,9 @@ def _write(
         "source": {
             "name": summary["source"]["name"],
             "revision": summary["source"]["revision"],
-            "files": {name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)},
+            "files": {
+                name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)
+            },
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
         "measurement": summary["measurement"],
@@ -246,7 +296,13 @@ def _write(
         "ledger": ledger.to_json(),
         "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
         **(
-            {"head": {"linear": plan.head.linear, "errors": head["errors"], "decisions": head["decisions"]}}
+            {
+                "head": {
+                    "linear": plan.head.linear,
+                    "errors": head["errors"],
+                    "decisions": head["decisions"],
+                }
+            }
             if plan.head
             else {}
         ),
@@ -254,8 +310,11 @@ def _write(
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
     }
-    # The proof reads every file and compares it with these hashes, so what is hashed already is not hashed here again.
-    hashes = {name: record["files"][f"layers/{path.name}"]["sha256"] for name, path in links.items()}
+    # The proof reads every file and compares it with these hashes, so what is hashed already is not
+    # hashed here again.
+    hashes = {
+        name: record["files"][f"layers/{path.name}"]["sha256"] for name, path in links.items()
+    }
     manifest = build_manifest(folder, body=body, hashes=hashes)
     disk.write_file(folder / "README.md", model_card(manifest).encode())
     write_manifest(folder, manifest)
@@ -263,7 +322,10 @@ def _write(
 
 
 def _proof_of(
-    job: ExportJob, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], head: Mapping[str, Any]
+    job: ExportJob,
+    summary: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Any]],
+    head: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what the manifest says about the proof that is given before the artifact is published."""
     if summary["proof"] == "tensors":
@@ -272,11 +334,20 @@ def _proof_of(
     canary = read_json(job.quantized / "canary.json")
     made_on = {word: value for word, value in summary.get("device", {}).items() if word != "name"}
     device = {"device": made_on} if made_on else {}
-    return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary), **device}
+    return {
+        "kind": "canary",
+        "layers": len(canary["layers"]),
+        "digest": digest_of(canary),
+        **device,
+    }
 
 
 def _write_weights(
-    folder: Path, job: ExportJob, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
+    folder: Path,
+    job: ExportJob,
+    source: ModelFiles,
+    graph: Graph,
+    recorded: Mapping[str, Mapping[str, Any]],
 ) -> Mapping[str, Path]:
     """Write the shards; return which of them are links to what.
 
@@ -285,7 +356,9 @@ def _write_weights(
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     changed = _outside(job.quantized)
-    replaced = {f"{linear}.weight" for linear in head_file.record_of(job.quantized).get("errors", ())}
+    replaced = {
+        f"{linear}.weight" for linear in head_file.record_of(job.quantized).get("errors", ())
+    }
     outside = [
         changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
@@ -297,7 +370,10 @@ def _write_weights(
     shards = shards_for(outside, layers, limit=parse_size(job.shard_size))
     links = linked(shards)
     for path in paths:
-        if path not in links.values() and file_digest(path) != recorded[f"layers/{path.name}"]["sha256"]:
+        if (
+            path not in links.values()
+            and file_digest(path) != recorded[f"layers/{path.name}"]["sha256"]
+        ):
             raise _damaged(path)
     write_shards(folder, shards)
     return links
@@ -314,7 +390,9 @@ def _stored(path: Path) -> list[Stored]:
 
 
 def _damaged(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path}: differs from the hash in {stage_folder.DONE}", "run `quantflow quantize` again")
+    return IntegrityError(
+        f"{path}: differs from the hash in {stage_folder.DONE}", "run `quantflow quantize` again"
+    )
 
 
 def _model_files(source: ModelFiles) -> list[str]:
@@ -323,7 +401,8 @@ def _model_files(source: ModelFiles) -> list[str]:
     return [
         name
         for name in checkpoint.files
-        if name in (CONFIG, INDEX, *checkpoint.shards) or is_side_file(name, source.checkpoint.config)
+        if name in (CONFIG, INDEX, *checkpoint.shards)
+        or is_side_file(name, source.checkpoint.config)
     ]
 
 
@@ -340,7 +419,9 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
             action, reason = "copied", "side file"
             disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)
-        entries.append(FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason))  # type: ignore[arg-type]
+        entries.append(
+            FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason)
+        )  # type: ignore[arg-type]
     return tuple(entries)
 
 

@@ -9,8 +9,9 @@ Fails    2 options that contradict each other, 3 unusable input, 5 the folder is
     hqt_output/<prefix>_hooks_maxabs...     maxima (npz, json, mod_list) and the scales derived from them
     vllm/<name>_g2.json, vllm/g2/...        the same for vLLM, in the names of its modules; from our measurements only
 
-The first inputs of attention's products are what was measured, the second ones the caches'. Where a scale per channel is
-wanted for several ranks, the toolkit derives it: each of its ranks holds a part of the channels.
+The first inputs of attention's products are what was measured, the second ones the caches'. Where a
+scale per channel is wanted for several ranks, the toolkit derives it: each of its ranks holds a
+part of the channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,15 @@ from quantflow.exporting import ExportRequest
 from quantflow.files import stage_folder
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
-from quantflow.formats.gaudi.files import GaudiFiles, config_table, has_scales, kept, needs_weights, write_ours, write_theirs
+from quantflow.formats.gaudi.files import (
+    GaudiFiles,
+    config_table,
+    has_scales,
+    kept,
+    needs_weights,
+    write_ours,
+    write_theirs,
+)
 from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
@@ -53,8 +62,10 @@ class GaudiExportJob:
         device: gaudi2, gaudi3, or cpu for the toolkit's emulation.
         config: what the files are for.
         name: of the QUANT_CONFIG, without `.json`.
-        keep_originals: keep Gaudi's own files beside the postprocessed ones, their names begun with `orig_`.
-        model: the source folder; needed by scale methods that look at weights, and compared with the measurement's.
+        keep_originals: keep Gaudi's own files beside the postprocessed ones, their names begun with
+            `orig_`.
+        model: the source folder; needed by scale methods that look at weights, and compared with
+            the measurement's.
         replace: redo a finished result that was made from other inputs, instead of refusing.
     """
 
@@ -116,7 +127,13 @@ def run(job: GaudiExportJob, progress: Progress) -> Path:
     source = None if job.model is None else open_files(job.model)
     model = None if source is None else _same_model(job, measured, source)
     made_from = {"measurement": measured.digest, "model": model, "version": VERSION, **_said(job)}
-    files = GaudiFiles(config=job.config, name=job.name, device=str(job.device), target=goal, read_weight=_reader(source))
+    files = GaudiFiles(
+        config=job.config,
+        name=job.name,
+        device=str(job.device),
+        target=goal,
+        read_weight=_reader(source),
+    )
     with stage_folder.locked(job.output):
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
@@ -126,7 +143,13 @@ def run(job: GaudiExportJob, progress: Progress) -> Path:
             if measured.ours:
                 write_ours(folder, measured.ranks, files)
             else:
-                write_theirs(folder, measured.ranks, files, observer=measured.observer, keep_originals=job.keep_originals)
+                write_theirs(
+                    folder,
+                    measured.ranks,
+                    files,
+                    observer=measured.observer,
+                    keep_originals=job.keep_originals,
+                )
         _report(job, measured.ranks, goal, progress)
     return job.output
 
@@ -138,13 +161,20 @@ def _target(job: GaudiExportJob) -> Target:
         UsageError: no device, or a configuration that it does not take.
     """
     if job.device is None:
-        raise UsageError("export: format inc without a device", f"give --device {', '.join(DEVICES)}")
+        raise UsageError(
+            "export: format inc without a device", f"give --device {', '.join(DEVICES)}"
+        )
     if job.device not in DEVICES:
         raise UsageError(f"export: device {job.device!r} is unknown", nearest(job.device, DEVICES))
     if job.device == "cpu" and not job.config.use_qdq:
-        raise UsageError(f"export: {_CPU}", 'add "use_qdq": true to the QUANT_CONFIG, or give --device gaudi2')
+        raise UsageError(
+            f"export: {_CPU}", 'add "use_qdq": true to the QUANT_CONFIG, or give --device gaudi2'
+        )
     if job.config.dynamic_quantization:
-        raise UsageError("export: dynamic_quantization uses no files", "give the QUANT_CONFIG to the runtime as it is")
+        raise UsageError(
+            "export: dynamic_quantization uses no files",
+            "give the QUANT_CONFIG to the runtime as it is",
+        )
     return target(job.config.scale_device(job.device), job.config.fp8_config)
 
 
@@ -158,7 +188,10 @@ def _measured(job: GaudiExportJob) -> Measured:
     """
     path = job.measurement
     if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
-        raise UsageError(f"{path}: is quantized; format inc is made from a measurement", "give the folder that measure wrote")
+        raise UsageError(
+            f"{path}: is quantized; format inc is made from a measurement",
+            "give the folder that measure wrote",
+        )
     if are_gaudis(path):
         _refuse_other_generation(path, str(job.device))
         files = find_triples(path)
@@ -172,18 +205,22 @@ def _measured(job: GaudiExportJob) -> Measured:
         _refuse_missing(path, measurements)
         if "experts" in measurements[0].meta:
             raise UnsupportedError(
-                f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names of experts are not known here",
+                f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names "
+                "of experts are not known here",
                 "export the measurement of a model without experts",
             )
         found = Measured(
-            ranks=tuple(Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements),
+            ranks=tuple(
+                Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements
+            ),
             ours=True,
             digest=[one.meta["digest"] for one in measurements],
             fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
         )
     if len(found.ranks) > 1 and not job.config.seperate_measure_files:
         raise UsageError(
-            f"export: {len(found.ranks)} ranks, and seperate_measure_files is false", "run `quantflow unify` first"
+            f"export: {len(found.ranks)} ranks, and seperate_measure_files is false",
+            "run `quantflow unify` first",
         )
     return found
 
@@ -192,13 +229,16 @@ def _refuse_missing(path: Path, measurements: Sequence[Measurement]) -> None:
     ranks = sorted(int(one.meta["mesh"]["rank"]) for one in measurements)
     world = max(int(one.meta["mesh"]["world"]) for one in measurements)
     if ranks != list(range(world)):
-        raise InputError(f"{path}: holds ranks {ranks} of {world}", "give every rank once, or unify them first")
+        raise InputError(
+            f"{path}: holds ranks {ranks} of {world}", "give every rank once, or unify them first"
+        )
 
 
 def _refuse_other_generation(path: Path, device: str) -> None:
     """Refuse files from a folder that is called after the other Gaudi, as vLLM's calibration calls them: g2, g3.
 
-    Nothing in the files says which device measured them, and one saturates where the other does not.
+    Nothing in the files says which device measured them, and one saturates where the other does
+    not.
     """
     path = device_folder(path)
     expected = GENERATIONS.get(device)
@@ -239,8 +279,15 @@ def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
 
 def _said(job: GaudiExportJob) -> dict[str, Any]:
     """Return everything of the job that decides what is written, as plain data."""
-    config = config_table(job.config, dump_stats_path=job.config.dump_stats_path, block=job.config.blocklist)
-    return {"device": job.device, "name": job.name, "config": config, "keep_originals": job.keep_originals}
+    config = config_table(
+        job.config, dump_stats_path=job.config.dump_stats_path, block=job.config.blocklist
+    )
+    return {
+        "device": job.device,
+        "name": job.name,
+        "config": config,
+        "keep_originals": job.keep_originals,
+    }
 
 
 def _reader(source: ModelFiles | None) -> Callable[[str], Tensor] | None:
@@ -252,26 +299,40 @@ def _read(source: ModelFiles, node: str) -> Tensor:
     parts = []
     for name in gaudi_nodes.parts_of(node):
         if f"{name}.weight" not in source.checkpoint.tensors:
-            raise InputError(f"{name}.weight: not in {source.checkpoint.folder}", "give the model that was measured")
+            raise InputError(
+                f"{name}.weight: not in {source.checkpoint.folder}",
+                "give the model that was measured",
+            )
         file, info = source.checkpoint.tensors[f"{name}.weight"]
         parts.append(read_tensor(source.checkpoint.folder / file, info))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _report(job: GaudiExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
+def _report(
+    job: GaudiExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress
+) -> None:
     """Say what a reader of the files should know."""
     nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
-    progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, ranks: {len(ranks)}")
-    unknown = [name for name, node in nodes.items() if gaudi_nodes.maxima_of_inputs(name, node) is None]
+    progress.say(
+        f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, "
+        f"ranks: {len(ranks)}"
+    )
+    unknown = [
+        name for name, node in nodes.items() if gaudi_nodes.maxima_of_inputs(name, node) is None
+    ]
     if unknown and has_scales(job.config, ranks=len(ranks)):
         progress.say(
-            f"export {job.output.name}: scales of {len(unknown)} nodes are left to the toolkit, which knows what they are: "
-            + ", ".join(unknown)
+            f"export {job.output.name}: scales of {len(unknown)} nodes are left to the toolkit, "
+            "which knows what they are: " + ", ".join(unknown)
         )
     close = near_steps(nodes, job.config.scale_method, target=goal)
     if close:
         progress.say(
-            f"export {job.output.name}: {len(close)} inputs are at most 5 % above a step of their scale, {close[0]} first"
+            f"export {job.output.name}: {len(close)} inputs are at most 5 % above a step of "
+            f"their scale, {close[0]} first"
         )
     if len(ranks) > 1 and needs_weights(job.config):
-        progress.say(f"export {job.output.name}: scales per channel of {len(ranks)} ranks are left to the toolkit")
+        progress.say(
+            f"export {job.output.name}: scales per channel of {len(ranks)} ranks are left to the "
+            "toolkit"
+        )

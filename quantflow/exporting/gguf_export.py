@@ -6,11 +6,13 @@ Resumes  a finished result of the same inputs is left alone
 Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk is full, 6 a family,
          tokenizer or rotary embedding that is not written, 7 the file is not what was written
 
-Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its other matrices get the
-types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least squared error: the head Q6_K where
-its rows fit, Q8_0 otherwise, the embedding the linears' usual type, or the head's where the two are one. With a dtype,
-and for all other models, matrices have the chosen dtype. Vectors (norms, biases) have float32. A piece of a tensor is in memory
-at a time. Before the folder appears the file is read again: its header, and every tensor against the source.
+Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its
+other matrices get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the
+scales of least squared error: the head Q6_K where its rows fit, Q8_0 otherwise, the embedding the
+linears' usual type, or the head's where the two are one. With a dtype, and for all other models,
+matrices have the chosen dtype. Vectors (norms, biases) have float32. A piece of a tensor is in
+memory at a time. Before the folder appears the file is read again: its header, and every tensor
+against the source.
 """
 
 from collections import Counter
@@ -48,7 +50,8 @@ VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the linears' usual type, as llama.cpp's quantizer has it
+# by the linears' usual type, as llama.cpp's quantizer has it
+_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
@@ -58,8 +61,8 @@ class GGUFExportJob:
 
     Attributes:
         source: a model folder or an artifact.
-        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has them, else the source's
-            dtype.
+        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has
+            them, else the source's dtype.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
     """
@@ -109,22 +112,38 @@ def requested(request: ExportRequest) -> GGUFExportJob:
 def run(job: GGUFExportJob, progress: Progress) -> Path:
     """Write the file and return its folder; one that is up to date is left alone."""
     if job.dtype not in (None, *CHOICES):
-        raise UsageError(f"export: dtype {job.dtype!r} of format gguf is unknown", nearest(str(job.dtype), list(CHOICES)))
+        raise UsageError(
+            f"export: dtype {job.dtype!r} of format gguf is unknown",
+            nearest(str(job.dtype), list(CHOICES)),
+        )
     if (job.source / "quantize.json").exists() and not (job.source / MANIFEST_NAME).exists():
-        cause = f"{job.source}: is what quantize wrote; format gguf is made from a model or an artifact"
-        raise UsageError(cause, "run `quantflow export` without --format gguf first, and give what it wrote")
+        cause = (
+            f"{job.source}: is what quantize wrote; format gguf is made from a model or an artifact"
+        )
+        raise UsageError(
+            cause, "run `quantflow export` without --format gguf first, and give what it wrote"
+        )
     with stage_folder.locked(job.output):
         weights = open_weights(job.source)
         kind = CHOICES[job.dtype] if job.dtype else _kind_in_blocks(weights) or _own_dtype(weights)
         plan = planned(weights, kind)
         header = sha256(plan.layout.header).hexdigest()
-        made_from = {"dtype": MIXTURES.get(kind, kind), "header": header, "model": weights.identity, "version": VERSION}
+        made_from = {
+            "dtype": MIXTURES.get(kind, kind),
+            "header": header,
+            "model": weights.identity,
+            "version": VERSION,
+        }
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
         moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
-        grant(Need(stage="export", moments=moments, result=plan.layout.nbytes), job.resources, folder=job.output)
+        grant(
+            Need(stage="export", moments=moments, result=plan.layout.nbytes),
+            job.resources,
+            folder=job.output,
+        )
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             path = folder / f"model-{kind.lower()}.gguf"
             gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info))
@@ -139,15 +158,19 @@ def _own_dtype(weights: GGUFWeights) -> str:
     name = places(weights.config, weights.shapes)[0].source
     found = weights.dtypes[name]
     if found not in gguf.TYPES:
-        raise UsageError(f"{name}: {found}, which GGUF files here do not hold", f"give --dtype {', '.join(CHOICES)}")
+        raise UsageError(
+            f"{name}: {found}, which GGUF files here do not hold",
+            f"give --dtype {', '.join(CHOICES)}",
+        )
     return found
 
 
 def _kind_in_blocks(weights: GGUFWeights) -> str | None:
     """Return the name of a file whose linears are in blocks, a key of gguf.FILE_TYPES; None: they are not.
 
-    It is what the scheme names, whether rows fit its blocks or not. With another scheme (each linear has its own) it is the
-    type that most linears have, and the mixture of that name where there are several.
+    It is what the scheme names, whether rows fit its blocks or not. With another scheme (each
+    linear has its own) it is the type that most linears have, and the mixture of that name where
+    there are several.
     """
     if not weights.blocks:
         return None
@@ -163,7 +186,8 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
     """Return what a file of a kind, a key of gguf.FILE_TYPES, will hold.
 
     Raises:
-        InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of another model.
+        InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of
+            another model.
         UnsupportedError: a family, tokenizer or rotary embedding that is not written.
     """
     config, dtype = weights.config, MIXTURES.get(kind, kind)
@@ -172,16 +196,26 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
     computed = {} if factors is None else {ROPE_FACTORS: factors}
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in computed.items()}
     specs |= {name: (_type_of(place, weights, dtype), place.shape) for name, place in found.items()}
-    rounded = [place for name, place in found.items() if specs[name][0] in gguf.BLOCKS and place.source not in weights.blocks]
+    rounded = [
+        place
+        for name, place in found.items()
+        if specs[name][0] in gguf.BLOCKS and place.source not in weights.blocks
+    ]
     values = {
         **metadata(config),
         "general.type": ("string", "model"),
         "general.file_type": ("u32", gguf.FILE_TYPES[kind]),
-        **({"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)} if dtype in gguf.BLOCKS else {}),
+        **(
+            {"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)}
+            if dtype in gguf.BLOCKS
+            else {}
+        ),
         **vocabulary(weights.folder, config),
     }
     working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
-    return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working)
+    return GGUFPlan(
+        layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working
+    )
 
 
 def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
@@ -211,7 +245,9 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
     found = gguf.read_header(path, types=gguf.WRITTEN)
     specs = {name: (info.dtype, info.shape) for name, info in found.tensors.items()}
     if gguf.layout(found.metadata, specs) != plan.layout:
-        raise IntegrityError(f"{path.name}: its header is not what was written", "export again, and check the disk")
+        raise IntegrityError(
+            f"{path.name}: its header is not what was written", "export again, and check the disk"
+        )
     for info in found.tensors.values():
         place = plan.places.get(info.name)
         if place is None:
@@ -223,13 +259,18 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
             rows = position[start:stop]
             low = int(rows.min())
             written = _file_rows(path, info, low, int(rows.max()) + 1)[rows - low]
-            _compare(written, _converted(weights, place, info, start, stop), info, source=place.source)
+            _compare(
+                written, _converted(weights, place, info, start, stop), info, source=place.source
+            )
 
 
 def _compare(written: Tensor, expected: Tensor, info: TensorInfo, *, source: str) -> None:
     bits = _BITS.get(info.dtype, torch.uint8)
     if not torch.equal(written.contiguous().view(bits), expected.contiguous().view(bits)):
-        raise IntegrityError(f"{info.name}: the file's values are not those of {source}", "export again, and check the disk")
+        raise IntegrityError(
+            f"{info.name}: the file's values are not those of {source}",
+            "export again, and check the disk",
+        )
 
 
 def _pieces(weights: GGUFWeights, plan: GGUFPlan, info: TensorInfo) -> Iterator[memoryview]:
@@ -255,7 +296,9 @@ def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
         yield start, min(rows, start + step)
 
 
-def _converted(weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int) -> Tensor:
+def _converted(
+    weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
+) -> Tensor:
     """Return rows of the source in the file's dtype, or as the bytes of their blocks.
 
     Raises:
@@ -269,24 +312,34 @@ def _converted(weights: GGUFWeights, place: Place, info: TensorInfo, start: int,
     if not torch.isfinite(converted.float().abs().amax()):  # the source's values are
         largest = part.double().abs().amax().item()
         cause = f"{place.source}: {largest:.6g} does not fit {info.dtype}"
-        raise UsageError(f"{cause}, whose largest is {torch.finfo(converted.dtype).max:.6g}", "give --dtype bf16")
+        raise UsageError(
+            f"{cause}, whose largest is {torch.finfo(converted.dtype).max:.6g}", "give --dtype bf16"
+        )
     return converted
 
 
-def _quantized(weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int) -> QTensor:
+def _quantized(
+    weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
+) -> QTensor:
     """Return rows of a tensor of blocks: as they were quantized, or rounded here, which rows are each by themselves."""
     if place.source in weights.blocks and weights.read_quantized is not None:
         return weights.read_quantized(place.source, start, stop)
     scheme = preset(info.dtype)
     found = {place.source: weights.read(place.source, start, stop)}
     scale_dtype = DTYPES[BLOCK_TYPES[info.dtype].scale_dtype]
-    return rtn_mse.quantize_group(found, scheme, statistics={}, scale_dtype=scale_dtype)[place.source].weight
+    return rtn_mse.quantize_group(found, scheme, statistics={}, scale_dtype=scale_dtype)[
+        place.source
+    ].weight
 
 
 def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
     """Read rows of a tensor of the file, those of blocks as bytes."""
     width = info.nbytes // info.shape[0]
-    shape, dtype = ((width,), torch.uint8) if info.dtype in gguf.BLOCKS else (info.shape[1:], DTYPES[info.dtype])
+    shape, dtype = (
+        ((width,), torch.uint8)
+        if info.dtype in gguf.BLOCKS
+        else (info.shape[1:], DTYPES[info.dtype])
+    )
     rows = torch.empty((stop - start, *shape), dtype=dtype)
     read_into(path, rows, info.offset + start * width, name=info.name)
     return rows
@@ -297,11 +350,24 @@ def _report(job: GGUFExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: 
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        progress.say(f"{name}: context_length is {window}, the sliding window; llama.cpp has none for this family")
-    types = Counter(info.dtype for info in plan.layout.tensors.values() if info.dtype in gguf.BLOCKS)
+        progress.say(
+            f"{name}: context_length is {window}, the sliding window; llama.cpp has none for "
+            "this family"
+        )
+    types = Counter(
+        info.dtype for info in plan.layout.tensors.values() if info.dtype in gguf.BLOCKS
+    )
     if types:
-        progress.say(f"{name}: " + ", ".join(f"{count} matrices in {kind}" for kind, count in types.most_common()))
+        progress.say(
+            f"{name}: "
+            + ", ".join(f"{count} matrices in {kind}" for kind, count in types.most_common())
+        )
     if weights.quantized_inputs:
-        progress.say(f"{name}: {weights.quantized_inputs} linears quantize their inputs too, which llama.cpp will not do")
+        progress.say(
+            f"{name}: {weights.quantized_inputs} linears quantize their inputs too, which "
+            "llama.cpp will not do"
+        )
     if weights.kv_cache:
-        progress.say(f"{name}: the measured scales of the key-value cache are left out, llama.cpp takes none")
+        progress.say(
+            f"{name}: the measured scales of the key-value cache are left out, llama.cpp takes none"
+        )

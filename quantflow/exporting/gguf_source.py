@@ -34,10 +34,13 @@ class GGUFWeights:
         folder: with the tokenizer.
         config: transformers' configuration, without a quantization.
         identity: the model's fingerprint or the artifact's digest.
-        shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors names it.
+        shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors
+            names it.
         read: (name, first row, last row + 1) -> these rows, floating and finite.
-        blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of BLOCK_TYPES.
-        scheme: what the artifact's recipe names; rows that it does not fit have other types in `blocks`.
+        blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of
+            BLOCK_TYPES.
+        scheme: what the artifact's recipe names; rows that it does not fit have other types in
+            `blocks`.
         read_quantized: as `read`, of the weights in `blocks`.
         working_bytes: what `read` holds at most.
         quantized_inputs: linears that quantize what they are given.
@@ -100,13 +103,17 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
     for name, placement in artifact.linears.items():
         if placement.scheme.rotation is not None:
             raise UnsupportedError(
-                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which llama.cpp does not do",
+                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which "
+                "llama.cpp does not do",
                 "quantize with hadamard: {down: false}",
             )
     shapes = {name: infos[name].shape for name in artifact.names if name in infos}
     dtypes = {name: infos[name].dtype for name in shapes}
     for linear, placement in artifact.linears.items():
-        shapes[f"{linear}.weight"], dtypes[f"{linear}.weight"] = placement.shape, NAMES[torch.float32]
+        shapes[f"{linear}.weight"], dtypes[f"{linear}.weight"] = (
+            placement.shape,
+            NAMES[torch.float32],
+        )
     return GGUFWeights(
         folder=artifact.checkpoint.folder,
         config=artifact.config,
@@ -122,7 +129,9 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
         scheme=artifact.manifest["recipe"]["scheme"],
         read_quantized=read_quantized,
         working_bytes=WORKING,
-        quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
+        quantized_inputs=sum(
+            placement.scheme.input is not None for placement in artifact.linears.values()
+        ),
         kv_cache=artifact.kv_cache is not None,
     )
 
@@ -138,9 +147,12 @@ def _quantized(artifact: Artifact, name: str, start: int, stop: int) -> QTensor:
     key = f"{name}.weight" if f"{name}.weight" in tensors else f"{name}.weight_packed"
     if tensors[key][1].shape[0] != rows:
         raise InputError(
-            f"{key}: {tensors[key][1].shape[0]} rows, the model needs {rows}", "check that config.json belongs to these weights"
+            f"{key}: {tensors[key][1].shape[0]} rows, the model needs {rows}",
+            "check that config.json belongs to these weights",
         )
-    stored = {key: (artifact.checkpoint.folder / file, info) for key, (file, info) in tensors.items()}
+    stored = {
+        key: (artifact.checkpoint.folder / file, info) for key, (file, info) in tensors.items()
+    }
     multiple = FORMAT.row_multiple(scheme)  # rows that are decoded by themselves
     first, last = start // multiple * multiple, min(rows, -(-stop // multiple) * multiple)
     found = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
@@ -151,12 +163,16 @@ def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
     """Read rows of a tensor.
 
     Raises:
-        InputError: the file ends early, a value is NaN or Inf, or the tensor holds no floating numbers.
+        InputError: the file ends early, a value is NaN or Inf, or the tensor holds no floating
+            numbers.
     """
     file, info = checkpoint.tensors[name]
     dtype = DTYPES.get(info.dtype)
     if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise InputError(f"{name}: {info.dtype} in {file}, floating numbers of 16 bits or more are needed", "check the model")
+        raise InputError(
+            f"{name}: {info.dtype} in {file}, floating numbers of 16 bits or more are needed",
+            "check the model",
+        )
     rows = torch.empty((stop - start, *info.shape[1:]), dtype=dtype)
     path = checkpoint.folder / file
     read_into(path, rows, info.offset + start * (info.nbytes // info.shape[0]), name=name)

@@ -6,9 +6,9 @@ Resumes  a finished result of the same inputs is left alone
 Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
          6 a value that the layout would change, 7 a file differs from its hash, or what was written decodes to other values
 
-No value changes: every linear is encoded before a file is written, and decoded again from what was written. Scales of
-integers are stored in float16, as other programs want them; in a layout of this runtime's own in the model's dtype where that
-is exact, else in that of the source.
+No value changes: every linear is encoded before a file is written, and decoded again from what was
+written. Scales of integers are stored in float16, as other programs want them; in a layout of this
+runtime's own in the model's dtype where that is exact, else in that of the source.
 """
 
 from collections.abc import Iterator, Mapping
@@ -73,7 +73,10 @@ def requested(request: ExportRequest) -> LayoutExportJob:
     """
     options = request.options
     if options.measure_inputs:
-        raise UsageError("export: --measure-inputs of another program's folder", "leave it out: its source is not there")
+        raise UsageError(
+            "export: --measure-inputs of another program's folder",
+            "leave it out: its source is not there",
+        )
     if request.model is not None:
         cause = f"export: --model {request.model} beside format {options.format}"
         raise UsageError(cause, "leave --model out, the quantized folder is all that is read")
@@ -97,7 +100,12 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
         identity = identity_of(artifact)
-        made_from = {"source": identity, "format": job.format, "dtype": job.dtype, "version": VERSION}
+        made_from = {
+            "source": identity,
+            "format": job.format,
+            "dtype": job.dtype,
+            "version": VERSION,
+        }
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
@@ -107,22 +115,39 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             limit = parse_size(job.shard_size)
             if job.format in PICKLED:
-                name = PICKLED[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
-                write_torch_file(folder / name, specs, (bytes_of(tensor) for _, tensor in conversion.tensors(specs)))
+                name = PICKLED[job.format](
+                    {name: placement.scheme for name, placement in artifact.linears.items()}
+                )
+                write_torch_file(
+                    folder / name,
+                    specs,
+                    (bytes_of(tensor) for _, tensor in conversion.tensors(specs)),
+                )
             else:
                 write_model(
-                    folder, specs, conversion.tensors(specs), limit=limit, stage=f"export {job.format}", progress=progress
+                    folder,
+                    specs,
+                    conversion.tensors(specs),
+                    limit=limit,
+                    stage=f"export {job.format}",
+                    progress=progress,
                 )
             config = conversion.config()
             write_beside(folder, artifact.checkpoint, config)
             if job.format in BESIDE:
                 name, content = BESIDE[job.format]
-                disk.write_file(folder / name, readable_json(content(config["quantization_config"])))
+                disk.write_file(
+                    folder / name, readable_json(content(config["quantization_config"]))
+                )
             require_headers(folder, specs)
             conversion.require_same(folder, progress)
-    progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")
+    progress.say(
+        f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was"
+    )
     if job.format in WHO_READS:
-        said = WHO_READS[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
+        said = WHO_READS[job.format](
+            {name: placement.scheme for name, placement in artifact.linears.items()}
+        )
         if said is not None:
             progress.say(f"export {job.output.name}: {said}")
     return job.output
@@ -152,13 +177,21 @@ class _Conversion:
             raise UnsupportedError(cause, "keep it as it is, or quantize without kv_cache")
         for name, placement in artifact.linears.items():
             if (reason := layout.why_not(placement.scheme, placement.shape)) is not None:
-                raise UnsupportedError(f"{name}: {job.format}: {reason}", "keep it as it is, or quantize with another scheme")
+                raise UnsupportedError(
+                    f"{name}: {job.format}: {reason}",
+                    "keep it as it is, or quantize with another scheme",
+                )
         dtypes = (torch.float16,)
         if job.dtype is not None:
             dtypes = (CHOICES[job.dtype],)
         elif job.format == DEFAULT:
             own = getattr(artifact.config, "dtype", None)
-            dtypes = (*((own,) if own in NAMES else ()), torch.float16, torch.bfloat16, torch.float32)
+            dtypes = (
+                *((own,) if own in NAMES else ()),
+                torch.float16,
+                torch.bfloat16,
+                torch.float32,
+            )
         shapes = {name: placement.shape for name, placement in artifact.linears.items()}
         stacks = STACKED[job.format](shapes) if job.format in STACKED else {}
         return cls(artifact=artifact, layout=layout, dtypes=dtypes, stacks=stacks)
@@ -170,7 +203,11 @@ class _Conversion:
             UnsupportedError: a value that the layout would change.
         """
         linear = linear or self.artifact.decode(name)
-        exact = (dtype for dtype in self.dtypes if torch.equal(linear.weight.scale.to(dtype).float(), linear.weight.scale))
+        exact = (
+            dtype
+            for dtype in self.dtypes
+            if torch.equal(linear.weight.scale.to(dtype).float(), linear.weight.scale)
+        )
         return self.layout.encode(name, linear, scale_dtype=next(exact, self.dtypes[0]))
 
     def specs(self, progress: Progress) -> dict[str, Spec]:
@@ -206,11 +243,16 @@ class _Conversion:
 
     def tensors(self, specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the result, in the order of `specs`."""
-        artifact, shares = self.artifact, {part.name for whole in self.stacks.values() for part in whole.parts}
+        artifact, shares = (
+            self.artifact,
+            {part.name for whole in self.stacks.values() for part in whole.parts},
+        )
         for name in artifact.names:
             linear = name.removesuffix(".weight")
             if linear in artifact.linears and name != linear:
-                if shares.isdisjoint(self.layout.tensor_names(linear, artifact.linears[linear].scheme)):
+                if shares.isdisjoint(
+                    self.layout.tensor_names(linear, artifact.linears[linear].scheme)
+                ):
                     yield from self.encoded(linear).items()
             elif name not in shares:
                 yield name, read_tensors(artifact.checkpoint, [name])[name]
@@ -224,7 +266,11 @@ class _Conversion:
         for part in split.parts:
             owner = part.name.rpartition(".")[0]
             plain = part.name in self.artifact.names
-            share = read_tensors(self.artifact.checkpoint, [part.name]) if plain else self.encoded(owner)
+            share = (
+                read_tensors(self.artifact.checkpoint, [part.name])
+                if plain
+                else self.encoded(owner)
+            )
             found.as_strided(part.shape, part.strides, part.start).copy_(share[part.name])
         return found
 
@@ -238,7 +284,9 @@ class _Conversion:
         left = left_alone(graph, quantized, names=artifact.names)
         known["quantization_config"] = self.layout.quantization_config(
             schemes,
-            ignore=list(dict.fromkeys([*left, *(modules[name] for name in left if name in modules)])),
+            ignore=list(
+                dict.fromkeys([*left, *(modules[name] for name in left if name in modules)])
+            ),
             model_type=str(known.get("model_type")),
             modules=modules,
         )
@@ -254,10 +302,19 @@ class _Conversion:
             written = open_folder(folder, backend="reference")
         except InputError as error:
             raise IntegrityError(error.cause, "export again, and check the disk") from error
-        for name in progress.steps(list(self.artifact.linears), stage="export: compare what was written", unit="linear"):
+        for name in progress.steps(
+            list(self.artifact.linears), stage="export: compare what was written", unit="linear"
+        ):
             left, right = self.artifact.decode(name), written.decode(name)
             inputs = (left.input_scale is None) == (right.input_scale is None)
             if inputs and left.input_scale is not None and right.input_scale is not None:
                 inputs = torch.equal(left.input_scale, right.input_scale)
-            if not inputs or left.scheme.input != right.scheme.input or not torch.equal(left.dequantize(), right.dequantize()):
-                raise IntegrityError(f"{name}: what was written decodes to other values", "export again, and check the disk")
+            if (
+                not inputs
+                or left.scheme.input != right.scheme.input
+                or not torch.equal(left.dequantize(), right.dequantize())
+            ):
+                raise IntegrityError(
+                    f"{name}: what was written decodes to other values",
+                    "export again, and check the disk",
+                )

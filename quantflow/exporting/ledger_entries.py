@@ -39,7 +39,11 @@ def tensor_entries(
         if name in source.checkpoint.whole:
             becomes, action, reason = _of_parts(source.checkpoint.whole[name][2], schemes, encoder)
         elif name.endswith(".weight") and linear in schemes:
-            becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
+            becomes, action, reason = (
+                encoder.tensor_names(linear, schemes[linear]),
+                "quantized",
+                schemes[linear].name,
+            )
         elif name in changed:
             action, reason = "changed", "absorbed a transform"
         elif head is not None and head.tied and name == head.tensor:
@@ -80,4 +84,8 @@ def _of_parts(
         used |= {} if quantized is None else {quantized.name: None}
     if used:
         return tuple(found), "quantized", ", ".join(used)
-    return tuple(found), "changed", f"in {len(names)} parts, or turned" if len(names) > 1 else "turned: [out, in]"
+    return (
+        tuple(found),
+        "changed",
+        f"in {len(names)} parts, or turned" if len(names) > 1 else "turned: [out, in]",
+    )

@@ -6,9 +6,9 @@ Resumes  a finished result of the same model and adapter is left alone, another 
 Fails    2 a head that is the embedding too; 3 unusable input, an adapter of another model; 5 the folder is held or the disk is
          full; 6 another kind of adapter than plain LoRA on linears
 
-The product and the sum are float32, on one thread; the sum is rounded once, to the dtype of the weight. One tensor of the model
-is in memory at a time, beside the adapter. DONE.json gives the folder a name that manifests record: that of the model and that
-of the adapter.
+The product and the sum are float32, on one thread; the sum is rounded once, to the dtype of the
+weight. One tensor of the model is in memory at a time, beside the adapter. DONE.json gives the
+folder a name that manifests record: that of the model and that of the adapter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,7 +87,10 @@ def _refuse_others(checkpoint: Checkpoint, factors: Mapping[str, Factors], *, pa
     """
     for name, each in factors.items():
         if name in _HEADS and checkpoint.config.get("tie_word_embeddings"):
-            raise UsageError(f"{path}: {name} has the embedding's weight, which would change too", "train without it")
+            raise UsageError(
+                f"{path}: {name} has the embedding's weight, which would change too",
+                "train without it",
+            )
         info = checkpoint.infos.get(f"{name}.weight")
         if info is None or len(info.shape) != 2 or info.dtype not in _FLOATS:
             held = "no such tensor" if info is None else f"{info.dtype} {list(info.shape)}"
@@ -96,9 +99,14 @@ def _refuse_others(checkpoint: Checkpoint, factors: Mapping[str, Factors], *, pa
         each.require_fit(name, inputs=info.shape[1], outputs=info.shape[0], path=path)
 
 
-def _tensors(checkpoint: Checkpoint, factors: Mapping[str, Factors]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    checkpoint: Checkpoint, factors: Mapping[str, Factors]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the model, those of the adapter's linears with its product added."""
     for name, (file, info) in checkpoint.tensors.items():
         weight = read_tensor(checkpoint.folder / file, info)
         added = factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        yield name, weight if added is None else (weight.float() + added.up @ added.down).to(weight.dtype)
+        yield (
+            name,
+            weight if added is None else (weight.float() + added.up @ added.down).to(weight.dtype),
+        )

@@ -13,9 +13,12 @@ from quantflow.planning.finished_plan import kv_words_of
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _BFLOAT16 = "Stock transformers with compressed-tensors loads it and makes bfloat16 weights of it, without a change of values."
 NOTES = {
-    "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
-    "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
-    "pack-quantized": "Stock transformers with compressed-tensors loads it and decompresses the weights.",
+    "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with "
+    "the formulas used here.",
+    "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the "
+    "formulas used here.",
+    "pack-quantized": "Stock transformers with compressed-tensors loads it and decompresses the "
+    "weights.",
     "mxfp8-quantized": _BFLOAT16,
     "mxfp4-pack-quantized": _BFLOAT16,
     "nvfp4-pack-quantized": _BFLOAT16,
@@ -25,9 +28,11 @@ PROOFS = {
     "tensors": "tensors, every weight of {layers} layers decoded from this folder and compared",
 }
 MIXTURES = {
-    "float-quantized": "Stock transformers loads it with the experts' weights dequantized and their inputs as they are.",
+    "float-quantized": "Stock transformers loads it with the experts' weights dequantized and "
+    "their inputs as they are.",
     "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
-    "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
+    "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the "
+    "model's dtype.",
     **dict.fromkeys(
         ("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"),
         "Stock transformers was not tried with experts of this layout.",
@@ -37,16 +42,20 @@ MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
 ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
 ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
 MIXED_INPUTS = (
-    "The inputs of down_proj are mixed by Hadamard matrices while the model runs (`transform_config`). **Stock transformers "
-    "5.23 ignores that and computes something else.** Load it with `quantflow`, or give the loaded model to "
-    "compressed-tensors' `apply_transform_config`, with a `TransformConfig` of what config.json says under `transform_config`."
+    "The inputs of down_proj are mixed by Hadamard matrices while the model runs "
+    "(`transform_config`). **Stock transformers "
+    "5.23 ignores that and computes something else.** Load it with `quantflow`, or give the "
+    "loaded model to "
+    "compressed-tensors' `apply_transform_config`, with a `TransformConfig` of what config.json "
+    "says under `transform_config`."
 )
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
     "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
 )
 MINIMA = (
-    "Linears of llama.cpp's types have minima that are real numbers (`zp_dtype`): transformers does not load them. Run it with "
+    "Linears of llama.cpp's types have minima that are real numbers (`zp_dtype`): transformers "
+    "does not load them. Run it with "
     "`quantflow`, or with llama.cpp after `quantflow export ARTIFACT -o DIR --format gguf`."
 )
 
@@ -56,11 +65,17 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     recipe = manifest["recipe"]
     source = {key: _harmless(manifest["source"][key]) for key in ("name", "revision")}
     resolved, chosen = recipe["resolved"], recipe.get("chosen")
-    what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
+    what = (
+        recipe["scheme"]
+        if chosen is None
+        else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
+    )
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     stored = [*schemes, *([resolved["head"]["scheme"]] if "head" in resolved else [])]
     layouts = sorted({scheme["layout"] for scheme in stored})
-    transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
+    transforms = ", ".join(
+        f"{name} {options}" for item in resolved["transforms"] for name, options in item.items()
+    )
     sizes = manifest["ledger"]["bytes"]
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
     cache = kv_words_of(resolved)
@@ -73,17 +88,24 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
         f"# {source['name']}, {what}",
         "",
-        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
+        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by "
+        f"{resolved['algorithm']}"
         f"{', scales tuned end to end' if TUNE in resolved else ''}"
         f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}",
         "",
         "| | |",
         "|---|---|",
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
-        f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
-        *([] if cache is None else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]),
+        f"| source bytes quantized / changed / copied | {sizes['quantized']} / "
+        f"{sizes['changed']} / {sizes['copied']} |",
+        *(
+            []
+            if cache is None
+            else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]
+        ),
         f"| calibration | {_calibration(manifest['measurement'])} |",
-        f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
+        "| proof | "
+        f"{PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),
         f"| digest | `{manifest['digest']}` |",
         "",
@@ -97,7 +119,10 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     if any(scheme.get("rotation") for scheme in schemes):
         lines += ["", MIXED_INPUTS]
     if sparse:
-        lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
+        lines += [
+            "",
+            *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer]),
+        ]
     lines += [
         "",
         "vLLM: written to its published layout, not run. Gaudi: not run.",
@@ -117,8 +142,14 @@ def _head(head: Mapping[str, Any] | None) -> str:
     """Return a sentence about a head that is quantized, after a space; nothing where it is not."""
     if head is None:
         return ""
-    apart = f", no longer tied to {head['tensor']}" if head["tensor"] != f"{head['linear']}.weight" else ""
-    return f" The head ({head['linear']}) is {head['scheme']['name']} by {head['algorithm']}{apart}."
+    apart = (
+        f", no longer tied to {head['tensor']}"
+        if head["tensor"] != f"{head['linear']}.weight"
+        else ""
+    )
+    return (
+        f" The head ({head['linear']}) is {head['scheme']['name']} by {head['algorithm']}{apart}."
+    )
 
 
 def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -129,7 +160,8 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         return [stored]
     short = sum(len({name.rpartition(".")[0] for name in row["short"]}) for row in rows)
     return [
-        f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
+        f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, "
+        f"median {median(tokens):g}; "
         f"{short} experts were short of tokens."
     ]
 
@@ -139,7 +171,8 @@ def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
     if not found:
         return []
     return [
-        f"| output error on the calibration text, median of {found['linears']} linears | {algorithm} {found['median']:.2%}, "
+        f"| output error on the calibration text, median of {found['linears']} linears | "
+        f"{algorithm} {found['median']:.2%}, "
         f"rtn {found['median_rtn']:.2%}; worst {found['worst']:.2%} ({found['worst_linear']}) |"
     ]
 

@@ -7,10 +7,11 @@ Resumes  a finished result of the same inputs is left alone
 Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 memory, disk, or the folder is held, 6 OpenVINO is
          not installed, a scheme, family or scale that the IR does not hold, 7 what was written reads back as other values
 
-The graph is traced from transformers' own module with dequantized weights. Then each quantized linear's constant is replaced by
-the codes, zero points and scales of the artifact, so nothing is rounded again. What was written is read again. Every quantized
-weight is compared bit for bit. The logits that OpenVINO computes in float32 are compared with those of transformers, over a
-prompt and single tokens after it. The whole model is in memory in float32.
+The graph is traced from transformers' own module with dequantized weights. Then each quantized
+linear's constant is replaced by the codes, zero points and scales of the artifact, so nothing is
+rounded again. What was written is read again. Every quantized weight is compared bit for bit. The
+logits that OpenVINO computes in float32 are compared with those of transformers, over a prompt and
+single tokens after it. The whole model is in memory in float32.
 """
 
 import warnings
@@ -43,7 +44,8 @@ from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
 VERSION = 1
-BOUND = 2.0**-12  # of the logits of a token, by their norms: half of float32's digits, as for the lean decoder
+# of the logits of a token, by their norms: half of float32's digits, as for the lean decoder
+BOUND = 2.0**-12
 _DEFAULT = "f16"
 _PROMPT, _MORE = 40, 8  # tokens that are compared: together, and one by one after these
 _ELSEWHERE = "export it in another format"
@@ -95,25 +97,45 @@ def run(job: OpenVINOExportJob, progress: Progress) -> Path:
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
         identity = identity_of(artifact)
-        made_from = {"source": identity, "format": openvino_ir.NAME, "dtype": job.dtype, "version": VERSION}
+        made_from = {
+            "source": identity,
+            "format": openvino_ir.NAME,
+            "dtype": job.dtype,
+            "version": VERSION,
+        }
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
         _refuse(artifact)
         floats = 4 * sum(_elements(artifact).values())
-        moment = (LIBRARIES + BUFFERS + 2 * floats, 0)  # the model, and what OpenVINO makes of it when it runs
+        # the model, and what OpenVINO makes of it when it runs
+        moment = (LIBRARIES + BUFFERS + 2 * floats, 0)
         result = sum(info.nbytes for info in artifact.checkpoint.infos.values())
-        grant(Need(stage="export", moments=(moment,), result=result), job.resources, folder=job.output)
-        with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says of every size that a trace takes it as it is; the proof shows it
-            config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
+        grant(
+            Need(stage="export", moments=(moment,), result=result), job.resources, folder=job.output
+        )
+        with (
+            stage_folder.publish(job.output, stage="export", inputs=made_from) as folder,
+            warnings.catch_warnings(),
+        ):
+            # torch says of every size that a trace takes it as it is; the proof shows it
+            warnings.simplefilter("ignore")
+            config = {
+                key: value
+                for key, value in artifact.checkpoint.config.items()
+                if key != "quantization_config"
+            }
             write_beside(folder, artifact.checkpoint, config)
             _write_tokenizer(folder)
-            expected = _write_model(folder, artifact, openvino_ir.SCALE_DTYPES[job.dtype], progress=progress)
+            expected = _write_model(
+                folder, artifact, openvino_ir.SCALE_DTYPES[job.dtype], progress=progress
+            )
             progress.say(f"export {job.output.name}: proving it")
             _prove(folder, artifact, expected)
-    progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")
+    progress.say(
+        f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was"
+    )
     return job.output
 
 
@@ -122,7 +144,9 @@ def _elements(artifact: Artifact) -> dict[str, int]:
     found = {}
     for name in artifact.names:
         linear = artifact.linears.get(name.removesuffix(".weight"))
-        found[name] = torch.Size(linear.shape if linear else artifact.checkpoint.infos[name].shape).numel()
+        found[name] = torch.Size(
+            linear.shape if linear else artifact.checkpoint.infos[name].shape
+        ).numel()
     return found
 
 
@@ -138,7 +162,9 @@ def _refuse(artifact: Artifact) -> None:
         raise UnsupportedError(cause, "quantize without kv_cache")
     for name, placement in artifact.linears.items():
         if (reason := openvino_ir.why_not(placement.scheme)) is not None:
-            raise UnsupportedError(f"{name}: {openvino_ir.NAME}: {reason}", "quantize to W4A16, W4A16_ASYM or W8A16")
+            raise UnsupportedError(
+                f"{name}: {openvino_ir.NAME}: {reason}", "quantize to W4A16, W4A16_ASYM or W8A16"
+            )
     reason = None
     if graph_for(config).sparse:
         reason = "its experts depend on the text"
@@ -147,7 +173,9 @@ def _refuse(artifact: Artifact) -> None:
     elif getattr(config, "rope_parameters", None) and (rotation := moving_rotation(config)):
         reason = f"rotations of type {rotation} depend on the length of the text"
     if reason is not None:
-        raise UnsupportedError(f"{folder}: {config.model_type}: {openvino_ir.NAME}: {reason}", _ELSEWHERE)
+        raise UnsupportedError(
+            f"{folder}: {config.model_type}: {openvino_ir.NAME}: {reason}", _ELSEWHERE
+        )
 
 
 def _plain_model(artifact: Artifact) -> tuple[Any, dict[str, str]]:
@@ -171,7 +199,9 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self._positions = model, positions
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return logits [B, S, V], and keys and values [B, heads, past + S, width] of each layer, in turns.
 
         Args:
@@ -182,12 +212,20 @@ class _Step(nn.Module):
         """
         columns = torch.arange(attention_mask.shape[1])
         rows = columns[attention_mask.shape[1] - input_ids.shape[1] :]
-        seen = (columns[None, :] <= rows[:, None])[None, None] & (attention_mask[:, None, None, :] > 0)  # [B, 1, S, past + S]
+        # [B, 1, S, past + S]
+        seen = (columns[None, :] <= rows[:, None])[None, None] & (
+            attention_mask[:, None, None, :] > 0
+        )
         mask = torch.where(seen, torch.tensor(0.0), torch.tensor(torch.finfo(torch.float16).min))
         cache = _cache(past)
         words = {"position_ids": position_ids} if self._positions else {}
-        output = self.model(input_ids=input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, **words)
-        return (output.logits, *(part for layer in cache.layers for part in (layer.keys, layer.values)))
+        output = self.model(
+            input_ids=input_ids, attention_mask=mask, past_key_values=cache, use_cache=True, **words
+        )
+        return (
+            output.logits,
+            *(part for layer in cache.layers for part in (layer.keys, layer.values)),
+        )
 
 
 def _cache(past: tuple[Tensor, ...]) -> Any:
@@ -207,7 +245,9 @@ def _text(artifact: Artifact) -> Tensor:
     return torch.randint(size, (1, _PROMPT + _MORE), generator=torch.Generator().manual_seed(0))
 
 
-def _write_model(folder: Path, artifact: Artifact, dtype: torch.dtype, *, progress: Progress) -> Tensor:
+def _write_model(
+    folder: Path, artifact: Artifact, dtype: torch.dtype, *, progress: Progress
+) -> Tensor:
     """Write the graph; return the logits that transformers computes of `_text`, [1, S, V].
 
     Raises:
@@ -232,22 +272,35 @@ def _write_model(folder: Path, artifact: Artifact, dtype: torch.dtype, *, progre
         "position_ids": torch.arange(3, 7).expand(2, -1).contiguous(),
         **{name: tensor.contiguous() for name, tensor in past.items()},
     }
-    for part in model.modules():  # torch asks every module for every property, and transformers warns of a loss without a type
+    # torch asks every module for every property, and transformers warns of a loss without a type
+    for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.loss_type = "ForCausalLM"
     step = _Step(model, positions="position_ids" in signature(model.forward).parameters)
     try:
         with torch.no_grad():
             graph = openvino_ir.traced(step, example, outputs=["logits", *outputs])
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+    ) as error:
         cause = f"{artifact.checkpoint.folder}: {artifact.config.model_type} cannot be traced: {first_line(error)}"
         raise UnsupportedError(cause, _ELSEWHERE) from error
     openvino_ir.make_stateful_(graph, dict(zip(inputs, outputs, strict=True)))
     found = openvino_ir.constants(graph)
-    for name in progress.steps(list(artifact.linears), stage=f"export {openvino_ir.NAME}", unit="linear"):
+    for name in progress.steps(
+        list(artifact.linears), stage=f"export {openvino_ir.NAME}", unit="linear"
+    ):
         key = _constant_name(names, name)
         if key not in found:
-            raise UnsupportedError(f"{name}: its weight is no constant of the traced graph", _ELSEWHERE)
+            raise UnsupportedError(
+                f"{name}: its weight is no constant of the traced graph", _ELSEWHERE
+            )
         openvino_ir.put_weight_(found[key], name, artifact.decode(name).weight, scale_dtype=dtype)
     openvino_ir.narrow_(graph)
     if "digest" in artifact.manifest:
@@ -270,11 +323,22 @@ def _write_tokenizer(folder: Path) -> None:
     import openvino as ov
     from openvino_tokenizers import convert_tokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if not any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ):
         return
     try:
         made = convert_tokenizer(load_tokenizer(folder), with_detokenizer=True)
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, NotImplementedError, OSError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        NotImplementedError,
+        OSError,
+    ) as error:
         cause = f"{folder.name}: openvino_tokenizers does not convert this tokenizer: {first_line(error)}"
         raise UnsupportedError(cause, _ELSEWHERE) from error
     for graph, name in zip(made, (openvino_ir.TOKENIZER, openvino_ir.DETOKENIZER), strict=True):
@@ -289,18 +353,25 @@ def _prove(folder: Path, artifact: Artifact, expected: Tensor) -> None:
         UnsupportedError: OpenVINO computes something else than transformers.
     """
     graph = openvino_ir.read(folder)
-    found, names = openvino_ir.weights(graph), NameMap(skeleton(artifact.config)).bind(artifact.names).to_module
+    found, names = (
+        openvino_ir.weights(graph),
+        NameMap(skeleton(artifact.config)).bind(artifact.names).to_module,
+    )
     for name in artifact.linears:
         weight = found.get(_constant_name(names, name))
-        if weight is None or not torch.equal(weight.dequantize(), artifact.decode(name).weight.dequantize()):
-            raise IntegrityError(f"{name}: what was written has other values", "export again, and check the disk")
+        if weight is None or not torch.equal(
+            weight.dequantize(), artifact.decode(name).weight.dequantize()
+        ):
+            raise IntegrityError(
+                f"{name}: what was written has other values", "export again, and check the disk"
+            )
     ids = _text(artifact)
-    computed = openvino_ir.logits(graph, torch.tensor_split(ids, tuple(range(_PROMPT, _PROMPT + _MORE)), dim=1))
+    computed = openvino_ir.logits(
+        graph, torch.tensor_split(ids, tuple(range(_PROMPT, _PROMPT + _MORE)), dim=1)
+    )
     error, size = (computed - expected)[0].norm(dim=-1), expected[0].norm(dim=-1)
     worst = int((error / size).nan_to_num(nan=torch.inf).argmax())
     if not error[worst] <= BOUND * size[worst]:
         share = float(error[worst] / size[worst])
-        cause = (
-            f"{artifact.config.model_type}: OpenVINO's logits of token {worst} differ by {share:.2g}, {BOUND:.2g} are rounding"
-        )
+        cause = f"{artifact.config.model_type}: OpenVINO's logits of token {worst} differ by {share:.2g}, {BOUND:.2g} are rounding"
         raise UnsupportedError(cause, _ELSEWHERE)

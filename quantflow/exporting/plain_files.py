@@ -39,14 +39,19 @@ def write_model(
     """
     shards, names, source = _shards(specs, limit=limit), [SINGLE], iter(tensors)
     if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
     for name, shard in zip(names, progress.steps(shards, stage=stage, unit="file"), strict=True):
         with Writer(folder / name, {tensor: specs[tensor] for tensor in shard}) as writer:
             for _ in shard:
                 key, values = next(source)
                 writer.write(key, bytes_of(values))
     if len(shards) > 1:
-        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        where = {
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
         disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
 
 
@@ -67,7 +72,10 @@ def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:
     found = {name: (info.dtype, info.shape) for name, info in open_checkpoint(folder).infos.items()}
     if found != dict(specs):
         name = min(set(found.items()) ^ set(specs.items()))[0]
-        raise IntegrityError(f"{name}: the files' headers are not what was written", "export again, and check the disk")
+        raise IntegrityError(
+            f"{name}: the files' headers are not what was written",
+            "export again, and check the disk",
+        )
 
 
 def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:

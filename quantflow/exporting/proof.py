@@ -1,6 +1,7 @@
 """What starts the fresh process in which an artifact is proved (quantflow/exporting/proof_process.py), and tells what it met.
 
-Nothing here imports torch: the process can be started first, and imports what it needs while the one that starts it does.
+Nothing here imports torch: the process can be started first, and imports what it needs while the
+one that starts it does.
 """
 
 import json
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from quantflow import child_process
-from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
+from quantflow.errors import (
+    InputError,
+    IntegrityError,
+    QuantflowError,
+    ResourceError,
+    UnsupportedError,
+)
 
 CANARY, TENSORS = "canary", "tensors"  # the kinds of proof: the first runs the model
 _KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
@@ -31,7 +38,9 @@ class Prover:
             self._process.stdin.write(f"{kind}\n")
             self._process.stdin.flush()
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+    def prove(
+        self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool
+    ) -> dict[str, Any]:
         """Prove an artifact.
 
         Args:
@@ -45,8 +54,8 @@ class Prover:
             What its manifest has to say more, by its optional keys.
 
         Raises:
-            IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the project as the process met
-                it.
+            IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the
+                project as the process met it.
             ResourceError: the process was killed.
             InputError: the process ended in another way.
         """
@@ -88,5 +97,7 @@ def _judge(code: int, told: str, artifact: Path) -> None:
         if code < 0:  # the kernel does that when memory ends
             killed = f"{artifact}: the proof process was ended by signal {-code}"
             raise ResourceError(killed, "free some memory and export again") from error
-        raise InputError(f"{artifact}: the proof process ended with {code}: {lines[-1]}", "report this") from error
+        raise InputError(
+            f"{artifact}: the proof process ended with {code}: {lines[-1]}", "report this"
+        ) from error
     raise _KINDS.get(code, IntegrityError)(cause, remedy)

@@ -1,7 +1,7 @@
 """The fresh process in which export proves an artifact; quantflow/exporting/proof.py starts it.
 
-Every file is compared with the manifest's hash, every copied tensor outside the layers with the source's bytes. Then, by
-the kind of proof that the manifest names:
+Every file is compared with the manifest's hash, every copied tensor outside the layers with the
+source's bytes. Then, by the kind of proof that the manifest names:
 
     canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
                 each layer and the logits are those that quantize computed; the lean decoder's layers, beside them, are within
@@ -10,7 +10,8 @@ the kind of proof that the manifest names:
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
                 tensor the source's bytes: what is proved where no model ran; rounding is measured where that is asked for
 
-Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2, false]' | python -m quantflow.exporting.proof_process
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2, false]' | python -m
+quantflow.exporting.proof_process
 """
 
 import json
@@ -48,7 +49,9 @@ COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
 
 
-def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers, measures: bool = False) -> dict[str, Any]:
+def prove(
+    artifact: Path, quantized: Path, source: Path, *, workers: Workers, measures: bool = False
+) -> dict[str, Any]:
     """Compare an artifact with what quantize kept and with the source.
 
     Args:
@@ -69,9 +72,13 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers, me
     opened = open_checkpoint(artifact)
     _compare_copies(opened, open_checkpoint(source), workers=workers)
     if proof["kind"] == CANARY:
-        from quantflow.exporting import canary, rounded_inputs  # here: the other kind starts without transformers' model code
+        # here: the other kind starts without transformers' model code
+        from quantflow.exporting import canary, rounded_inputs
 
-        reason, cost = canary.prove_canary(artifact, quantized), rounded_inputs.on_canary(artifact, source, quantized)
+        reason, cost = (
+            canary.prove_canary(artifact, quantized),
+            rounded_inputs.on_canary(artifact, source, quantized),
+        )
         found = {"lean_decoder": reason, "rounded_inputs": cost}
     else:
         _prove_tensors(opened, quantized, workers=workers)
@@ -86,7 +93,11 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers, me
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
     """Decode every quantized linear and compare its values with those that quantize recorded."""
     recipe = read_manifest(artifact.folder)["recipe"]
-    named = recipe["resolved"]["schemes"] if recipe.get("linears") else graph_for(config_of(artifact)).linears
+    named = (
+        recipe["resolved"]["schemes"]
+        if recipe.get("linears")
+        else graph_for(config_of(artifact)).linears
+    )
     linears = [*named, *_heads(artifact)]
     found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
     schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
@@ -96,7 +107,9 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
     expected |= record_of(quantized).get("values", {})
     if expected.keys() != schemes.keys():
         name = min(expected.keys() ^ schemes.keys())
-        raise IntegrityError(f"{name}: quantized in only one of the artifact and what quantize recorded", _REPORT)
+        raise IntegrityError(
+            f"{name}: quantized in only one of the artifact and what quantize recorded", _REPORT
+        )
 
     def digest(name: str) -> str:
         return _values(artifact, name, schemes[name])
@@ -104,7 +117,9 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
     for name, found in zip(expected, workers.stream(digest, expected), strict=True):
         if found != expected[name]:
             raise IntegrityError(
-                f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose {expected[name][:16]}", _REPORT
+                f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose "
+                f"{expected[name][:16]}",
+                _REPORT,
             )
 
 
@@ -122,7 +137,9 @@ def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
     digest, step = ValuesDigest(), row_step(columns, scheme)
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        digest.update(decoded_rows(name, scheme, tensors, first=first, count=count, columns=columns))
+        digest.update(
+            decoded_rows(name, scheme, tensors, first=first, count=count, columns=columns)
+        )
     return digest.hexdigest()
 
 
@@ -147,12 +164,15 @@ def _compare_copies(artifact: Checkpoint, source: Checkpoint, *, workers: Worker
             return False
         places = ((artifact.folder / left_file, left), (source.folder / right_file, right))
         return all(
-            torch.equal(*(_bytes(path, info, start) for path, info in places)) for start in range(0, left.nbytes, COMPARE_BYTES)
+            torch.equal(*(_bytes(path, info, start) for path, info in places))
+            for start in range(0, left.nbytes, COMPARE_BYTES)
         )
 
     for name, equal in zip(copied, workers.stream(same, copied), strict=True):
         if not equal:
-            raise IntegrityError(f"{name}: differs from the source's, of which it is a copy", _REPORT)
+            raise IntegrityError(
+                f"{name}: differs from the source's, of which it is a copy", _REPORT
+            )
 
 
 def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
@@ -165,7 +185,8 @@ def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
 def awaited(lines: Iterable[str]) -> str:
     """Return the order, empty where there is none; kinds of proof that are expected come before it, a line each.
 
-    What such a kind needs beyond this module is imported at once, so that it is there when there is an order.
+    What such a kind needs beyond this module is imported at once, so that it is there when there is
+    an order.
     """
     for line in lines:
         if line.strip() == CANARY:
@@ -179,8 +200,8 @@ def main(order: str) -> int:
     """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS, MEASURES] in JSON; nothing where it is empty.
 
     Returns:
-        0 when the proof holds, and stdout has what `prove` returns in JSON. Otherwise the error's exit code, after its cause
-        was written to stderr as one line of JSON.
+        0 when the proof holds, and stdout has what `prove` returns in JSON. Otherwise the error's
+        exit code, after its cause was written to stderr as one line of JSON.
     """
     if not order:  # the export has ended
         return 0
@@ -195,7 +216,11 @@ def main(order: str) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not process_memory.ran_out(error):
             raise
-        return _fail(f"{artifact}: {str(error) or 'out of memory'}", "free some memory, check the disk, and export again", 5)
+        return _fail(
+            f"{artifact}: {str(error) or 'out of memory'}",
+            "free some memory, check the disk, and export again",
+            5,
+        )
     print(json.dumps(told))
     return 0
 

@@ -18,10 +18,13 @@ def require_quantized(source: Path, output: Path, *, made: str) -> None:
         made: what is made of it, `format gptq`.
 
     Raises:
-        UsageError: `source` is a model, or has an artifact's config.json without the manifest; `output` is the same folder.
+        UsageError: `source` is a model, or has an artifact's config.json without the manifest;
+            `output` is the same folder.
     """
     if output.resolve() == source.resolve():
-        raise UsageError(f"{output}: the folder that is read and the one that is written", "give two folders")
+        raise UsageError(
+            f"{output}: the folder that is read and the one that is written", "give two folders"
+        )
     if (is_artifact(source) and not (source / MANIFEST_NAME).is_file()) or is_model(source):
         cause = f"{source}: {made} is made from an artifact, or from a folder that another program quantized"
         raise UsageError(cause, "export it as an artifact first")

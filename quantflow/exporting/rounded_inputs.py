@@ -1,13 +1,15 @@
 """What it would cost to round inputs that an artifact's schemes leave alone, measured when it is exported.
 
-The source, the artifact and the artifact with rounded inputs (`quantflow.core.scheme.with_rounded_inputs`) predict the canary's
-tokens. The manifest keeps two mean divergences in nats, both over the whole vocabulary:
+The source, the artifact and the artifact with rounded inputs
+(`quantflow.core.scheme.with_rounded_inputs`) predict the canary's tokens. The manifest keeps two
+mean divergences in nats, both over the whole vocabulary:
 
     kld              KL(artifact || artifact with rounded inputs)
     kld_of_artifact  KL(source || artifact)
 
-A runtime rounds inputs where the first is a twentieth of the second or less (`quantflow.files.manifest.rounds_inputs`): it
-multiplies integers then, for an error that does not show beside that of the weights.
+A runtime rounds inputs where the first is a twentieth of the second or less
+(`quantflow.files.manifest.rounds_inputs`): it multiplies integers then, for an error that does not
+show beside that of the weights.
 """
 
 import math
@@ -40,7 +42,12 @@ def on_canary(folder: Path, source: Path, quantized: Path) -> dict[str, Any] | N
     """
     path = quantized / "canary.safetensors"
     infos, _ = read_header(path)
-    return cost_of_rounding(folder, source, read_tensor(path, infos["tokens"]), logits=read_tensor(path, infos["logits"]))
+    return cost_of_rounding(
+        folder,
+        source,
+        read_tensor(path, infos["tokens"]),
+        logits=read_tensor(path, infos["logits"]),
+    )
 
 
 def on_seeded_tokens(folder: Path, source: Path) -> dict[str, Any] | None:
@@ -50,7 +57,9 @@ def on_seeded_tokens(folder: Path, source: Path) -> dict[str, Any] | None:
     return cost_of_rounding(folder, source, tokens)
 
 
-def cost_of_rounding(folder: Path, source: Path, tokens: Tensor, *, logits: Tensor | None = None) -> dict[str, Any] | None:
+def cost_of_rounding(
+    folder: Path, source: Path, tokens: Tensor, *, logits: Tensor | None = None
+) -> dict[str, Any] | None:
     """Return what the manifest says under `rounded_inputs`; one layer of one model is in memory at a time.
 
     Args:
@@ -63,17 +72,26 @@ def cost_of_rounding(folder: Path, source: Path, tokens: Tensor, *, logits: Tens
         None where no linear could have its inputs rounded, or a divergence is no number.
     """
     artifact = _open(folder, "stored")
-    if all(with_rounded_inputs(placement.scheme) is None for placement in artifact.linears.values()):
+    if all(
+        with_rounded_inputs(placement.scheme) is None for placement in artifact.linears.values()
+    ):
         return None
     logits = _logits(artifact, tokens) if logits is None else logits
-    rounded, original = _logits(_open(folder, "rounded"), tokens), _logits(open_source(source), tokens)
+    rounded, original = (
+        _logits(_open(folder, "rounded"), tokens),
+        _logits(open_source(source), tokens),
+    )
     pairs = {"kld": (logits, rounded), "kld_of_artifact": (original, logits)}
-    found = {name: float(token_kld(left[0], right[0]).mean()) for name, (left, right) in pairs.items()}
+    found = {
+        name: float(token_kld(left[0], right[0]).mean()) for name, (left, right) in pairs.items()
+    }
     return {**found, "tokens": len(tokens)} if all(map(math.isfinite, found.values())) else None
 
 
 def _open(folder: Path, inputs: Inputs) -> Artifact:
-    return open_artifact(folder, backend="reference", dtype=torch.float32, verify=False, inputs=inputs)
+    return open_artifact(
+        folder, backend="reference", dtype=torch.float32, verify=False, inputs=inputs
+    )
 
 
 def _logits(weights: Weights, tokens: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The artifact's weight files: which tensor stands in which, and their bytes, linked or copied piece by piece.
 
-What fits into one file of the largest size becomes model.safetensors. Otherwise the layers' files, as quantize wrote them,
-are the shards: hard links, which cost neither time nor room. What lies outside the layers is packed into shards of
-its own, before them, and a layer that exceeds the largest size is packed into several.
+What fits into one file of the largest size becomes model.safetensors. Otherwise the layers' files,
+as quantize wrote them, are the shards: hard links, which cost neither time nor room. What lies
+outside the layers is packed into shards of its own, before them, and a layer that exceeds the
+largest size is packed into several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ from quantflow.files.safetensors_writer import Writer
 from quantflow.models.reading import bytes_of, check_finite, read_into
 from quantflow.planning.sizes import ONE_FILE
 
-COPY_BYTES = 1 << 20  # of a tensor that are in memory at once: the second look at them is the cache's
+# of a tensor that are in memory at once: the second look at them is the cache's
+COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,9 @@ class WeightFile:
     link: Path | None = None
 
 
-def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int) -> tuple[WeightFile, ...]:
+def shards_for(
+    outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int
+) -> tuple[WeightFile, ...]:
     """Return the files of the artifact, in order.
 
     Args:
@@ -53,7 +57,8 @@ def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *,
         limit: bytes of tensors in one file; a single tensor may exceed it.
 
     Returns:
-        One file for all where they are few; otherwise files for what lies outside, and the layers' own files.
+        One file for all where they are few; otherwise files for what lies outside, and the layers'
+        own files.
     """
     everything = [*outside, *(stored for layer in layers for stored in layer)]
     if _nbytes(everything) <= min(limit, ONE_FILE):
@@ -69,7 +74,9 @@ def shard_names(shards: Sequence[WeightFile]) -> tuple[str, ...]:
     """Return the names of the files."""
     if len(shards) == 1:
         return (SINGLE,)
-    return tuple(f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards)))
+    return tuple(
+        f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))
+    )
 
 
 def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
@@ -84,18 +91,30 @@ def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
         if shard.link is not None:
             disk.link_or_copy(shard.link, folder / name)
             continue
-        with Writer(folder / name, {t.info.name: (t.info.dtype, t.info.shape) for t in shard.tensors}) as writer:
+        with Writer(
+            folder / name, {t.info.name: (t.info.dtype, t.info.shape) for t in shard.tensors}
+        ) as writer:
             for stored in shard.tensors:
                 _copy(writer, stored)
     if len(names) > 1:
-        where = {t.info.name: name for name, shard in zip(names, shards, strict=True) for t in shard.tensors}
+        where = {
+            t.info.name: name
+            for name, shard in zip(names, shards, strict=True)
+            for t in shard.tensors
+        }
         total = sum(_nbytes(shard.tensors) for shard in shards)
-        disk.write_file(folder / INDEX, readable_json({"metadata": {"total_size": total}, "weight_map": where}))
+        disk.write_file(
+            folder / INDEX, readable_json({"metadata": {"total_size": total}, "weight_map": where})
+        )
 
 
 def linked(shards: Sequence[WeightFile]) -> Mapping[str, Path]:
     """Return the names of the files that are links -> what they are links to."""
-    return {name: s.link for name, s in zip(shard_names(shards), shards, strict=True) if s.link is not None}
+    return {
+        name: s.link
+        for name, s in zip(shard_names(shards), shards, strict=True)
+        if s.link is not None
+    }
 
 
 def _packed(tensors: Sequence[Stored], *, limit: int) -> list[WeightFile]:

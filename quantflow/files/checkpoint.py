@@ -1,7 +1,7 @@
 """A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read.
 
-Weights are safetensors. The one pickle that is taken for weights is IPEX's low-precision checkpoint, through a restricted
-reader (torch_file.py): no other file holds such weights.
+Weights are safetensors. The one pickle that is taken for weights is IPEX's low-precision
+checkpoint, through a restricted reader (torch_file.py): no other file holds such weights.
 """
 
 import re
@@ -27,17 +27,43 @@ LOW_PRECISION = (
 )  # quant_method, ending of the file, ending of a linear's first tensor
 LOW_PRECISION_NAME = "gptq_checkpoint_g"  # as the programs that write such files begin their names
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Numbers of config.json that decide how much is made before a tensor is read: no more of them than there are tensors, or bytes.
+# Numbers of config.json that decide how much is made before a tensor is read: no more of them than
+# there are tensors, or bytes.
 _COUNTS = frozenset(
-    {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts", "n_routed_experts"}
+    {
+        "num_hidden_layers",
+        "num_layers",
+        "n_layer",
+        "n_layers",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+    }
 )
 _SIZES = frozenset(
-    {"hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "vocab_size"}
-    | {"num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim", "rotary_dim"}
+    {
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "ffn_dim",
+        "n_inner",
+        "vocab_size",
+    }
+    | {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_head",
+        "num_heads",
+        "head_dim",
+        "rotary_dim",
+    }
 )
 _SLACK = 100  # a layer that lacks its tensors is named later
 _CONVERT = (
-    'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, '
+    "AutoTokenizer as T; "
     "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
 )
 _ORIGINAL = "give the model in its original precision, or what `quantflow export {folder} -o DIR --format dequantized` makes"
@@ -45,7 +71,8 @@ _OF_MODELOPT = "hf_quant_config.json"
 QUANTIZATION = "quantization_config"
 _OLDER = "compression_config"  # as compressed-tensors called it
 _NESTED = "text_config"  # of a model that reads images or sound: the language model's
-_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # files of old AutoGPTQ and AutoAWQ -> quant_method
+# files of old AutoGPTQ and AutoAWQ -> quant_method
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +84,10 @@ class Checkpoint:
         config: the content of config.json.
         tensors: tensor name -> (file name, where it lies in that file).
         files: every regular file of the folder, sorted, `/` between sub-folders.
-        quantized_by: where the folder says how it is quantized (`quantization_in`), which `config` then has as
-            `quantization_config`; empty where nothing does.
-        whole: tensors of the files that are read in parts: name -> (file name, where it lies, the names of
-            its parts among `tensors`).
+        quantized_by: where the folder says how it is quantized (`quantization_in`), which `config`
+            then has as `quantization_config`; empty where nothing does.
+        whole: tensors of the files that are read in parts: name -> (file name, where it lies, the
+            names of its parts among `tensors`).
     """
 
     folder: Path
@@ -86,7 +113,9 @@ class Checkpoint:
                 continue
             if (own := split[name].of(info.shape)) is None:
                 shapes = f"{list(info.shape)} in {file}, {list(split[name].shape)} by {CONFIG}"
-                raise InputError(f"{name}: {shapes}", "check that config.json belongs to these weights")
+                raise InputError(
+                    f"{name}: {shapes}", "check that config.json belongs to these weights"
+                )
             found = [part.of(info) for part in own.parts]
             tensors |= {part.name: (file, part) for part in found}
             whole[name] = (file, info, tuple(part.name for part in found))
@@ -113,30 +142,41 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a model folder: config.json, and model.safetensors or an index with its shards.
 
-    Links to files are followed, for a hub snapshot is made of them. A quantized model is opened too: refusing it is
-    `refuse_quantized`'s part.
+    Links to files are followed, for a hub snapshot is made of them. A quantized model is opened
+    too: refusing it is `refuse_quantized`'s part.
 
     Raises:
-        InputError: the folder is missing or empty, has no config.json, only pickled weights, a git-LFS pointer, a
-            damaged or missing shard, or an index that contradicts its shards or leads out of the folder.
+        InputError: the folder is missing or empty, has no config.json, only pickled weights, a
+            git-LFS pointer, a damaged or missing shard, or an index that contradicts its shards or
+            leads out of the folder.
     """
     listing = list_files(folder, follow_links=True)
     if listing.others:
-        raise InputError(f"{folder / listing.others[0]}: not a regular file", "remove it or put the file itself there")
+        raise InputError(
+            f"{folder / listing.others[0]}: not a regular file",
+            "remove it or put the file itself there",
+        )
     if not listing.files:
-        raise InputError(f"{folder}: the folder is empty", "give the folder of a Hugging Face model")
+        raise InputError(
+            f"{folder}: the folder is empty", "give the folder of a Hugging Face model"
+        )
     for name in listing.files:
         refuse_small_pointer(folder / name)
     if CONFIG not in listing.files:
         raise InputError(f"{folder}: no {CONFIG}", "give the folder of a Hugging Face model")
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
-        raise InputError(f"{folder / CONFIG}: not a table", "restore the file from where it came from")
+        raise InputError(
+            f"{folder / CONFIG}: not a table", "restore the file from where it came from"
+        )
     table, where = quantization_in(folder, config)
     single = low_precision_file(folder, listing.files)
     if single is not None:
-        tensors = {name: (single, info) for name, info in read_torch_header(folder / single).items()}
-        table, where = {"quant_method": LOW_PRECISION[0]}, single  # which the file itself does not say
+        tensors = {
+            name: (single, info) for name, info in read_torch_header(folder / single).items()
+        }
+        # which the file itself does not say
+        table, where = {"quant_method": LOW_PRECISION[0]}, single
     elif INDEX in listing.files:
         tensors = _read_shards(folder, listing.files)
     else:
@@ -144,20 +184,25 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     used = {file for file, _ in tensors.values()}
     stray = [name for name in listing.files if _SHARD.fullmatch(name) and name not in used]
     if stray:
-        raise InputError(f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}")
+        raise InputError(
+            f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}"
+        )
     if not tensors:
         raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
     if where:
         config = _without(config, table)
     _check_numbers(config, tensors, str(folder / CONFIG))
-    return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files, quantized_by=where)
+    return Checkpoint(
+        folder=folder, config=config, tensors=tensors, files=listing.files, quantized_by=where
+    )
 
 
 def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
     """Return what says how a folder is quantized, and where: `config.json: quantization_config`, or a place of older programs.
 
-    The others are `compression_config` and `text_config.quantization_config` of config.json, and beside it quantize_config.json
-    (AutoGPTQ) and quant_config.json (AutoAWQ). What a folder says is None, and the place empty, where nothing does.
+    The others are `compression_config` and `text_config.quantization_config` of config.json, and
+    beside it quantize_config.json (AutoGPTQ) and quant_config.json (AutoAWQ). What a folder says is
+    None, and the place empty, where nothing does.
 
     Args:
         folder: of a model.
@@ -175,14 +220,18 @@ def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
     for key, table in tables.items():
         if table is not None:
             older = key == _OLDER and isinstance(table, dict)
-            return {"quant_method": "compressed-tensors", **table} if older else table, f"{CONFIG}: {key}"
+            return {
+                "quant_method": "compressed-tensors",
+                **table,
+            } if older else table, f"{CONFIG}: {key}"
     for name, method in _BESIDE.items():
         if not (folder / name).is_file():
             continue
         table = read_json(folder / name)
         if not isinstance(table, dict):
             raise InputError(f"{folder / name}: not a table", "download the folder again")
-        packing = {"checkpoint_format": "marlin"} if table.get("is_marlin_format") else {}  # as AutoGPTQ said it then
+        # as AutoGPTQ said it then
+        packing = {"checkpoint_format": "marlin"} if table.get("is_marlin_format") else {}
         return {"quant_method": method, **table, **packing}, name
     return None, ""
 
@@ -209,7 +258,8 @@ def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str 
         files: its files, where they were listed before.
 
     Raises:
-        InputError: a file with such a name that is damaged, or whose pickle asks for more than tensors.
+        InputError: a file with such a name that is damaged, or whose pickle asks for more than
+            tensors.
     """
     names = [path.name for path in folder.iterdir()] if files is None else files
     _, ending, part = LOW_PRECISION
@@ -225,7 +275,9 @@ def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str 
     return found[0] if any(name.endswith(part) for name in infos) else None
 
 
-def _check_numbers(table: dict[str, Any], tensors: dict[str, tuple[str, TensorInfo]], path: str) -> None:
+def _check_numbers(
+    table: dict[str, Any], tensors: dict[str, tuple[str, TensorInfo]], path: str
+) -> None:
     """Refuse numbers of a config that the weights cannot have; tables in it are looked at too.
 
     Raises:
@@ -236,34 +288,43 @@ def _check_numbers(table: dict[str, Any], tensors: dict[str, tuple[str, TensorIn
         if isinstance(value, dict):
             _check_numbers(value, tensors, path)
         elif type(value) is int:
-            limit, what = (len(tensors) + _SLACK, "tensors at most") if key in _COUNTS else (nbytes, "bytes of weights")
+            limit, what = (
+                (len(tensors) + _SLACK, "tensors at most")
+                if key in _COUNTS
+                else (nbytes, "bytes of weights")
+            )
             if key in _COUNTS | _SIZES and not 0 <= value <= limit:
                 raise InputError(
                     f"{path}: {key} is {str(value)[:40]}, 0 to {limit} are possible ({what})",
                     "restore the file from its source",
                 )
             if not -(2**63) <= value < 2**63:
-                raise InputError(f"{path}: {key} has more than 64 bits", "restore the file from its source")
+                raise InputError(
+                    f"{path}: {key} has more than 64 bits", "restore the file from its source"
+                )
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a source that is quantized already.
 
     Raises:
-        InputError: the folder says how it is quantized (the message names the place, and its quant_method), or ModelOpt's file
-            stands in it.
+        InputError: the folder says how it is quantized (the message names the place, and its
+            quant_method), or ModelOpt's file stands in it.
     """
     found = checkpoint.config.get(QUANTIZATION)
     if found is not None:
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
         raise InputError(
-            f"{checkpoint.folder}/{checkpoint.quantized_by} says the model is quantized already, with {method}",
+            f"{checkpoint.folder}/{checkpoint.quantized_by} says the model is quantized already, "
+            f"with {method}",
             _ORIGINAL.format(folder=checkpoint.folder),
         )
     if _OF_MODELOPT in checkpoint.files:
         raise InputError(
-            f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and config.json does not say so",
-            "to run it, put the file's content into config.json, as `quantization_config` with `quant_method` modelopt; if the "
+            f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and "
+            "config.json does not say so",
+            "to run it, put the file's content into config.json, as `quantization_config` with "
+            "`quant_method` modelopt; if the "
             "weights are not quantized, remove the file",
         )
 
@@ -273,25 +334,39 @@ def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, T
         return {name: (SINGLE, info) for name, info in read_header(folder / SINGLE)[0].items()}
     shards = [name for name in files if _SHARD.fullmatch(name)]
     if shards:
-        raise InputError(f"{folder / shards[0]}: a shard without {INDEX}", f"download {INDEX} as well")
+        raise InputError(
+            f"{folder / shards[0]}: a shard without {INDEX}", f"download {INDEX} as well"
+        )
     pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
-        raise InputError(f"{folder / pickles[0]}: pickled weights and no safetensors", _CONVERT.format(folder=folder))
-    raise InputError(f"{folder}: no {SINGLE} and no {INDEX}", "give a folder that holds the model's weights")
+        raise InputError(
+            f"{folder / pickles[0]}: pickled weights and no safetensors",
+            _CONVERT.format(folder=folder),
+        )
+    raise InputError(
+        f"{folder}: no {SINGLE} and no {INDEX}", "give a folder that holds the model's weights"
+    )
 
 
 def _read_shards(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:
     weight_map = _read_index(folder, files)
     index = folder / INDEX
     if SINGLE in files and SINGLE not in weight_map.values():
-        raise InputError(f"{folder}: both {SINGLE} and {INDEX}, which does not name it", "remove one of them")
+        raise InputError(
+            f"{folder}: both {SINGLE} and {INDEX}, which does not name it", "remove one of them"
+        )
     tensors: dict[str, tuple[str, TensorInfo]] = {}
     for shard in sorted(set(weight_map.values())):
         for name, info in read_header(folder / shard)[0].items():
             if name in tensors:
-                raise InputError(f"{folder}: tensor {name!r} in two shards, {tensors[name][0]} and {shard}", "keep one")
+                raise InputError(
+                    f"{folder}: tensor {name!r} in two shards, {tensors[name][0]} and {shard}",
+                    "keep one",
+                )
             if name not in weight_map:
-                raise InputError(f"{index}: does not name {name!r} of {shard}", "restore the index or the shard")
+                raise InputError(
+                    f"{index}: does not name {name!r} of {shard}", "restore the index or the shard"
+                )
             tensors[name] = (shard, info)
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name][0] != shard:
@@ -305,13 +380,22 @@ def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
     path = folder / INDEX
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         raise InputError(f"{path}: weight_map is not a table of file names", "restore the index")
     for shard in sorted(set(weight_map.values())):
         if "/" in shard or "\\" in shard or "\0" in shard or shard in {"", ".", ".."}:
-            raise InputError(f"{path}: {shard[:80]!r} leads out of the folder", "get the model from a source you trust")
+            raise InputError(
+                f"{path}: {shard[:80]!r} leads out of the folder",
+                "get the model from a source you trust",
+            )
         if not shard.endswith(".safetensors"):
-            raise InputError(f"{path}: {shard[:80]!r} is not a safetensors file", "restore the index")
+            raise InputError(
+                f"{path}: {shard[:80]!r} is not a safetensors file", "restore the index"
+            )
         if shard not in files:
-            raise InputError(f"{path}: names {shard[:80]!r}, which is missing", "download the missing shard")
+            raise InputError(
+                f"{path}: names {shard[:80]!r}, which is missing", "download the missing shard"
+            )
     return weight_map

@@ -7,7 +7,17 @@ from typing import Any
 from quantflow.files.canonical import canonical_json
 
 ABSENT = "(absent)"
-_FIRST = ("kind", "layout_version", "source", "recipe", "measurement", "float8", "tools", "made_from", "proof")
+_FIRST = (
+    "kind",
+    "layout_version",
+    "source",
+    "recipe",
+    "measurement",
+    "float8",
+    "tools",
+    "made_from",
+    "proof",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +42,28 @@ class Difference:
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Compare two manifests; the list is empty exactly when their digests agree.
 
-    Causes come before effects: source and recipe first, then files, layers and ledger. Rows that have a name (those of
-    the ledger) are compared with the row of the same name, wherever it stands. `digest` is left out: it follows from
-    the rest.
+    Causes come before effects: source and recipe first, then files, layers and ledger. Rows that
+    have a name (those of the ledger) are compared with the row of the same name, wherever it
+    stands. `digest` is left out: it follows from the rest.
     """
-    keys = sorted((a.keys() | b.keys()) - {"digest"}, key=lambda key: (_FIRST.index(key) if key in _FIRST else 99, key))
-    return [difference for key in keys for difference in _compare(key, a.get(key, ABSENT), b.get(key, ABSENT))]
+    keys = sorted(
+        (a.keys() | b.keys()) - {"digest"},
+        key=lambda key: (_FIRST.index(key) if key in _FIRST else 99, key),
+    )
+    return [
+        difference
+        for key in keys
+        for difference in _compare(key, a.get(key, ABSENT), b.get(key, ABSENT))
+    ]
 
 
 def _compare(path: str, left: Any, right: Any) -> Iterator[Difference]:
-    if isinstance(left, list) and isinstance(right, list) and _have_names(left) and _have_names(right):
+    if (
+        isinstance(left, list)
+        and isinstance(right, list)
+        and _have_names(left)
+        and _have_names(right)
+    ):
         names = [[row["name"] for row in rows] for rows in (left, right)]
         same_set = sorted(names[0]) == sorted(names[1])
         if same_set and names[0] != names[1]:
@@ -51,7 +73,9 @@ def _compare(path: str, left: Any, right: Any) -> Iterator[Difference]:
         left, right = dict(enumerate(left)), dict(enumerate(right))
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted(left.keys() | right.keys()):
-            child = f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key}]"
+            child = (
+                f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key}]"
+            )
             yield from _compare(child, left.get(key, ABSENT), right.get(key, ABSENT))
     elif canonical_json(left) != canonical_json(right):
         yield Difference(path=path, left=left, right=right)

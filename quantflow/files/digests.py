@@ -1,7 +1,8 @@
 """The sha256 of files that are read more than once: a checkpoint is hashed when it is first seen, not at every stage.
 
-A hash is remembered for a file's name, size, time stamps and inode. The memory is a cache: damaged, foreign or missing,
-it is made again. A hash that a result depends on for its integrity is never taken from here, only the identity of a source.
+A hash is remembered for a file's name, size, time stamps and inode. The memory is a cache: damaged,
+foreign or missing, it is made again. A hash that a result depends on for its integrity is never
+taken from here, only the identity of a source.
 """
 
 import os
@@ -71,10 +72,15 @@ class Digests:
         """
         with self._lock:
             if self.path is not None and self._known and self.path.parent.is_dir():
-                disk.write_atomic(self.path, canonical_json({"version": VERSION, "files": self._known}))
+                disk.write_atomic(
+                    self.path, canonical_json({"version": VERSION, "files": self._known})
+                )
 
     def of_all(
-        self, paths: Iterable[Path], *, map_all: Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]] = map
+        self,
+        paths: Iterable[Path],
+        *,
+        map_all: Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]] = map,
     ) -> dict[Path, str]:
         """Return the sha256 of several files.
 
@@ -94,7 +100,9 @@ def _identity(path: Path) -> dict[str, int]:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "check that the file exists and can be read") from error
+        raise InputError(
+            f"{path}: {error.strerror}", "check that the file exists and can be read"
+        ) from error
     return {
         "bytes": found.st_size,
         "mtime_ns": found.st_mtime_ns,
@@ -111,6 +119,14 @@ def _remembered(path: Path) -> dict[str, dict[str, Any]]:
         content = read_json(path)
     except InputError:  # a cache: what cannot be read is made again
         return {}
-    if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("files"), dict):
+    if (
+        not isinstance(content, dict)
+        or content.get("version") != VERSION
+        or not isinstance(content.get("files"), dict)
+    ):
         return {}
-    return {name: row for name, row in content["files"].items() if isinstance(row, dict) and set(row) == _KEYS}
+    return {
+        name: row
+        for name, row in content["files"].items()
+        if isinstance(row, dict) and set(row) == _KEYS
+    }

@@ -12,8 +12,12 @@ from pathlib import Path
 
 COPY_BLOCK = 8 * 1024 * 1024
 # What a file system answers that has no hard links, or none to there; anything else is a fault.
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES, errno.EISDIR})
+_NO_LINKS = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+)
+_NO_FOLDER_SYNC = frozenset(
+    {errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES, errno.EISDIR}
+)
 
 
 @contextmanager
@@ -200,18 +204,21 @@ def create(path: Path) -> int:
 def open_own(path: Path, mode: int) -> int:
     """Open a file for writing, made where it is missing, and return its descriptor.
 
-    Whoever may write beside an output could put a link there, and have another file truncated or appended to.
+    Whoever may write beside an output could put a link there, and have another file truncated or
+    appended to.
 
     Args:
         path: the file.
         mode: O_WRONLY or O_RDWR, and O_APPEND.
 
     Raises:
-        OSError: the file system failed; or what has the name is a link, no regular file, known by another name too, or
-            somebody else's. It is left as it is.
+        OSError: the file system failed; or what has the name is a link, no regular file, known by
+            another name too, or somebody else's. It is left as it is.
     """
     try:
-        descriptor = os.open(path, mode | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            path, mode | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nobody reads
             raise _not_ours(path) from error
@@ -224,7 +231,9 @@ def open_own(path: Path, mode: int) -> int:
 
 
 def _not_ours(path: Path) -> OSError:
-    return OSError(errno.EPERM, "a link, no regular file, or somebody else's; it is not written to", str(path))
+    return OSError(
+        errno.EPERM, "a link, no regular file, or somebody else's; it is not written to", str(path)
+    )
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
@@ -245,7 +254,8 @@ def pwrite_all(descriptor: int, data: bytes | bytearray | memoryview, offset: in
 def flat(data: bytes | bytearray | memoryview) -> memoryview:
     """Return contiguous data as a view of its bytes."""
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a view of no elements cannot be cast
+    # a view of no elements cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def free_bytes(folder: Path) -> int:

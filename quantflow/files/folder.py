@@ -11,11 +11,13 @@ from pathlib import Path
 
 from quantflow.errors import InputError
 
-# Bookkeeping of `git clone` and `hf download --local-dir`. No loader reads it: it is neither hashed nor an extra file.
+# Bookkeeping of `git clone` and `hf download --local-dir`. No loader reads it: it is neither hashed
+# nor an extra file.
 IGNORED_FOLDERS = frozenset({".git", ".cache"})
 POINTER_START = b"version https://git-lfs"
 POINTER_MAX_BYTES = 1024
-LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of the process or the system, whatever the file
+# of the process or the system, whatever the file
+LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class Listing:
 
     Attributes:
         files: regular files.
-        others: what is not a regular file or a folder: links, FIFOs, devices, names that are not UTF-8.
+        others: what is not a regular file or a folder: links, FIFOs, devices, names that are not
+            UTF-8.
     """
 
     files: tuple[str, ...]
@@ -36,7 +39,8 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file for reading.
 
     Raises:
-        InputError: it is missing, unreadable, or not a regular file (a FIFO is refused, not waited for).
+        InputError: it is missing, unreadable, or not a regular file (a FIFO is refused, not waited
+            for).
         OSError: this process has no descriptor or memory left, which is not the file's fault.
     """
     try:
@@ -49,7 +53,9 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     except OSError as error:
         if error.errno in LIMITS:
             raise
-        raise InputError(f"{path}: {error.strerror}", "check that the file exists and can be read") from error
+        raise InputError(
+            f"{path}: {error.strerror}", "check that the file exists and can be read"
+        ) from error
 
 
 def refuse_pointer(head: bytes, path: Path) -> None:
@@ -85,8 +91,8 @@ def list_files(folder: Path, *, follow_links: bool) -> Listing:
 
     Args:
         folder: the folder to list.
-        follow_links: count a link to a regular file as that file (a hub snapshot is made of links). A link to a folder
-            is never followed.
+        follow_links: count a link to a regular file as that file (a hub snapshot is made of links).
+            A link to a folder is never followed.
 
     Raises:
         InputError: the folder is missing or cannot be read.

@@ -58,14 +58,26 @@ def _artifact(folder: Path) -> dict[str, Any]:
     reasons = Counter((entry.action, entry.reason) for entry in ledger.tensors)
     model = _model(open_checkpoint(folder))
     source_bytes = ledger.bytes_by_action()
-    copied = ("layout_version", "digest", "source", "recipe", "measurement", "float8", "proof", "tools")
+    copied = (
+        "layout_version",
+        "digest",
+        "source",
+        "recipe",
+        "measurement",
+        "float8",
+        "proof",
+        "tools",
+    )
     return {
         "kind": "artifact",
         **{key: manifest[key] for key in copied},
         "source_bytes": source_bytes,
-        "fraction_of_source": model["bytes"] / source_bytes["source"] if source_bytes["source"] else None,
+        "fraction_of_source": model["bytes"] / source_bytes["source"]
+        if source_bytes["source"]
+        else None,
         "actions": [
-            {"action": action, "reason": reason, "tensors": count} for (action, reason), count in sorted(reasons.items())
+            {"action": action, "reason": reason, "tensors": count}
+            for (action, reason), count in sorted(reasons.items())
         ],
         **({"measured_tensors": len(ledger.measured)} if ledger.measured else {}),
         "layers": len(manifest["layers"] or ()),
@@ -81,7 +93,9 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "model_type": config.get("model_type"),
         "architectures": config.get("architectures"),
-        "quant_method": quantization.get("quant_method") if isinstance(quantization, dict) else None,
+        "quant_method": quantization.get("quant_method")
+        if isinstance(quantization, dict)
+        else None,
         "format": quantization.get("format") if isinstance(quantization, dict) else None,
         **_cache(quantization),
         "tensors": len(checkpoint.tensors),
@@ -95,7 +109,8 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 def _graph(folder: Path) -> dict[str, Any]:
     """Return what OpenVINO's graph says: the artifact that it was made from, and its constants by their element types.
 
-    OpenVINO writes each element of the graph into a line of its own, and what a constant is behind it.
+    OpenVINO writes each element of the graph into a line of its own, and what a constant is behind
+    it.
 
     Raises:
         InputError: it is no such file, or has constants beyond the end of the weights.
@@ -104,7 +119,9 @@ def _graph(folder: Path) -> dict[str, Any]:
     try:
         nbytes, size = path.stat().st_size, weights.stat().st_size
         if nbytes > _IR_LARGEST:
-            raise InputError(f"{path}: {nbytes} bytes, at most {_IR_LARGEST} are read", "export it again")
+            raise InputError(
+                f"{path}: {nbytes} bytes, at most {_IR_LARGEST} are read", "export it again"
+            )
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", "download the folder again") from error
@@ -117,8 +134,15 @@ def _graph(folder: Path) -> dict[str, Any]:
             continue
         told = dict(_WORD.findall(below))
         begin, length = (told.get(key, "") for key in ("offset", "size"))
-        if not (re.fullmatch("[0-9]{1,18}", begin) and re.fullmatch("[0-9]{1,18}", length) and "element_type" in told):
-            raise InputError(f"{path}: a constant without element_type, offset and size", "download the folder again")
+        if not (
+            re.fullmatch("[0-9]{1,18}", begin)
+            and re.fullmatch("[0-9]{1,18}", length)
+            and "element_type" in told
+        ):
+            raise InputError(
+                f"{path}: a constant without element_type, offset and size",
+                "download the folder again",
+            )
         if int(begin) + int(length) > size:
             cause = f"{weights}: {size} bytes, a constant ends at {int(begin) + int(length)}"
             raise InputError(cause, "the file is truncated; download the folder again")
@@ -148,7 +172,10 @@ def _measurement(folder: Path) -> dict[str, Any]:
     path = folder / MEASUREMENT_NAME
     record = read_json(path)
     if not isinstance(record, Mapping) or record.get("kind") != "measurement":
-        raise InputError(f"{path}: not the record of a measurement", "give a folder that `quantflow measure` wrote")
+        raise InputError(
+            f"{path}: not the record of a measurement",
+            "give a folder that `quantflow measure` wrote",
+        )
     statistics, _ = read_header(folder / STATISTICS_NAME)
     tensors = record.get("tensors")
     rows = tensors.values() if isinstance(tensors, Mapping) else ()
@@ -169,7 +196,10 @@ def _routed(fed: Any, routed: Any) -> dict[str, Any]:
     if not isinstance(routed, Mapping):
         return {}
     ledgers = {experts: row for experts, row in routed.items() if isinstance(row, Mapping)}
-    rows = {experts: {key: row.get(key) for key in ("least", "median")} for experts, row in ledgers.items()}
+    rows = {
+        experts: {key: row.get(key) for key in ("least", "median")}
+        for experts, row in ledgers.items()
+    }
     return {"experts": fed, "tokens_per_expert": rows}
 
 
@@ -179,7 +209,11 @@ def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in [layer["experts"] for layer in layers if "experts" in layer]:
         tokens = row["tokens"]
         known = {"least": min(tokens), "median": median(tokens)} if tokens else {}
-        rows[row["experts"]] = {"fed": row["fed"], **known, "short": len({name.rpartition(".")[0] for name in row["short"]})}
+        rows[row["experts"]] = {
+            "fed": row["fed"],
+            **known,
+            "short": len({name.rpartition(".")[0] for name in row["short"]}),
+        }
     return {"experts": rows} if rows else {}
 
 
@@ -187,8 +221,9 @@ def output_errors(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return in short what a manifest's `layers` say of the outputs on the calibration text; empty where they say nothing.
 
     Returns:
-        `linears` (how many were compared), `median` and `median_rtn` (relative, of the algorithm and of plain round to
-        nearest), `worst` and its `worst_linear`, `worse_than_rtn` and `same_as_rtn` (how many linears are).
+        `linears` (how many were compared), `median` and `median_rtn` (relative, of the algorithm
+        and of plain round to nearest), `worst` and its `worst_linear`, `worse_than_rtn` and
+        `same_as_rtn` (how many linears are).
     """
     rows = [
         (name, told["output_error"], told["output_error_rtn"], told["same_as_rtn"])

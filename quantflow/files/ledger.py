@@ -1,7 +1,7 @@
 """Where every tensor and file of the source went: quantized, copied, changed or dropped, and why.
 
-A ledger that checks out has no silent loss: each source tensor once, each tensor of the artifact claimed once, and byte
-sums that equal the source's.
+A ledger that checks out has no silent loss: each source tensor once, each tensor of the artifact
+claimed once, and byte sums that equal the source's.
 """
 
 from collections import Counter
@@ -27,10 +27,12 @@ class LedgerEntry:
         dtype: its dtype in the source, as safetensors names it.
         shape: its shape in the source.
         nbytes: its bytes in the source.
-        action: quantized, copied (same bytes), changed (such as a norm that absorbed a smoothing) or dropped. An embedding
-            that was the head too is copied where the head was quantized, and becomes the head's tensors beside itself.
+        action: quantized, copied (same bytes), changed (such as a norm that absorbed a smoothing)
+            or dropped. An embedding that was the head too is copied where the head was quantized,
+            and becomes the head's tensors beside itself.
         reason: why, a phrase.
-        becomes: the artifact's tensors that exist because of it, scales included; empty exactly when dropped.
+        becomes: the artifact's tensors that exist because of it, scales included; empty exactly
+            when dropped.
     """
 
     name: str
@@ -45,7 +47,8 @@ class LedgerEntry:
         """Check the entry on its own.
 
         Raises:
-            InputError: an unknown action, bytes that do not fit shape and dtype, or `becomes` against the action.
+            InputError: an unknown action, bytes that do not fit shape and dtype, or `becomes`
+                against the action.
         """
         if self.action not in get_args(Action):
             raise InputError(f"ledger entry {self.name!r}: unknown action {self.action!r}", _AGAIN)
@@ -54,7 +57,9 @@ class LedgerEntry:
             cause = f"{self.dtype} {list(self.shape)} needs {needed} bytes, recorded {self.nbytes}"
             raise InputError(f"ledger entry {self.name!r}: {cause}", _AGAIN)
         if bool(self.becomes) == (self.action == "dropped"):
-            raise InputError(f"ledger entry {self.name!r}: {self.action}, becomes {list(self.becomes)}", _AGAIN)
+            raise InputError(
+                f"ledger entry {self.name!r}: {self.action}, becomes {list(self.becomes)}", _AGAIN
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,9 @@ class FileEntry:
             InputError: an unknown action or a negative size.
         """
         if self.action not in get_args(FileAction) or self.nbytes < 0:
-            raise InputError(f"ledger file {self.name!r}: action {self.action!r}, {self.nbytes} bytes", _AGAIN)
+            raise InputError(
+                f"ledger file {self.name!r}: action {self.action!r}, {self.nbytes} bytes", _AGAIN
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +97,8 @@ class Ledger:
     Attributes:
         tensors: one entry for every tensor of the source.
         files: one entry for every file of the source.
-        measured: the artifact's tensors that come from no tensor of the source but from what was measured, the scales of
-            its caches; not in the byte sums, which are the source's.
+        measured: the artifact's tensors that come from no tensor of the source but from what was
+            measured, the scales of its caches; not in the byte sums, which are the source's.
     """
 
     tensors: tuple[LedgerEntry, ...]
@@ -116,18 +123,26 @@ class Ledger:
             sums[action] = sum(entry.nbytes for entry in self.tensors if entry.action == action)
         return sums
 
-    def check(self, source_tensors: Mapping[str, TensorInfo], *, source_files: Mapping[str, int] | None = None) -> None:
+    def check(
+        self,
+        source_tensors: Mapping[str, TensorInfo],
+        *,
+        source_files: Mapping[str, int] | None = None,
+    ) -> None:
         """Check the ledger against the source: every tensor exactly once, with its dtype, shape and bytes.
 
         Args:
             source_tensors: the source's headers, by tensor name.
-            source_files: file name -> bytes of the source folder, where the files are to be checked too.
+            source_files: file name -> bytes of the source folder, where the files are to be checked
+                too.
 
         Raises:
             IntegrityError: naming the tensor or file that is missing, foreign or different.
         """
         recorded = {entry.name: entry for entry in self.tensors}
-        _refuse_unequal("source tensor", left=recorded, right=source_tensors, where=("ledger", "source"))
+        _refuse_unequal(
+            "source tensor", left=recorded, right=source_tensors, where=("ledger", "source")
+        )
         for name, info in source_tensors.items():
             entry = recorded[name]
             if (entry.dtype, entry.shape, entry.nbytes) != (info.dtype, info.shape, info.nbytes):
@@ -139,7 +154,9 @@ class Ledger:
         _refuse_unequal("source file", left=sizes, right=source_files, where=("ledger", "source"))
         for name, size in source_files.items():
             if sizes[name] != size:
-                raise IntegrityError(f"source file {name!r}: ledger {sizes[name]} bytes, source {size}", _AGAIN)
+                raise IntegrityError(
+                    f"source file {name!r}: ledger {sizes[name]} bytes, source {size}", _AGAIN
+                )
 
     def check_artifact(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Check the ledger against the artifact: each tensor claimed, each claim kept, copies of the source's form.
@@ -156,13 +173,20 @@ class Ledger:
         for name, entry in claimed.items():
             info = tensors[name]
             itself = name == entry.name or entry.name not in entry.becomes
-            if entry.action == "copied" and itself and (entry.dtype, entry.shape) != (info.dtype, info.shape):
+            if (
+                entry.action == "copied"
+                and itself
+                and (entry.dtype, entry.shape) != (info.dtype, info.shape)
+            ):
                 cause = f"copied from {entry.dtype} {list(entry.shape)}, is {info.dtype} {list(info.shape)}"
                 raise IntegrityError(f"artifact tensor {name!r}: {cause}", _AGAIN)
 
     def to_json(self) -> dict[str, Any]:
         """Return the ledger as JSON: tensors, files, the byte sums of the source, and `measured` where there is any."""
-        tensors = [{**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)} for entry in self.tensors]
+        tensors = [
+            {**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)}
+            for entry in self.tensors
+        ]
         measured = {"measured": list(self.measured)} if self.measured else {}
         files = [asdict(entry) for entry in self.files]
         return {"tensors": tensors, "files": files, "bytes": self.bytes_by_action(), **measured}
@@ -175,15 +199,26 @@ class Ledger:
             InputError: it has another form.
             IntegrityError: its byte sums are not those of its entries.
         """
-        if not isinstance(value, dict) or set(value) - {"measured"} != {"tensors", "files", "bytes"}:
-            raise InputError("ledger: needs exactly tensors, files and bytes, and may have measured", _AGAIN)
+        if not isinstance(value, dict) or set(value) - {"measured"} != {
+            "tensors",
+            "files",
+            "bytes",
+        }:
+            raise InputError(
+                "ledger: needs exactly tensors, files and bytes, and may have measured", _AGAIN
+            )
         measured = value.get("measured", [])
         if not _has_form("becomes", measured):
             raise InputError(f"ledger: measured is {str(measured)[:40]!r}", _AGAIN)
-        tensors, files = _entries(LedgerEntry, value["tensors"]), _entries(FileEntry, value["files"])
+        tensors, files = (
+            _entries(LedgerEntry, value["tensors"]),
+            _entries(FileEntry, value["files"]),
+        )
         ledger = cls(tensors=tensors, files=files, measured=tuple(measured))
         if value["bytes"] != ledger.bytes_by_action():
-            cause = f"ledger: byte sums {value['bytes']}, its entries give {ledger.bytes_by_action()}"
+            cause = (
+                f"ledger: byte sums {value['bytes']}, its entries give {ledger.bytes_by_action()}"
+            )
             raise IntegrityError(cause, _AGAIN)
         return ledger
 
@@ -199,8 +234,12 @@ def _entries(kind: type[_Entry], rows: Any) -> tuple[_Entry, ...]:
             raise InputError(f"ledger: a {kind.__name__} needs exactly {sorted(names)}", _AGAIN)
         for key, item in row.items():
             if not _has_form(key, item):
-                raise InputError(f"ledger entry {str(row['name'])!r}: {key} is {str(item)[:40]!r}", _AGAIN)
-        values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in row.items()}
+                raise InputError(
+                    f"ledger entry {str(row['name'])!r}: {key} is {str(item)[:40]!r}", _AGAIN
+                )
+        values: dict[str, Any] = {
+            key: tuple(item) if isinstance(item, list) else item for key, item in row.items()
+        }
         entries.append(kind(**values))
     return tuple(entries)
 
@@ -221,7 +260,9 @@ def _refuse_repeated(what: str, names: Iterable[str]) -> None:
         raise IntegrityError(f"{what} {repeated[0]!r}: recorded twice in the ledger", _AGAIN)
 
 
-def _refuse_unequal(what: str, *, left: Mapping[str, Any], right: Mapping[str, Any], where: tuple[str, str]) -> None:
+def _refuse_unequal(
+    what: str, *, left: Mapping[str, Any], right: Mapping[str, Any], where: tuple[str, str]
+) -> None:
     for name in (*sorted(left.keys() - right.keys()), *sorted(right.keys() - left.keys())):
         present, absent = where if name in left else where[::-1]
         raise IntegrityError(f"{what} {name!r}: in the {present}, not in the {absent}", _AGAIN)

@@ -1,9 +1,10 @@
 """quantflow.json: what an artifact was made from, how, and the hash of each of its files.
 
-It holds no time, host, path, thread count or memory figure, so the same inputs give the same bytes. `digest` is the
-sha256 of its own canonical JSON without that key; it covers every other hashed file through `files`, so it is "the
-artifact's hash". The byte form (`readable_json`) and the digest are defined alike in every layout version: a newer
-manifest is recognised as intact and newer, a damaged one as damaged.
+It holds no time, host, path, thread count or memory figure, so the same inputs give the same bytes.
+`digest` is the sha256 of its own canonical JSON without that key; it covers every other hashed file
+through `files`, so it is "the artifact's hash". The byte form (`readable_json`) and the digest are
+defined alike in every layout version: a newer manifest is recognised as intact and newer, a damaged
+one as damaged.
 """
 
 import os
@@ -14,20 +15,41 @@ from typing import Any, NotRequired, TypedDict
 
 from quantflow.errors import InputError, IntegrityError, UnsupportedError
 from quantflow.files import disk
-from quantflow.files.canonical import MAX_JSON_BYTES, digest_of, file_digest, parse_json, readable_json
+from quantflow.files.canonical import (
+    MAX_JSON_BYTES,
+    digest_of,
+    file_digest,
+    parse_json,
+    readable_json,
+)
 from quantflow.files.folder import list_files, reading, refuse_pointer
 from quantflow.files.schema import check
 
 MANIFEST_NAME = "quantflow.json"
 LAYOUT_VERSION = 1
 UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
-BODY_KEYS = frozenset({"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"})
-# head: of one that is quantized, its source name, errors and decisions, as of a layer; lean_decoder: why it does not run this;
-# rounded_inputs: what it would cost to round inputs that the schemes leave alone
+BODY_KEYS = frozenset(
+    {
+        "kind",
+        "source",
+        "recipe",
+        "measurement",
+        "float8",
+        "ledger",
+        "layers",
+        "proof",
+        "tools",
+        "made_from",
+    }
+)
+# head: of one that is quantized, its source name, errors and decisions, as of a layer;
+# lean_decoder: why it does not run this; rounded_inputs: what it would cost to round inputs that
+# the schemes leave alone
 OPTIONAL_KEYS = frozenset({"head", "lean_decoder", "rounded_inputs"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-INPUTS_SHARE = 20  # rounded inputs may diverge by this part of what the artifact diverges by from its source
+# rounded inputs may diverge by this part of what the artifact diverges by from its source
+INPUTS_SHARE = 20
 _AGAIN = "copy or export the artifact again"
 
 
@@ -158,25 +180,36 @@ class _Manifest(TypedDict):
     made_from: str
 
 
-def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
+def build_manifest(
+    folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Make the manifest of a folder that is otherwise complete.
 
     Args:
         folder: the artifact; every file but those in UNHASHED is hashed.
-        body: the keys in BODY_KEYS, and those in OPTIONAL_KEYS that there is something to say about; `kind` is "artifact".
-        hashes: file name -> sha256 of files whose content was hashed already; whoever gives them sees to it that a
-            reader compares them with the content before the artifact is published.
+        body: the keys in BODY_KEYS, and those in OPTIONAL_KEYS that there is something to say
+            about; `kind` is "artifact".
+        hashes: file name -> sha256 of files whose content was hashed already; whoever gives them
+            sees to it that a reader compares them with the content before the artifact is
+            published.
 
     Raises:
-        InputError: missing or unknown keys in `body`, a value that JSON cannot hold, or a link in the folder.
+        InputError: missing or unknown keys in `body`, a value that JSON cannot hold, or a link in
+            the folder.
     """
     _check_keys(set(body), expected=BODY_KEYS, name="the body of a manifest")
     listing = list_files(folder, follow_links=False)
     if listing.others:
-        raise InputError(f"{folder / listing.others[0]}: not a regular file", "put the file itself into the artifact")
+        raise InputError(
+            f"{folder / listing.others[0]}: not a regular file",
+            "put the file itself into the artifact",
+        )
     known = hashes or {}
     files = {
-        name: {"sha256": known.get(name) or file_digest(folder / name), "bytes": (folder / name).stat().st_size}
+        name: {
+            "sha256": known.get(name) or file_digest(folder / name),
+            "bytes": (folder / name).stat().st_size,
+        }
         for name in listing.files
         if name not in UNHASHED
     }
@@ -217,7 +250,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST_NAME
     if not os.path.exists(path):
-        raise InputError(f"{folder}: no {MANIFEST_NAME}", "give the folder of an artifact that quantflow exported")
+        raise InputError(
+            f"{folder}: no {MANIFEST_NAME}",
+            "give the folder of an artifact that quantflow exported",
+        )
     with reading(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     refuse_pointer(data, path)
@@ -232,7 +268,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except InputError as error:
         raise IntegrityError(error.cause, _AGAIN) from error
     if data != written:
-        raise IntegrityError(f"{path}: its bytes differ from the form in which it was written", _AGAIN)
+        raise IntegrityError(
+            f"{path}: its bytes differ from the form in which it was written", _AGAIN
+        )
     version = manifest.get("layout_version")
     if type(version) is not int or version < 1:
         raise InputError(f"{path}: layout_version {version!r}, expected an integer from 1", _AGAIN)
@@ -241,7 +279,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UnsupportedError(cause, "update quantflow")
     _check_keys(set(manifest), expected=KEYS, name=str(path))
     if manifest["kind"] != "artifact":
-        raise InputError(f"{path}: kind {manifest['kind']!r}, expected 'artifact'", "give the folder of an artifact")
+        raise InputError(
+            f"{path}: kind {manifest['kind']!r}, expected 'artifact'",
+            "give the folder of an artifact",
+        )
     _check_files(path, manifest["files"])
     check(manifest, _Manifest, where=str(path), remedy=_AGAIN)
     return manifest
@@ -251,11 +292,17 @@ def _check_digest(manifest: Mapping[str, Any]) -> None:
     content = {key: value for key, value in manifest.items() if key != "digest"}
     recorded, actual = manifest.get("digest"), digest_of(content)
     if recorded != actual:
-        raise IntegrityError(f"{MANIFEST_NAME}: records digest {str(recorded)[:64]}, its content has {actual}", _AGAIN)
+        raise IntegrityError(
+            f"{MANIFEST_NAME}: records digest {str(recorded)[:64]}, its content has {actual}",
+            _AGAIN,
+        )
 
 
 def _check_keys(keys: set[str], *, expected: frozenset[str], name: str) -> None:
-    for what, names in (("lacks", expected - keys), ("has the unknown key", keys - expected - OPTIONAL_KEYS)):
+    for what, names in (
+        ("lacks", expected - keys),
+        ("has the unknown key", keys - expected - OPTIONAL_KEYS),
+    ):
         if names:
             cause = f"{name}: {what} {', '.join(sorted(names))}"
             raise InputError(cause, "use a quantflow of the version that wrote it")
@@ -269,7 +316,14 @@ def _check_files(path: Path, files: Any) -> None:
         if not isinstance(row, dict) or set(row) != {"sha256", "bytes"}:
             raise InputError(f"{path}: files[{name!r}] needs exactly sha256 and bytes", _AGAIN)
         digest, size = row["sha256"], row["bytes"]
-        if not isinstance(digest, str) or not _SHA256.fullmatch(digest) or type(size) is not int or size < 0:
-            raise InputError(f"{path}: files[{name!r}] holds {str(digest)[:64]!r} and {size!r} bytes", _AGAIN)
+        if (
+            not isinstance(digest, str)
+            or not _SHA256.fullmatch(digest)
+            or type(size) is not int
+            or size < 0
+        ):
+            raise InputError(
+                f"{path}: files[{name!r}] holds {str(digest)[:64]!r} and {size!r} bytes", _AGAIN
+            )
         if name in UNHASHED:
             raise InputError(f"{path}: files names {name}, which is never hashed", _AGAIN)

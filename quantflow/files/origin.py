@@ -1,6 +1,7 @@
 """Where a model's folder came from: the name and the revision that a manifest records.
 
-A folder is known by itself: a snapshot of huggingface_hub's cache by its path, what was made from another file by DONE.json.
+A folder is known by itself: a snapshot of huggingface_hub's cache by its path, what was made from
+another file by DONE.json.
 
     .../models--org--name/snapshots/<commit>     org/name at the commit
     .../<name>-<hash>/ with DONE.json            the file's name, and sha256:<its hash>
@@ -44,5 +45,7 @@ def origin_of(folder: Path) -> Origin:
     except InputError:  # a file of that name that is not ours
         record = None
     if record is not None and record["stage"] == IMPORT:
-        return Origin(name=record["inputs"]["name"], revision=f"sha256:{record['inputs']['sha256']}")
+        return Origin(
+            name=record["inputs"]["name"], revision=f"sha256:{record['inputs']['sha256']}"
+        )
     return Origin(name=where.name)

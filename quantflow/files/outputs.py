@@ -1,6 +1,7 @@
 """Where a stage may write: never inside what it reads, and in the folder that a link stands for.
 
-A lock or a log beside an output that lies in an artifact is a file that its manifest does not name: it would not verify again.
+A lock or a log beside an output that lies in an artifact is a file that its manifest does not name:
+it would not verify again.
 """
 
 import os
@@ -9,26 +10,34 @@ from pathlib import Path
 
 from quantflow.errors import UsageError
 
-_LONGEST = 255 - len("-validation") - len("..lock")  # bytes of a name, so that those beside it are names too
+# bytes of a name, so that those beside it are names too
+_LONGEST = 255 - len("-validation") - len("..lock")
 
 
-def output_folder(output: str | Path, *, flag: str = "-o", reads: Mapping[str, str | Path | None]) -> Path:
+def output_folder(
+    output: str | Path, *, flag: str = "-o", reads: Mapping[str, str | Path | None]
+) -> Path:
     """Return where a stage writes; nothing is made or looked into.
 
     Args:
-        output: what the user gave. A link stands for the folder that it names, so that the folder is replaced and not the
-            link; `.` has its name.
+        output: what the user gave. A link stands for the folder that it names, so that the folder
+            is replaced and not the link; `.` has its name.
         flag: what the option is called.
         reads: what the stage reads, by what it is called; None is not read.
 
     Raises:
-        UsageError: no name at all, a name that is too long, links in a circle, or a folder in one that is read.
+        UsageError: no name at all, a name that is too long, links in a circle, or a folder in one
+            that is read.
     """
     if not str(output):
         raise UsageError(f"{flag}: the name of the folder is empty", f"give {flag} DIR")
     try:
         real = Path(output).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; a name with a zero byte
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # links in a circle; a name with a zero byte
         raise UsageError(f"{flag} {output}: {error}", "give another folder") from error
     size = len(os.fsencode(real.name))
     if size > _LONGEST:
@@ -36,7 +45,9 @@ def output_folder(output: str | Path, *, flag: str = "-o", reads: Mapping[str, s
         raise UsageError(cause, f"give one of {_LONGEST} bytes at most")
     for what, folder in reads.items():
         if folder is not None and real.is_relative_to(Path(folder).resolve()):
-            raise UsageError(f"{flag} {output}: lies in {what}, {folder}, which is only read", "write beside it")
+            raise UsageError(
+                f"{flag} {output}: lies in {what}, {folder}, which is only read", "write beside it"
+            )
     given = Path(output)
     return real if given.is_symlink() or given.name in ("", "..") else given
 

@@ -1,7 +1,7 @@
 """Regular expressions that come in files: a config's targets, a recipe's names, an adapter's, a QUANT_CONFIG's.
 
-A few characters such as `(a+)+$` keep Python's own engine busy for years. Here an expression has a length, and its searches
-have a time together.
+A few characters such as `(a+)+$` keep Python's own engine busy for years. Here an expression has a
+length, and its searches have a time together.
 """
 
 import time
@@ -12,8 +12,18 @@ import regex
 from quantflow.errors import InputError
 
 LONGEST = 4096  # characters
-SECONDS = 5.0  # of all searches with one pattern; a mixture has 50,000 names, each of which takes microseconds
-_ERRORS = (regex.error, RecursionError, OverflowError, MemoryError, ValueError, KeyError, IndexError, TypeError)
+# of all searches with one pattern; a mixture has 50,000 names, each of which takes microseconds
+SECONDS = 5.0
+_ERRORS = (
+    regex.error,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+)
 
 
 class Pattern:
@@ -56,7 +66,9 @@ class Pattern:
                 raise TimeoutError
             return find(name, timeout=self._left) is not None
         except (TimeoutError, MemoryError) as error:
-            raise self._refused(f"takes more than {SECONDS:g} s, the last of it on {name[:80]!r}") from error
+            raise self._refused(
+                f"takes more than {SECONDS:g} s, the last of it on {name[:80]!r}"
+            ) from error
         finally:
             self._left -= time.monotonic() - begin
 

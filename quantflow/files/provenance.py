@@ -16,18 +16,32 @@ _BUILD_TYPE = "https://quantflow.dev/export/v1"
 def statement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the in-toto statement of an artifact. Source: in-toto.io/Statement/v1, slsa.dev/provenance/v1."""
     source = manifest["source"]
-    subjects = [{"name": name, "digest": {"sha256": row["sha256"]}} for name, row in sorted(manifest["files"].items())]
+    subjects = [
+        {"name": name, "digest": {"sha256": row["sha256"]}}
+        for name, row in sorted(manifest["files"].items())
+    ]
     return {
         "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": "quantflow.json", "digest": {"quantflow": manifest["digest"]}}, *subjects],
+        "subject": [
+            {"name": "quantflow.json", "digest": {"quantflow": manifest["digest"]}},
+            *subjects,
+        ],
         "predicateType": "https://slsa.dev/provenance/v1",
         "predicate": {
             "buildDefinition": {
                 "buildType": _BUILD_TYPE,
-                "externalParameters": {"recipe": manifest["recipe"], "source": source["name"], "revision": source["revision"]},
-                "internalParameters": {"measurement": manifest["measurement"], "float8": manifest["float8"]},
+                "externalParameters": {
+                    "recipe": manifest["recipe"],
+                    "source": source["name"],
+                    "revision": source["revision"],
+                },
+                "internalParameters": {
+                    "measurement": manifest["measurement"],
+                    "float8": manifest["float8"],
+                },
                 "resolvedDependencies": [
-                    {"name": name, "digest": {"sha256": digest}} for name, digest in sorted(source["files"].items())
+                    {"name": name, "digest": {"sha256": digest}}
+                    for name, digest in sorted(source["files"].items())
                 ],
             },
             "runDetails": {
@@ -43,7 +57,12 @@ def bill_of_materials(manifest: Mapping[str, Any]) -> dict[str, Any]:
     source, recipe = manifest["source"], manifest["recipe"]
     reference, origin = f"artifact:{manifest['digest']}", f"source:{source['name']}"
     files = [
-        {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": [{"alg": "SHA-256", "content": row["sha256"]}]}
+        {
+            "type": "file",
+            "bom-ref": f"file:{name}",
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": row["sha256"]}],
+        }
         for name, row in sorted(manifest["files"].items())
     ]
     model = {
@@ -54,7 +73,10 @@ def bill_of_materials(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "description": f"{source['name']} as {recipe['scheme']}",
         "properties": [
             {"name": f"quantflow:{key}", "value": str(value)}
-            for key, value in (("scheme", recipe["scheme"]), ("algorithm", recipe["resolved"]["algorithm"]))
+            for key, value in (
+                ("scheme", recipe["scheme"]),
+                ("algorithm", recipe["resolved"]["algorithm"]),
+            )
         ],
         "components": files,
     }
@@ -64,7 +86,12 @@ def bill_of_materials(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "name": source["name"],
         "version": source["revision"] or "not recorded",
         "components": [
-            {"type": "file", "bom-ref": f"{origin}/{name}", "name": name, "hashes": [{"alg": "SHA-256", "content": digest}]}
+            {
+                "type": "file",
+                "bom-ref": f"{origin}/{name}",
+                "name": name,
+                "hashes": [{"alg": "SHA-256", "content": digest}],
+            }
             for name, digest in sorted(source["files"].items())
         ],
     }

@@ -20,4 +20,6 @@ def refuse_other_world(output: Path, world: int) -> None:
     """
     for path in sorted(output.glob("rank-*-of-*")):
         if path.name.rpartition("-")[2] != f"{world:03d}":
-            raise UsageError(f"{path}: is not one of {world} ranks", "give another -o, or remove that folder")
+            raise UsageError(
+                f"{path}: is not one of {world} ranks", "give another -o, or remove that folder"
+            )

@@ -28,12 +28,26 @@ class RequiredSignature:
         help="A public key: the artifact has to be signed with its private one.",
     )
     certificates: tuple[str, ...] = setting(
-        (), flag="--require-certificate", metavar="PEM", verbs=VERBS, help="A root that the signer's certificate leads to."
+        (),
+        flag="--require-certificate",
+        metavar="PEM",
+        verbs=VERBS,
+        help="A root that the signer's certificate leads to.",
     )
     identity: str | None = setting(
-        None, flag="--require-identity", metavar="WHO", verbs=VERBS, help="Who signed it, of Sigstore; with --require-issuer."
+        None,
+        flag="--require-identity",
+        metavar="WHO",
+        verbs=VERBS,
+        help="Who signed it, of Sigstore; with --require-issuer.",
     )
-    issuer: str | None = setting(None, flag="--require-issuer", metavar="URL", verbs=VERBS, help="The service that knows them.")
+    issuer: str | None = setting(
+        None,
+        flag="--require-issuer",
+        metavar="URL",
+        verbs=VERBS,
+        help="The service that knows them.",
+    )
 
     def __bool__(self) -> bool:
         """Whether anybody is asked for."""
@@ -60,4 +74,6 @@ class RequiredSignature:
 
     def _trusted(self) -> signing.Trusted:
         roots = tuple(map(Path, self.certificates))
-        return signing.Trusted(key=self.key, roots=roots, identity=self.identity, issuer=self.issuer)
+        return signing.Trusted(
+            key=self.key, roots=roots, identity=self.identity, issuer=self.issuer
+        )

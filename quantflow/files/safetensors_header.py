@@ -5,7 +5,8 @@
                      {name: {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string: string}}
     the rest         the tensors' bytes; offsets count from here, leave no hole, do not overlap, and end with the file
 
-The checks are those of the format's reference implementation, and stricter: a duplicate or unknown key is refused.
+The checks are those of the format's reference implementation, and stricter: a duplicate or unknown
+key is refused.
 """
 
 import os
@@ -41,8 +42,8 @@ class TensorInfo:
         shape: the tensor's shape; () for a scalar.
         offset: bytes from the beginning of the FILE.
         nbytes: bytes it occupies.
-        strides: elements from one to the next along each axis, where they don't lie one after the other: it is a part of a
-            tensor of the file, or its transpose.
+        strides: elements from one to the next along each axis, where they don't lie one after the
+            other: it is a part of a tensor of the file, or its transpose.
     """
 
     name: str
@@ -92,7 +93,8 @@ class SplitTensor:
     Attributes:
         shape: its own.
         parts: what it is read as; together they have each of its elements once.
-        exchanged: the same of files that hold its last two axes the other way round; None: there are none.
+        exchanged: the same of files that hold its last two axes the other way round; None: there
+            are none.
     """
 
     shape: tuple[int, ...]
@@ -101,7 +103,9 @@ class SplitTensor:
 
     def of(self, shape: tuple[int, ...]) -> "SplitTensor | None":
         """Return how a tensor of this shape is read; None: it has another one."""
-        return next((one for one in (self, self.exchanged) if one is not None and one.shape == shape), None)
+        return next(
+            (one for one in (self, self.exchanged) if one is not None and one.shape == shape), None
+        )
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
@@ -111,8 +115,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         The tensors by name, in the order of their bytes, and the file's metadata.
 
     Raises:
-        InputError: naming the file, and the tensor where there is one: unreadable, a git-LFS pointer, truncated, longer
-            than its tensors, or any violation of the format.
+        InputError: naming the file, and the tensor where there is one: unreadable, a git-LFS
+            pointer, truncated, longer than its tensors, or any violation of the format.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -122,16 +126,24 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             raise InputError(f"{path}: {size} bytes, a safetensors file has at least 8", _DAMAGED)
         length = int.from_bytes(head[:8], "little")
         if length > MAX_HEADER_BYTES:
-            raise InputError(f"{path}: header of {length} bytes, the format allows {MAX_HEADER_BYTES}", _DAMAGED)
+            raise InputError(
+                f"{path}: header of {length} bytes, the format allows {MAX_HEADER_BYTES}", _DAMAGED
+            )
         if length > size - 8:
-            raise InputError(f"{path}: truncated, header of {length} bytes in a file of {size}", _DAMAGED)
+            raise InputError(
+                f"{path}: truncated, header of {length} bytes in a file of {size}", _DAMAGED
+            )
         file.seek(8)
         data = file.read(length)
     if not data.startswith(b"{"):
-        raise InputError(f"{path}: the header begins with {data[:1]!r}, the format demands '{{'", _DAMAGED)
+        raise InputError(
+            f"{path}: the header begins with {data[:1]!r}, the format demands '{{'", _DAMAGED
+        )
     header = parse_json(data, str(path))
     metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
         raise InputError(f"{path}: {METADATA} is not a table of strings", _DAMAGED)
     tensors = [_tensor(path, name, entry, begin=8 + length) for name, entry in header.items()]
     tensors.sort(key=lambda info: (info.offset, info.nbytes))
@@ -142,7 +154,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Return the bytes that a tensor occupies, or None where the format cannot hold it.
 
-    None stands for an unknown dtype, a dimension or a product beyond 63 bits, or a fraction of a byte.
+    None stands for an unknown dtype, a dimension or a product beyond 63 bits, or a fraction of a
+    byte.
     """
     if dtype not in DTYPE_BITS:
         return None
@@ -158,25 +171,36 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
 def _tensor(path: Path, name: str, entry: Any, *, begin: int) -> TensorInfo:
     """Check one entry of the header on its own; `begin` is where the file's data begins."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise InputError(f"{path}: tensor {name!r} needs exactly dtype, shape and data_offsets", _DAMAGED)
+        raise InputError(
+            f"{path}: tensor {name!r} needs exactly dtype, shape and data_offsets", _DAMAGED
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise InputError(f"{path}: tensor {name!r} has unknown dtype {str(dtype)[:40]!r}", _DAMAGED)
     if len(name) > MAX_NAME or (isinstance(shape, list) and len(shape) > MAX_DIMENSIONS):
         cause = f"{path}: tensor {name[:80]!r} has {len(name)} characters of name and {len(shape)} dimensions"
-        raise InputError(cause, f"at most {MAX_NAME} and {MAX_DIMENSIONS} are read; write the file again")
+        raise InputError(
+            cause, f"at most {MAX_NAME} and {MAX_DIMENSIONS} are read; write the file again"
+        )
     if not _are_counts(shape):
-        raise InputError(f"{path}: tensor {name!r} has a shape that is not a list of integers >= 0", _DAMAGED)
+        raise InputError(
+            f"{path}: tensor {name!r} has a shape that is not a list of integers >= 0", _DAMAGED
+        )
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InputError(f"{path}: tensor {name!r} has data_offsets that are not [begin, end]", _DAMAGED)
+        raise InputError(
+            f"{path}: tensor {name!r} has data_offsets that are not [begin, end]", _DAMAGED
+        )
     nbytes = offsets[1] - offsets[0]
     needed = tensor_bytes(dtype, tuple(shape))
     if needed != nbytes:
         raise InputError(
-            f"{path}: tensor {name!r}, {dtype} {_abbreviated(shape)} needs {needed} bytes, data_offsets give {nbytes}",
+            f"{path}: tensor {name!r}, {dtype} {_abbreviated(shape)} needs {needed} bytes, "
+            f"data_offsets give {nbytes}",
             _DAMAGED,
         )
-    return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), offset=begin + offsets[0], nbytes=nbytes)
+    return TensorInfo(
+        name=name, dtype=dtype, shape=tuple(shape), offset=begin + offsets[0], nbytes=nbytes
+    )
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], *, begin: int, size: int) -> None:
@@ -184,16 +208,27 @@ def _check_coverage(path: Path, tensors: list[TensorInfo], *, begin: int, size: 
     position = begin
     for info in tensors:
         if info.offset != position:
-            what = "overlaps the tensor before it" if info.offset < position else "leaves a hole before it"
-            raise InputError(f"{path}: tensor {info.name!r} {what}: at {info.offset}, expected {position}", _DAMAGED)
+            what = (
+                "overlaps the tensor before it"
+                if info.offset < position
+                else "leaves a hole before it"
+            )
+            raise InputError(
+                f"{path}: tensor {info.name!r} {what}: at {info.offset}, expected {position}",
+                _DAMAGED,
+            )
         position += info.nbytes
     if position != size:
         what = "truncated" if size < position else "longer than its tensors"
-        raise InputError(f"{path}: {what}, {size} bytes where the header describes {position}", _DAMAGED)
+        raise InputError(
+            f"{path}: {what}, {size} bytes where the header describes {position}", _DAMAGED
+        )
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_INTEGER for value in values)
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= MAX_INTEGER for value in values
+    )
 
 
 def _abbreviated(shape: list[int]) -> str:

@@ -1,7 +1,8 @@
 """A safetensors file written in any order, piece by piece: neither a tensor nor the file is ever held whole.
 
-Names, dtypes and shapes are known before the first weight is read, hence so is the header. Tensors stand in the order of
-their element size, largest first, then of their names, so that each is aligned to its elements.
+Names, dtypes and shapes are known before the first weight is read, hence so is the header. Tensors
+stand in the order of their element size, largest first, then of their names, so that each is
+aligned to its elements.
 """
 
 import json
@@ -28,7 +29,8 @@ class SafetensorsLayout:
 
     Attributes:
         header: the file's first bytes, the length of the header included; a multiple of 8.
-        tensors: name -> place, in the order of the file; offsets count from the beginning of the FILE.
+        tensors: name -> place, in the order of the file; offsets count from the beginning of the
+            FILE.
         nbytes: the size of the whole file.
     """
 
@@ -38,7 +40,11 @@ class SafetensorsLayout:
 
 
 def layout(
-    specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False, align: int = 8
+    specs: Mapping[str, Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    keep_order: bool = False,
+    align: int = 8,
 ) -> SafetensorsLayout:
     """Return where the tensors of a file will lie.
 
@@ -55,22 +61,41 @@ def layout(
     table: dict[str, object] = {METADATA: dict(told)} if told else {}
     position = 0
     spans = {}
-    for name in specs if keep_order else sorted(specs, key=lambda name: (-DTYPE_BITS.get(specs[name][0], 0), name)):
+    for name in (
+        specs
+        if keep_order
+        else sorted(specs, key=lambda name: (-DTYPE_BITS.get(specs[name][0], 0), name))
+    ):
         dtype, shape = specs[name]
         size = tensor_bytes(dtype, shape)
         if size is None or name == METADATA:
-            raise InputError(f"{name}: {dtype} {list(shape)} cannot be stored in safetensors", "use another dtype or shape")
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+            raise InputError(
+                f"{name}: {dtype} {list(shape)} cannot be stored in safetensors",
+                "use another dtype or shape",
+            )
+        table[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
         spans[name] = (position, size)
         position += size
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % align)
     begin = 8 + len(text)
     tensors = {
-        name: TensorInfo(name=name, dtype=specs[name][0], shape=tuple(specs[name][1]), offset=begin + offset, nbytes=size)
+        name: TensorInfo(
+            name=name,
+            dtype=specs[name][0],
+            shape=tuple(specs[name][1]),
+            offset=begin + offset,
+            nbytes=size,
+        )
         for name, (offset, size) in spans.items()
     }
-    return SafetensorsLayout(header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position)
+    return SafetensorsLayout(
+        header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position
+    )
 
 
 class Writer:
@@ -83,7 +108,9 @@ class Writer:
         layout: what goes where.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None
+    ) -> None:
         """Create the file and write its header.
 
         Raises:
@@ -106,14 +133,21 @@ class Writer:
         """Return the writer."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Close the file, or remove it when the block failed."""
         if error is None:
             self.close()
         else:
             self.abandon()
 
-    def write(self, name: str, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
+    def write(
+        self, name: str, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0
+    ) -> None:
         """Write a piece of a tensor; every thread may, in any order.
 
         Args:
@@ -130,9 +164,13 @@ class Writer:
         end = offset_bytes + view.nbytes
         if info is None or offset_bytes < 0 or end > info.nbytes or self._descriptor is None:
             size = "not in the file" if info is None else f"{info.nbytes} bytes"
-            raise InputError(f"{self.path}: {name} is {size}, {offset_bytes}..{end} was to be written", "report this")
+            raise InputError(
+                f"{self.path}: {name} is {size}, {offset_bytes}..{end} was to be written",
+                "report this",
+            )
         if view.nbytes:
-            with self._lock, disk.naming(self.path):  # threads that write to one file at once spin in the system
+            # threads that write to one file at once spin in the system
+            with self._lock, disk.naming(self.path):
                 disk.pwrite_all(self._descriptor, view, info.offset + offset_bytes)
                 self._written[name].append((offset_bytes, end))
 

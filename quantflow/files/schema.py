@@ -6,9 +6,9 @@
 
     check(value, Source, where="quantflow.json: source")
 
-A shape is `Any`, None, bool, int, float, str, `Literal[...]`, `list[...]`, `dict[str, ...]`, a TypedDict, a union of these, or
-one `Annotated` with `Between`. An int is a float here as it is in JSON, a bool is neither. A TypedDict may have more keys than
-it names.
+A shape is `Any`, None, bool, int, float, str, `Literal[...]`, `list[...]`, `dict[str, ...]`, a
+TypedDict, a union of these, or one `Annotated` with `Between`. An int is a float here as it is in
+JSON, a bool is neither. A TypedDict may have more keys than it names.
 """
 
 import types
@@ -61,17 +61,27 @@ def _wrong(value: Any, shape: Any) -> tuple[str, Any, str] | None:
         if found is not None or value is None:
             return found
         (limit,) = limits
-        return None if limit.least <= value <= limit.most else ("", value, f"{limit.least} to {limit.most}")
+        return (
+            None
+            if limit.least <= value <= limit.most
+            else ("", value, f"{limit.least} to {limit.most}")
+        )
     if kind in (types.UnionType, typing.Union):
         options = typing.get_args(shape)
         tries = [_wrong(value, option) for option in options]
         if None in tries:
             return None
-        deepest = max((found for found in tries if found is not None), key=lambda found: len(found[0]))
+        deepest = max(
+            (found for found in tries if found is not None), key=lambda found: len(found[0])
+        )
         return deepest if deepest[0] else ("", value, " or ".join(map(_word, options)))
     if kind is typing.Literal:
         known = typing.get_args(shape)
-        return None if any(value == word and type(value) is type(word) for word in known) else ("", value, _word(shape))
+        return (
+            None
+            if any(value == word and type(value) is type(word) for word in known)
+            else ("", value, _word(shape))
+        )
     if kind is list:
         if not isinstance(value, list):
             return "", value, "a list"
@@ -91,7 +101,9 @@ def _wrong_table(value: Any, shape: Any) -> tuple[str, Any, str] | None:
     missing = sorted(shape.__required_keys__ - value.keys())
     if missing:
         return f".{missing[0]}", None, "a value"
-    return _first((f".{key}", value[key], hint) for key, hint in _hints(shape).items() if key in value)
+    return _first(
+        (f".{key}", value[key], hint) for key, hint in _hints(shape).items() if key in value
+    )
 
 
 def _first(items: Any) -> tuple[str, Any, str] | None:
@@ -119,7 +131,8 @@ def _hints(shape: Any) -> dict[str, Any]:
     """Return the types of a TypedDict's keys, without what says that a key may be missing."""
     found = typing.get_type_hints(shape, include_extras=True)
     return {
-        key: typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint for key, hint in found.items()
+        key: typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint
+        for key, hint in found.items()
     }
 
 
@@ -135,5 +148,12 @@ def _word(shape: Any) -> str:
         return "a list"
     if kind is dict or typing.is_typeddict(shape):
         return "a table"
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", None: "null", type(None): "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        None: "null",
+        type(None): "null",
+    }
     return words.get(shape, str(shape))

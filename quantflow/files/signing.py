@@ -4,8 +4,9 @@
     ARTIFACT.intoto.json    what it was made from (provenance.py)
     ARTIFACT.cdx.json       the same as a bill of materials
 
-They stand beside the artifact, which stays as it is. The two texts follow from the manifest, which the signature covers, so one
-that was changed is found without a signature of its own. Keys and certificates need no network; a Sigstore identity does.
+They stand beside the artifact, which stays as it is. The two texts follow from the manifest, which
+the signature covers, so one that was changed is found without a signature of its own. Keys and
+certificates need no network; a Sigstore identity does.
 """
 
 import base64
@@ -16,7 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quantflow.errors import InputError, IntegrityError, QuantflowError, UnsupportedError, UsageError
+from quantflow.errors import (
+    InputError,
+    IntegrityError,
+    QuantflowError,
+    UnsupportedError,
+    UsageError,
+)
 from quantflow.files import disk
 from quantflow.files.canonical import read_json, readable_json
 from quantflow.files.manifest import MANIFEST_NAME, UNHASHED, read_manifest
@@ -52,7 +59,8 @@ class Trusted:
 
     Attributes:
         key: a public elliptic-curve key, PEM.
-        roots: certificates that are trusted, PEM; the signer's leads to one of them and is valid today.
+        roots: certificates that are trusted, PEM; the signer's leads to one of them and is valid
+            today.
         identity, issuer: of Sigstore: who signed, and which service knows them.
     """
 
@@ -67,11 +75,20 @@ class Trusted:
         Raises:
             UsageError: naming them.
         """
-        given = [name for name, value in (("key", self.key), ("certificate", self.roots), ("identity", self.identity)) if value]
+        given = [
+            name
+            for name, value in (
+                ("key", self.key),
+                ("certificate", self.roots),
+                ("identity", self.identity),
+            )
+            if value
+        ]
         if len(given) != 1 or bool(self.identity) != bool(self.issuer):
             told = " and ".join(given) or "nothing"
             raise UsageError(
-                f"signature: {told} to compare with", "give a key, or certificates, or an identity with its issuer"
+                f"signature: {told} to compare with",
+                "give a key, or certificates, or an identity with its issuer",
             )
 
 
@@ -90,12 +107,21 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
     for path in (signer.key, signer.certificate, *signer.chain):
         if path is not None and not path.is_file():
             raise InputError(f"{path}: no such file", "give a PEM file")
-    places = {suffix: beside(folder, suffix) for suffix in (SIGNATURE_SUFFIX, STATEMENT_SUFFIX, BOM_SUFFIX)}
+    places = {
+        suffix: beside(folder, suffix)
+        for suffix in (SIGNATURE_SUFFIX, STATEMENT_SUFFIX, BOM_SUFFIX)
+    }
     temporary = disk.temporary_for(places[SIGNATURE_SUFFIX])
-    with _refusing(InputError, f"{signer.key or 'sigstore'}", "give an elliptic-curve key that fits its certificate, PEM"):
+    with _refusing(
+        InputError,
+        f"{signer.key or 'sigstore'}",
+        "give an elliptic-curve key that fits its certificate, PEM",
+    ):
         if signer.certificate is not None:
             made.use_certificate_signer(
-                private_key=signer.key, signing_certificate=signer.certificate, certificate_chain=signer.chain
+                private_key=signer.key,
+                signing_certificate=signer.certificate,
+                certificate_chain=signer.chain,
             )
         elif signer.key is not None:
             made.use_elliptic_key_signer(private_key=signer.key, password=signer.password)
@@ -114,7 +140,9 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
     }
 
 
-def require_signature(folder: Path, trusted: Trusted, *, signature: Path | None = None) -> dict[str, Any]:
+def require_signature(
+    folder: Path, trusted: Trusted, *, signature: Path | None = None
+) -> dict[str, Any]:
     """Check that somebody who is trusted signed an artifact as it is now; every file of it is hashed.
 
     Args:
@@ -127,13 +155,15 @@ def require_signature(folder: Path, trusted: Trusted, *, signature: Path | None 
 
     Raises:
         InputError: there is no signature, or a key or certificate cannot be read.
-        IntegrityError: another key, another identity, an expired certificate, a changed file; says which.
+        IntegrityError: another key, another identity, an expired certificate, a changed file; says
+            which.
         UnsupportedError: model-signing is not installed.
     """
     path = beside(folder, SIGNATURE_SUFFIX) if signature is None else signature
     if not path.is_file():
         raise InputError(
-            f"{folder}: no signature {path}", "run `quantflow sign`, or get the signature from whom made the artifact"
+            f"{folder}: no signature {path}",
+            "run `quantflow sign`, or get the signature from whom made the artifact",
         )
     bundle, library = read_json(path), _library()
     check = library.verifying.Config().set_hashing_config(_hashing(library, folder))
@@ -141,7 +171,9 @@ def require_signature(folder: Path, trusted: Trusted, *, signature: Path | None 
         if file is not None and not file.is_file():
             raise InputError(f"{file}: no such file", "give a PEM file")
     with _refusing(
-        InputError, f"{trusted.key or trusted.identity or trusted.roots[0]}", "give a public key or certificates, PEM"
+        InputError,
+        f"{trusted.key or trusted.identity or trusted.roots[0]}",
+        "give a public key or certificates, PEM",
     ):
         if trusted.key is not None:
             check.use_elliptic_key_verifier(public_key=trusted.key)
@@ -152,7 +184,9 @@ def require_signature(folder: Path, trusted: Trusted, *, signature: Path | None 
     if trusted.roots:
         _require_today(bundle, path)
     with _refusing(
-        IntegrityError, f"{path}: not a signature of {folder} by {trusted.key or trusted.identity or 'them'}", _AGAIN
+        IntegrityError,
+        f"{path}: not a signature of {folder} by {trusted.key or trusted.identity or 'them'}",
+        _AGAIN,
     ):
         check.verify(folder, path)
     manifest = read_manifest(folder)
@@ -188,9 +222,14 @@ def _require_today(bundle: Any, path: Path) -> None:
     now = datetime.now(UTC)
     for one in found:
         if now > one.not_valid_after_utc:
-            raise IntegrityError(f"{path}: its certificate expired on {one.not_valid_after_utc:%Y-%m-%d}", _AGAIN)
+            raise IntegrityError(
+                f"{path}: its certificate expired on {one.not_valid_after_utc:%Y-%m-%d}", _AGAIN
+            )
         if now < one.not_valid_before_utc:
-            raise IntegrityError(f"{path}: its certificate is valid from {one.not_valid_before_utc:%Y-%m-%d} on", _AGAIN)
+            raise IntegrityError(
+                f"{path}: its certificate is valid from {one.not_valid_before_utc:%Y-%m-%d} on",
+                _AGAIN,
+            )
 
 
 @contextmanager
@@ -214,5 +253,7 @@ def _library() -> Any:
     try:
         import model_signing
     except ImportError as error:
-        raise UnsupportedError(f"signatures need model-signing ({error})", "pip install 'quantflow[sign]'") from error
+        raise UnsupportedError(
+            f"signatures need model-signing ({error})", "pip install 'quantflow[sign]'"
+        ) from error
     return model_signing

@@ -4,7 +4,8 @@
     .<folder>.tmp           what `publish` writes into before it renames
     .<folder>.lock          held with flock by the one process that writes; a dead process leaves no lock
 
-A folder is up to date when DONE.json names the same inputs and every file still has its recorded hash.
+A folder is up to date when DONE.json names the same inputs and every file still has its recorded
+hash.
 """
 
 import fcntl
@@ -51,7 +52,9 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
-            raise ResourceError(f"{folder}: process {holder} is writing it", "wait for it, or choose another folder") from error
+            raise ResourceError(
+                f"{folder}: process {holder} is writing it", "wait for it, or choose another folder"
+            ) from error
         os.ftruncate(descriptor, 0)
         with disk.naming(path):
             disk.pwrite_all(descriptor, str(os.getpid()).encode(), 0)
@@ -79,7 +82,10 @@ def done(folder: Path) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = read_json(path)
     if not isinstance(record, dict) or not {"stage", "inputs", "files"} <= record.keys():
-        raise InputError(f"{path}: not the record of a finished stage", f"remove {folder} and run the stage again")
+        raise InputError(
+            f"{path}: not the record of a finished stage",
+            f"remove {folder} and run the stage again",
+        )
     check(record, _Done, where=str(path), remedy=f"remove {folder} and run the stage again")
     return record
 
@@ -87,7 +93,11 @@ def done(folder: Path) -> dict[str, Any] | None:
 def is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
     """Return whether the folder was finished from exactly these inputs and its files are as they were written."""
     record = done(folder)
-    return record is not None and record["inputs"] == json.loads(json.dumps(inputs)) and not _changed(folder, record)
+    return (
+        record is not None
+        and record["inputs"] == json.loads(json.dumps(inputs))
+        and not _changed(folder, record)
+    )
 
 
 def require_done(folder: Path, *, stage: str, unread: str | None = None) -> dict[str, Any]:
@@ -96,8 +106,8 @@ def require_done(folder: Path, *, stage: str, unread: str | None = None) -> dict
     Args:
         folder: what the earlier stage wrote.
         stage: its name.
-        unread: a pattern of files that are only compared by size here, since the caller sees to it that somebody hashes
-            them as they are read: `layers/*.safetensors`.
+        unread: a pattern of files that are only compared by size here, since the caller sees to it
+            that somebody hashes them as they are read: `layers/*.safetensors`.
 
     Raises:
         InputError: the folder is missing, unfinished, or of another stage.
@@ -106,35 +116,50 @@ def require_done(folder: Path, *, stage: str, unread: str | None = None) -> dict
     record = done(folder)
     if record is None:
         state = "is unfinished (no DONE.json)" if folder.is_dir() else "does not exist"
-        raise InputError(f"{folder}: {state}", f"run `quantflow {stage}` first; the same command continues it")
+        raise InputError(
+            f"{folder}: {state}", f"run `quantflow {stage}` first; the same command continues it"
+        )
     if record.get("stage") != stage:
-        raise InputError(f"{folder}: was written by {record.get('stage')!r}, {stage!r} is needed", "give the other folder")
+        raise InputError(
+            f"{folder}: was written by {record.get('stage')!r}, {stage!r} is needed",
+            "give the other folder",
+        )
     changed = _changed(folder, record, unread=unread)
     if changed:
-        raise IntegrityError(f"{folder / changed}: differs from the hash in {DONE}", f"run `quantflow {stage}` again")
+        raise IntegrityError(
+            f"{folder / changed}: differs from the hash in {DONE}", f"run `quantflow {stage}` again"
+        )
     return record
 
 
-def finish(folder: Path, *, stage: str, inputs: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> None:
+def finish(
+    folder: Path, *, stage: str, inputs: Mapping[str, Any], hashes: Mapping[str, str] | None = None
+) -> None:
     """Record every file of the folder and write DONE.json, last.
 
     Args:
         folder: complete but for DONE.json.
         stage: who wrote it.
         inputs: what it was made from.
-        hashes: sha256 of files that this process wrote and hashed already, by their name in the folder.
+        hashes: sha256 of files that this process wrote and hashed already, by their name in the
+            folder.
     """
     known = hashes or {}
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and path.name != DONE and not path.name.startswith("."):
-            files[name] = {"sha256": known.get(name) or file_digest(path), "bytes": path.stat().st_size}
+            files[name] = {
+                "sha256": known.get(name) or file_digest(path),
+                "bytes": path.stat().st_size,
+            }
     record = {"stage": stage, "inputs": inputs, "files": files}
     write_atomic(folder / DONE, json.dumps(record, indent=1, sort_keys=True).encode())
 
 
-def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool, parts: Sequence[str] = ()) -> None:
+def refuse_other_result(
+    folder: Path, inputs: Mapping[str, Any], *, force: bool, parts: Sequence[str] = ()
+) -> None:
     """Refuse to replace a finished result that was made from other inputs, unless forced, and anything that is not a result.
 
     Args:
@@ -150,7 +175,10 @@ def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool,
     if record is None:
         for path in sorted(folder.iterdir()) if folder.exists() else ():
             if path.name not in parts and not (parts and path.name.startswith(".")):
-                raise UsageError(f"{folder}: holds {path.name!r} and no {DONE}", "choose another -o, or an empty folder")
+                raise UsageError(
+                    f"{folder}: holds {path.name!r} and no {DONE}",
+                    "choose another -o, or an empty folder",
+                )
         return
     found = None if force else difference(record["inputs"], json.loads(json.dumps(inputs)))
     if found is not None:
@@ -163,13 +191,18 @@ def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool,
 
 @contextmanager
 def publish(
-    folder: Path, *, stage: str | None, inputs: Mapping[str, Any], hashes: Mapping[str, str] | None = None
+    folder: Path,
+    *,
+    stage: str | None,
+    inputs: Mapping[str, Any],
+    hashes: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` when the block ends without an error.
 
-    With a `stage`, DONE.json is written into it first; an artifact has none, its manifest is written by the block.
-    An interrupted block, and a fault at any call, leave the old folder or none under the name, or the new one whole.
-    `hashes` are those of `finish`, which the block may add to.
+    With a `stage`, DONE.json is written into it first; an artifact has none, its manifest is
+    written by the block. An interrupted block, and a fault at any call, leave the old folder or
+    none under the name, or the new one whole. `hashes` are those of `finish`, which the block may
+    add to.
     """
     temporary, old = _beside(folder)
     _put_back(folder)
@@ -231,7 +264,9 @@ def _changed(folder: Path, record: Mapping[str, Any], *, unread: str | None = No
         path = folder / name
         if not path.is_file() or path.stat().st_size != expected["bytes"]:
             return str(name)
-        if (unread is None or not fnmatchcase(name, unread)) and file_digest(path) != expected["sha256"]:
+        if (unread is None or not fnmatchcase(name, unread)) and file_digest(path) != expected[
+            "sha256"
+        ]:
             return str(name)
     return None
 

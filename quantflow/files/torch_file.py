@@ -1,12 +1,14 @@
 """A file of torch.save as data: which tensors it holds and where each lies, read without torch and without unpickling.
 
-Such a file is a zip whose members are not compressed: `NAME/data.pkl`, a pickled dictionary, and `NAME/data/K`, the bytes of
-storage K. `NAME/byteorder`, where it is there, names their order: little, any other is refused. The pickle calls three names,
-each of which stands for a few lines of this file: `collections.OrderedDict`, `torch._utils._rebuild_tensor_v2`, and the class
-of a storage, which is a dtype. One that asks for anything else is refused before anything was called. What is read is a
-`TensorInfo` of each tensor, so that weights are read as those of a safetensors file are.
+Such a file is a zip whose members are not compressed: `NAME/data.pkl`, a pickled dictionary, and
+`NAME/data/K`, the bytes of storage K. `NAME/byteorder`, where it is there, names their order:
+little, any other is refused. The pickle calls three names, each of which stands for a few lines of
+this file: `collections.OrderedDict`, `torch._utils._rebuild_tensor_v2`, and the class of a storage,
+which is a dtype. One that asks for anything else is refused before anything was called. What is
+read is a `TensorInfo` of each tensor, so that weights are read as those of a safetensors file are.
 
-What is written is emitted opcode by opcode, and one tensor is in memory at a time. Equal content has equal bytes.
+What is written is emitted opcode by opcode, and one tensor is in memory at a time. Equal content
+has equal bytes.
 """
 
 import io
@@ -43,10 +45,12 @@ _MOST = 1 << 48  # elements
 _ORDER_BYTES = 16  # that are read of `byteorder`, which is one word
 _ALIGN = 64  # bytes: torch maps storages where they lie
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
-_LOCAL = struct.Struct("<4s5H3L2H")  # of a member: signature, ..., length of its name, length of what follows that
+# of a member: signature, ..., length of its name, length of what follows that
+_LOCAL = struct.Struct("<4s5H3L2H")
 _ZIP_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError),
-    *(ValueError, struct.error, OverflowError, MemoryError),  # names that are not UTF-8, numbers that are none
+    # names that are not UTF-8, numbers that are none
+    *(ValueError, struct.error, OverflowError, MemoryError),
 )
 _REMEDY = "give the file as torch.save wrote it, from a source that you trust; or download it again"
 
@@ -84,7 +88,9 @@ class _View:
 
     __slots__ = ("shape", "start", "storage", "strides")
 
-    def __init__(self, storage: _Held, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(
+        self, storage: _Held, start: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
         self.storage, self.start, self.shape, self.strides = storage, start, shape, strides
 
     def __setstate__(self, state: object) -> None:
@@ -98,7 +104,11 @@ class _Rebuild:
 
     def __call__(self, *arguments: object) -> _View:
         storage, start, shape, strides = arguments[:4] if len(arguments) in (6, 7) else (None,) * 4
-        if not isinstance(storage, _Held) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        if (
+            not isinstance(storage, _Held)
+            or not isinstance(shape, tuple)
+            or not isinstance(strides, tuple)
+        ):
             raise _Refused("a tensor of something else than a storage, a shape and strides")
         numbers = (start, *shape, *strides)
         if (
@@ -139,7 +149,12 @@ class _Restricted(pickle.Unpickler):
 
     def persistent_load(self, pid: object) -> Any:
         """Return the storage of a member."""
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], _Storage):
+        if (
+            not isinstance(pid, tuple)
+            or len(pid) != 5
+            or pid[0] != "storage"
+            or not isinstance(pid[1], _Storage)
+        ):
             raise _Refused(f"a reference to {str(pid)[:80]}")
         return _Held(pid[1].dtype, str(pid[2]))
 
@@ -148,8 +163,8 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of a file, by name.
 
     Raises:
-        InputError: the file cannot be read, is no such zip or compressed, its pickle asks for more than tensors, or a tensor
-            reaches beyond its storage; the message has the tensor's name.
+        InputError: the file cannot be read, is no such zip or compressed, its pickle asks for more
+            than tensors, or a tensor reaches beyond its storage; the message has the tensor's name.
         UnsupportedError: its numbers are not little-endian.
     """
     with reading(path) as file:
@@ -157,15 +172,28 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
             with zipfile.ZipFile(file) as archive:
                 members = {info.filename: info for info in archive.infolist()[: MAX_MEMBERS + 1]}
                 pickles = [name for name in members if name.endswith("/data.pkl")]
-                if len(pickles) != 1 or len(members) > MAX_MEMBERS or members[pickles[0]].file_size > MAX_PICKLE:
+                if (
+                    len(pickles) != 1
+                    or len(members) > MAX_MEMBERS
+                    or members[pickles[0]].file_size > MAX_PICKLE
+                ):
                     raise InputError(
-                        f"{path}: {len(members)} members, {len(pickles)} of them data.pkl; one is expected", _REMEDY
+                        f"{path}: {len(members)} members, {len(pickles)} of them data.pkl; one "
+                        "is expected",
+                        _REMEDY,
                     )
-                packed = [name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED]
+                packed = [
+                    name
+                    for name, info in members.items()
+                    if info.compress_type != zipfile.ZIP_STORED
+                ]
                 if packed:
-                    raise InputError(f"{path}: {packed[0]} is compressed, torch.save compresses nothing", _REMEDY)
+                    raise InputError(
+                        f"{path}: {packed[0]} is compressed, torch.save compresses nothing", _REMEDY
+                    )
                 with archive.open(pickles[0]) as member:
-                    data = member.read(members[pickles[0]].file_size)  # without a number all is read, whatever size is given
+                    # without a number all is read, whatever size is given
+                    data = member.read(members[pickles[0]].file_size)
                 root = pickles[0].removesuffix("data.pkl")
                 if (order := members.get(f"{root}byteorder")) is not None:
                     with archive.open(order) as member:
@@ -174,16 +202,30 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
             found = {}
             for name, value in table.items():
                 if not isinstance(name, str) or not isinstance(value, _View):
-                    raise InputError(f"{path}: {str(name)[:80]!r} is {type(value).__name__}, a tensor is expected", _REMEDY)
-                found[name] = _info(name, value, members.get(f"{root}data/{value.storage.key}"), file=file, path=path)
+                    raise InputError(
+                        f"{path}: {str(name)[:80]!r} is {type(value).__name__}, a tensor is "
+                        "expected",
+                        _REMEDY,
+                    )
+                found[name] = _info(
+                    name,
+                    value,
+                    members.get(f"{root}data/{value.storage.key}"),
+                    file=file,
+                    path=path,
+                )
         except _ZIP_ERRORS as error:
-            raise InputError(f"{path}: not a whole file of torch.save ({error})", _REMEDY) from error
+            raise InputError(
+                f"{path}: not a whole file of torch.save ({error})", _REMEDY
+            ) from error
     return found
 
 
 def _require_little(order: bytes, *, path: Path) -> None:
     if order != b"little":
-        cause = f"{path}: byteorder is {order.decode(errors='replace')!r}, little-endian files are read"
+        cause = (
+            f"{path}: byteorder is {order.decode(errors='replace')!r}, little-endian files are read"
+        )
         raise UnsupportedError(cause, "save it with torch on a little-endian machine")
 
 
@@ -192,15 +234,23 @@ def _loads(data: bytes, *, path: Path) -> dict[Any, Any]:
         scan(data, _Refused)
         table = _Restricted(io.BytesIO(data)).load()
     except _Refused as error:
-        raise InputError(f"{path}: the pickle asks for {error}; nothing of it was run", _REMEDY) from error
+        raise InputError(
+            f"{path}: the pickle asks for {error}; nothing of it was run", _REMEDY
+        ) from error
     except Exception as error:  # a damaged pickle fails in any way that its opcodes can
-        raise InputError(f"{path}: no pickle of tensors ({type(error).__name__}: {error})", _REMEDY) from error
+        raise InputError(
+            f"{path}: no pickle of tensors ({type(error).__name__}: {error})", _REMEDY
+        ) from error
     if not isinstance(table, dict):
-        raise InputError(f"{path}: holds {type(table).__name__}, a table of tensors is expected", _REMEDY)
+        raise InputError(
+            f"{path}: holds {type(table).__name__}, a table of tensors is expected", _REMEDY
+        )
     return table
 
 
-def _info(name: str, view: _View, member: zipfile.ZipInfo | None, *, file: BinaryIO, path: Path) -> TensorInfo:
+def _info(
+    name: str, view: _View, member: zipfile.ZipInfo | None, *, file: BinaryIO, path: Path
+) -> TensorInfo:
     if member is None:
         raise InputError(f"{name}: {path} has no storage {view.storage.key[:40]}", _REMEDY)
     file.seek(member.header_offset)
@@ -211,9 +261,12 @@ def _info(name: str, view: _View, member: zipfile.ZipInfo | None, *, file: Binar
         dense.append(elements)
         elements *= size
     plain = not elements or all(
-        size == 1 or stride == own for size, stride, own in zip(view.shape, view.strides, reversed(dense), strict=True)
+        size == 1 or stride == own
+        for size, stride, own in zip(view.shape, view.strides, reversed(dense), strict=True)
     )
-    reach = view.start + (1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)))
+    reach = view.start + (
+        1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    )
     if elements and reach * itemsize > member.file_size:
         cause = f"{name}: {list(view.shape)} of {view.storage.dtype} ends after {reach * itemsize} bytes"
         raise InputError(f"{cause}, its storage in {path} has {member.file_size}", _REMEDY)
@@ -221,13 +274,19 @@ def _info(name: str, view: _View, member: zipfile.ZipInfo | None, *, file: Binar
         name=name,
         dtype=view.storage.dtype,
         shape=view.shape,
-        offset=member.header_offset + _LOCAL.size + name_bytes + extra_bytes + view.start * itemsize,
+        offset=member.header_offset
+        + _LOCAL.size
+        + name_bytes
+        + extra_bytes
+        + view.start * itemsize,
         nbytes=elements * itemsize,
         strides=None if plain else view.strides,
     )
 
 
-def write_torch_file(path: Path, specs: Mapping[str, Spec], parts: Iterable[bytes | memoryview]) -> None:
+def write_torch_file(
+    path: Path, specs: Mapping[str, Spec], parts: Iterable[bytes | memoryview]
+) -> None:
     """Write a file that `torch.load` reads as a dictionary of tensors.
 
     Args:
@@ -247,11 +306,14 @@ def write_torch_file(path: Path, specs: Mapping[str, Spec], parts: Iterable[byte
         _write(archive, file, "version", [b"3\n"])
 
 
-def _write(archive: zipfile.ZipFile, file: BinaryIO, name: str, parts: Iterable[bytes | memoryview]) -> None:
+def _write(
+    archive: zipfile.ZipFile, file: BinaryIO, name: str, parts: Iterable[bytes | memoryview]
+) -> None:
     """Write a member so that its bytes begin at a multiple of _ALIGN, whatever its size is."""
     info = zipfile.ZipInfo(f"archive/{name}", date_time=_EPOCH)
     info.create_system, info.external_attr = 3, 0o644 << 16
-    begins = file.tell() + _LOCAL.size + len(info.filename) + 20 + 4  # 20: sizes of 64 bits; 4: the head of the padding
+    # 20: sizes of 64 bits; 4: the head of the padding
+    begins = file.tell() + _LOCAL.size + len(info.filename) + 20 + 4
     info.extra = struct.pack("<2sH", b"FB", -begins % _ALIGN) + bytes(-begins % _ALIGN)
     with archive.open(info, "w", force_zip64=True) as member:
         for part in parts:
@@ -266,9 +328,22 @@ def _pickle(specs: Mapping[str, Spec]) -> bytes:
         for size in reversed(shape):
             strides.append(elements)
             elements *= size
-        storage = b"(" + _text("storage") + f"ctorch\n{STORAGES[dtype]}\n".encode() + _text(str(key)) + _text("cpu")
+        storage = (
+            b"("
+            + _text("storage")
+            + f"ctorch\n{STORAGES[dtype]}\n".encode()
+            + _text(str(key))
+            + _text("cpu")
+        )
         steps += [
-            *(_text(name), b"ctorch._utils\n_rebuild_tensor_v2\n(", storage, _number(elements), b"tQ", _number(0)),
+            *(
+                _text(name),
+                b"ctorch._utils\n_rebuild_tensor_v2\n(",
+                storage,
+                _number(elements),
+                b"tQ",
+                _number(0),
+            ),
             *(_numbers(shape), _numbers(reversed(strides)), b"\x89ccollections\nOrderedDict\n)RtR"),
         ]
     return b"".join([*steps, b"u."])

@@ -1,8 +1,8 @@
 """Check an artifact against its own manifest: every bit of every hashed file, every tensor, every byte sum.
 
-The order is: the manifest against itself, the list of files, the hashes, and only then the content, so no parser sees
-a byte that the manifest does not vouch for. What this cannot detect is an artifact replaced as a whole; compare its
-digest for that.
+The order is: the manifest against itself, the list of files, the hashes, and only then the content,
+so no parser sees a byte that the manifest does not vouch for. What this cannot detect is an
+artifact replaced as a whole; compare its digest for that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,19 +34,23 @@ def verify(
         manifest: its quantflow.json, where it has been read before.
 
     Returns:
-        layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are there; tensors and
-        tensor_bytes of the artifact; source_bytes by what was done to them.
+        layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are
+        there; tensors and tensor_bytes of the artifact; source_bytes by what was done to them.
 
     Raises:
-        IntegrityError: naming the file or tensor: changed, missing, added, a link out of the hub's cache, or not in the ledger.
-        InputError: the folder or its manifest is missing, or a header is malformed and its hash is the recorded one.
+        IntegrityError: naming the file or tensor: changed, missing, added, a link out of the hub's
+            cache, or not in the ledger.
+        InputError: the folder or its manifest is missing, or a header is malformed and its hash is
+            the recorded one.
         UnsupportedError: the manifest has a newer layout version.
     """
     manifest = manifest or read_manifest(folder)
     recorded = manifest["files"]
     listing = list_files(folder, follow_links=is_snapshot(folder))
     if listing.others:
-        raise IntegrityError(f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)")
+        raise IntegrityError(
+            f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)"
+        )
     for name in sorted(recorded.keys() - set(listing.files)):
         raise IntegrityError(f"{name}: recorded in {MANIFEST_NAME}, missing in the folder", _AGAIN)
     for name in sorted(set(listing.files) - recorded.keys() - UNHASHED):
@@ -79,13 +83,19 @@ def _check_file(folder: Path, name: str, recorded: dict[str, Any]) -> None:
     except InputError as pointer:
         raise IntegrityError(f"{name}: {pointer.cause}", pointer.remedy) from pointer
     if digest is None:
-        raise IntegrityError(f"{name}: {size} bytes, {MANIFEST_NAME} records {recorded['bytes']}", _AGAIN)
-    raise IntegrityError(f"{name}: sha256 {digest}, {MANIFEST_NAME} records {recorded['sha256']}", _AGAIN)
+        raise IntegrityError(
+            f"{name}: {size} bytes, {MANIFEST_NAME} records {recorded['bytes']}", _AGAIN
+        )
+    raise IntegrityError(
+        f"{name}: sha256 {digest}, {MANIFEST_NAME} records {recorded['sha256']}", _AGAIN
+    )
 
 
 def _check_tensors(checkpoint: Checkpoint, ledger: Ledger) -> None:
     """Check that the ledger accounts for every tensor, and that no weights lie beside the ones that load."""
     for name in checkpoint.files:
         if name.endswith(".safetensors") and name not in checkpoint.shards:
-            raise IntegrityError(f"{name}: weights that neither index nor ledger names", "export again without it")
+            raise IntegrityError(
+                f"{name}: weights that neither index nor ledger names", "export again without it"
+            )
     ledger.check_artifact(checkpoint.infos)

@@ -1,7 +1,7 @@
 """On-disk layouts, by the name used in recipes. One file each; these tables are the only registry.
 
-`FORMATS` are those in which `quantize` itself writes. `LAYOUTS` are all that a linear is converted to and from; a folder of
-any of them runs.
+`FORMATS` are those in which `quantize` itself writes. `LAYOUTS` are all that a linear is converted
+to and from; a folder of any of them runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,25 +32,37 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         mxfp4.NAME: mxfp4.MXFP4Layout(),
     }
 )
-# Layouts with a configuration in a file of its own beside that of config.json -> its name, and its content from the other.
+# Layouts with a configuration in a file of its own beside that of config.json -> its name, and its
+# content from the other.
 BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = MappingProxyType(
     {modelopt.NAME: (modelopt.CONFIG_BESIDE, modelopt.config_beside)}
 )
 # Layouts whose weights are one file of torch.save -> its name, from the schemes of the linears.
-PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
-# Layouts that say how keys and values are kept -> how, from the configuration, and what an attention's two scales are called.
-CACHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], TensorScheme | None], Callable[[str], tuple[str, str]]]]
+PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType(
+    {ipex.NAME: ipex.file_name}
+)
+# Layouts that say how keys and values are kept -> how, from the configuration, and what an
+# attention's two scales are called.
+CACHES: Mapping[
+    str, tuple[Callable[[Mapping[str, Any]], TensorScheme | None], Callable[[str], tuple[str, str]]]
+]
 CACHES = MappingProxyType(
     {
-        compressed_tensors.NAME: (compressed_tensors.kv_scheme_from_config, compressed_tensors.kv_tensor_names),
+        compressed_tensors.NAME: (
+            compressed_tensors.kv_scheme_from_config,
+            compressed_tensors.kv_tensor_names,
+        ),
         modelopt.NAME: (modelopt.kv_scheme_from_config, modelopt.kv_tensor_names),
     }
 )
-# Layouts that some programs of the same method do not read -> a sentence that says so, from the schemes of the linears.
-WHO_READS: Mapping[str, Callable[[Mapping[str, LinearScheme]], str | None]] = MappingProxyType({fp8.NAME: fp8.who_reads})
+# Layouts that some programs of the same method do not read -> a sentence that says so, from the
+# schemes of the linears.
+WHO_READS: Mapping[str, Callable[[Mapping[str, LinearScheme]], str | None]] = MappingProxyType(
+    {fp8.NAME: fp8.who_reads}
+)
 # Layouts with tensors that hold several linears -> these tensors, from the shapes of the linears.
-STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitTensor]]] = MappingProxyType(
-    {mxfp4.NAME: mxfp4.stacks}
+STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitTensor]]] = (
+    MappingProxyType({mxfp4.NAME: mxfp4.stacks})
 )
 
 
@@ -88,7 +100,10 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         if found is not None:
             return found
     method = config.get("quant_method")
-    told = f" with packing_format {config['packing_format']!r}" if "packing_format" in config else ""
+    told = (
+        f" with packing_format {config['packing_format']!r}" if "packing_format" in config else ""
+    )
     raise UnsupportedError(
-        f"config.json: quant_method {method!r}{told} is not read here", f"use a folder of {', '.join(LAYOUTS)}"
+        f"config.json: quant_method {method!r}{told} is not read here",
+        f"use a folder of {', '.join(LAYOUTS)}",
     )

@@ -8,11 +8,13 @@ A linear called NAME of G = I / group_size groups is stored as
 | NAME.qzeros  | int32 [G, O / 8]     | zero_point + 8, so too                        |
 | NAME.scales  | [G, O]               | scale                                         |
 
-Nibble i of a word, lowest first, is output ORDER[i] of the eight. There are 4 bits alone. Symmetric weights are stored with
-zero points of 8; read again they are weights with zero points, of the same values. AutoRound's symmetric ones may have
-negative scales: beside zero points scales are positive here, codes and zero points of such groups are complemented.
-Source: github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`;
-github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_awq/utils.py`.
+Nibble i of a word, lowest first, is output ORDER[i] of the eight. There are 4 bits alone. Symmetric
+weights are stored with zero points of 8; read again they are weights with zero points, of the same
+values. AutoRound's symmetric ones may have negative scales: beside zero points scales are positive
+here, codes and zero points of such groups are complemented. Source:
+github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and
+`awq/utils/packing_utils.py`; github.com/intel/auto-round 0.16.1,
+`auto_round/export/export_to_awq/utils.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,7 +76,11 @@ class AWQLayout:
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
-        if weights.kind != "int" or weights.num_bits != _BITS or weights.granularity not in ("per_group", "per_channel"):
+        if (
+            weights.kind != "int"
+            or weights.num_bits != _BITS
+            or weights.granularity not in ("per_group", "per_channel")
+        ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
             return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
         if shape[0] % _PER_WORD:
@@ -86,14 +92,21 @@ class AWQLayout:
         del scheme
         return tuple(f"{name}.{part}" for part in _PARTS)
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
-        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        zero_point = (
+            torch.zeros_like(weight.scale, dtype=torch.int8)
+            if weight.zero_point is None
+            else weight.zero_point
+        )
         if linear.order is not None:
             raise UnsupportedError(
-                f"{name}: its groups are of inputs that do not stand together, the layout has no g_idx",
+                f"{name}: its groups are of inputs that do not stand together, the layout has no "
+                "g_idx",
                 "keep it in a layout with g_idx and desc_act",
             )
         qvalue, zero_point = _beside_positive(weight.qvalue, zero_point, weight.scale)
@@ -103,13 +116,18 @@ class AWQLayout:
             f"{name}.scales": stored_scales(name, weight.scale.abs(), scale_dtype).T.contiguous(),
         }
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights, words = scheme.weights, (torch.int32,)
         packed = tensors.get(f"{name}.qweight")
         if packed is None or packed.ndim != 2:
             shape = "missing" if packed is None else f"is {list(packed.shape)}"
-            raise InputError(f"{name}.qweight: {shape}, [in_features, words] is needed", "download the folder again")
+            raise InputError(
+                f"{name}.qweight: {shape}, [in_features, words] is needed",
+                "download the folder again",
+            )
         columns, rows = packed.shape[0], packed.shape[1] * _PER_WORD
         packed = tensor(tensors, f"{name}.qweight", words, (columns, rows // _PER_WORD))
         try:
@@ -122,7 +140,9 @@ class AWQLayout:
         zero_point = _unpack(zeros).T.contiguous()
         if (bad := (scale < 0) & (zero_point != 0)).any():
             cause = f"{name}.scales: scale {scale[bad][0].item()} beside zero point {int(zero_point[bad][0]) + 8}"
-            raise InputError(f"{cause}, a scale beside another than 8 is positive", "download the folder again")
+            raise InputError(
+                f"{cause}, a scale beside another than 8 is positive", "download the folder again"
+            )
         qvalue, zero_point = _beside_positive(_unpack(packed).T.contiguous(), zero_point, scale)
         weight = QTensor(qvalue=qvalue, scale=scale.abs(), zero_point=zero_point, scheme=weights)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
@@ -156,14 +176,22 @@ class AWQLayout:
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
+        bits, group_size = (
+            number(config, "bits", "w_bit"),
+            number(config, "group_size", "q_group_size"),
+        )
         flag(config, "zero_point", default=True)
         if bits != _BITS:
-            raise UnsupportedError(f"config.json: bits is {bits}, words of the {VERSION} layout hold 4", "check the folder")
+            raise UnsupportedError(
+                f"config.json: bits is {bits}, words of the {VERSION} layout hold 4",
+                "check the folder",
+            )
         found = {}
         for name in shapes:
             if f"{name}.qweight" in infos:
-                found[name] = named(integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized")
+                found[name] = named(
+                    integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized"
+                )
         return found
 
 
@@ -192,7 +220,8 @@ def _pack(codes: Tensor) -> Tensor:
 def _unpack(words: Tensor) -> Tensor:
     """Undo `_pack`."""
     rows, columns = words.shape[0], words.shape[1] * _PER_WORD
-    eights = packing.unpack(words, _BITS, columns).reshape(rows, words.shape[1], _PER_WORD)  # [R, O / 8, 8]
+    # [R, O / 8, 8]
+    eights = packing.unpack(words, _BITS, columns).reshape(rows, words.shape[1], _PER_WORD)
     back = sorted(range(_PER_WORD), key=ORDER.__getitem__)
     return eights[:, :, back].reshape(rows, columns)
 
@@ -216,5 +245,8 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> AWQLayout | None:
         return None
     version = str(config.get("version") or VERSION).lower()
     if version != VERSION:
-        raise UnsupportedError(f"config.json: AWQ version {version!r}, {VERSION} is known", f"pack the folder as {VERSION}")
+        raise UnsupportedError(
+            f"config.json: AWQ version {version!r}, {VERSION} is known",
+            f"pack the folder as {VERSION}",
+        )
     return AWQLayout()

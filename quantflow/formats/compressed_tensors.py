@@ -16,15 +16,17 @@ A linear called NAME is stored as
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
 | a cache         | ATTENTION.k_scale, ATTENTION.v_scale float32, [1] per tensor or [kv_heads, 1, 1] per head       |
 
-Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
-weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
-dtype for pack-quantized, else float32. A single number is read from shape [] too. Where blocks of llama.cpp's can hold the
-weight it has their scales' dtype, which `scale_dtype` of the group says; IQ4_NL, whose shape is Q8_0's, is named by
-`block_type` in `observer_kwargs`. Scales in e4m3 are divided by the global_scale beside them. Those of symmetric integers may
-be negative (docs/backends.md, "Negative scales").
-compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
-Longer than 300 lines because tensors and config are one contract, hence one file.
-Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
+Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and
+the block (`head_dim`). weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group,
+[ceil(O / g), G] per block of g x g; in the model's dtype for pack-quantized, else float32. A single
+number is read from shape [] too. Where blocks of llama.cpp's can hold the weight it has their
+scales' dtype, which `scale_dtype` of the group says; IQ4_NL, whose shape is Q8_0's, is named by
+`block_type` in `observer_kwargs`. Scales in e4m3 are divided by the global_scale beside them. Those
+of symmetric integers may be negative (docs/backends.md, "Negative scales"). compressed-tensors 0.20
+cannot load its own pack-quantized files with zero points, except with `dequantize=True`. Longer
+than 300 lines because tensors and config are one contract, hence one file. Source:
+github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and
+`quantization/quant_args.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,15 +72,24 @@ _STRATEGIES: dict[str, Granularity] = {
 }
 ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _TENSOR_GROUP = "tensor_group"  # the strategy of groups beside a global_scale
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 _SCALES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-# Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
+# Loaders match the names of their modules; where these differ from the checkpoint's, a linear is
+# listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
 _BLOCK_TYPE = "block_type"  # in `observer_kwargs`
-# What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's loaders know.
+# What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's
+# loaders know.
 _INSTEAD = {
-    "e5m2": "leave float8 out: e4m3fn has a mantissa bit more, and its scales do for weights what e5m2's range is for",
-    "e4m3fnuz": "leave float8 out: e4m3fn's codes mean half as much in e4m3fnuz, and vLLM doubles the scales on AMD's MI300",
+    "e5m2": "leave float8 out: e4m3fn has a mantissa bit more, and its scales do for weights "
+    "what e5m2's range is for",
+    "e4m3fnuz": "leave float8 out: e4m3fn's codes mean half as much in e4m3fnuz, and vLLM "
+    "doubles the scales on AMD's MI300",
 }
 
 
@@ -87,7 +98,9 @@ def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
     if scheme.weights.block is not None:
         return DTYPES[scheme.weights.block.scale_dtype]
     if scheme.weights.scale_format != "float":
-        return {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[scheme.weights.scale_format]
+        return {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[
+            scheme.weights.scale_format
+        ]
     return model_dtype if scheme.layout == "pack-quantized" else torch.float32
 
 
@@ -145,7 +158,9 @@ def tensor_specs(
     weights, packed = scheme.weights, scheme.layout == "pack-quantized"
     scale = _scale_shape(weights, shape, name=name)
     stored = "I8" if weights.kind == "int" else "F8_E4M3"
-    scale_name = {"e8m0": "U8", "e4m3": "F8_E4M3"}.get(weights.scale_format) or _DTYPE_NAMES[scale_dtype(scheme, model_dtype)]
+    scale_name = {"e8m0": "U8", "e4m3": "F8_E4M3"}.get(weights.scale_format) or _DTYPE_NAMES[
+        scale_dtype(scheme, model_dtype)
+    ]
     specs: dict[str, tuple[str, tuple[int, ...]]] = {
         "weight": (stored, tuple(shape)),
         "weight_packed": ("I32", (shape[0], -(-shape[1] * weights.num_bits // 32))),
@@ -176,7 +191,9 @@ def row_multiple(scheme: LinearScheme) -> int:
     return max(8, packing.elements_of_whole_words(scheme.weights.num_bits))
 
 
-def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dict[str, tuple[int, int]]:
+def row_spans(
+    name: str, scheme: LinearScheme, *, first: int, count: int
+) -> dict[str, tuple[int, int]]:
     """Return where some rows of the linear `name` stand in its tensors, so that it is encoded and decoded piece by piece.
 
     Args:
@@ -186,8 +203,8 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
         count: how many rows, a multiple of it too unless they are the last.
 
     Returns:
-        full name -> (first row in that tensor, how many); without the tensors that describe the whole linear, the scale of
-        per_tensor weights among them.
+        full name -> (first row in that tensor, how many); without the tensors that describe the
+        whole linear, the scale of per_tensor weights among them.
 
     Raises:
         SchemeError: the rows do not begin at a whole word.
@@ -195,9 +212,16 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
     multiple = row_multiple(scheme)
     if first % multiple:
         raise SchemeError(
-            f"{name}: rows from {first} do not begin at a whole word or block", f"take multiples of {multiple} rows"
+            f"{name}: rows from {first} do not begin at a whole word or block",
+            f"take multiples of {multiple} rows",
         )
-    whole = {"weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point"}
+    whole = {
+        "weight_shape",
+        "weight_global_scale",
+        "input_scale",
+        "input_global_scale",
+        "input_zero_point",
+    }
     if scheme.weights.granularity == "per_tensor":
         whole |= {"weight_scale", "weight_zero_point"}
     spans = {}
@@ -205,8 +229,15 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
         suffix = key.removeprefix(f"{name}.")
         if suffix in whole:
             continue
-        if suffix == "weight_zero_point" and scheme.layout == "pack-quantized" and not scheme.weights.minima:
-            spans[key] = (first * scheme.weights.num_bits // 32, -(-count * scheme.weights.num_bits // 32))
+        if (
+            suffix == "weight_zero_point"
+            and scheme.layout == "pack-quantized"
+            and not scheme.weights.minima
+        ):
+            spans[key] = (
+                first * scheme.weights.num_bits // 32,
+                -(-count * scheme.weights.num_bits // 32),
+            )
         elif suffix == "weight_scale":
             block_rows = scheme.weights.block_rows
             spans[key] = (first // block_rows, -(-count // block_rows))
@@ -215,7 +246,9 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
     return spans
 
 
-def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def encode(
+    name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Return the tensors that hold `linear`.
 
     Args:
@@ -225,13 +258,16 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
 
     Raises:
         UnsupportedError: the layout does not hold the scheme.
-        SchemeError: a scale is not exact in `scale_dtype`, or the values break QTensor's invariants.
+        SchemeError: a scale is not exact in `scale_dtype`, or the values break QTensor's
+            invariants.
     """
     weight, scheme = linear.weight, linear.scheme.weights
     _check_layout(linear.scheme)
     weight.validate(name)
     scale = _stored_scale(name, weight, scale_dtype)
-    scale = scale[:: scheme.block_rows].reshape(_scale_shape(scheme, weight.qvalue.shape)).contiguous()
+    scale = (
+        scale[:: scheme.block_rows].reshape(_scale_shape(scheme, weight.qvalue.shape)).contiguous()
+    )
     tensors = {f"{name}.weight_scale": scale}
     if scheme.num_bits == 4 and scheme.kind == "float":
         tensors[f"{name}.weight_packed"] = microscaling.pack_e2m1(weight.qvalue)
@@ -249,8 +285,11 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
     else:
         tensors[f"{name}.weight"] = weight.qvalue
         if weight.zero_point is not None:
-            tensors[f"{name}.weight_zero_point"] = weight.zero_point.reshape(_scale_shape(scheme, weight.qvalue.shape))
-    # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that share memory.
+            tensors[f"{name}.weight_zero_point"] = weight.zero_point.reshape(
+                _scale_shape(scheme, weight.qvalue.shape)
+            )
+    # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that
+    # share memory.
     if linear.input_scale is not None:
         assert linear.scheme.input is not None  # QuantizedLinear refuses a scale without it
         tensors[f"{name}.{_input_suffix(linear.scheme.input)}"] = linear.input_scale.clone()
@@ -269,7 +308,10 @@ def _stored_scale(name: str, weight: QTensor, scale_dtype: torch.dtype) -> Tenso
         return microscaling.pack_e8m0(weight.scale)
     if weight.scheme.scale_format == "e4m3":
         if weight.global_scale is None:
-            raise SchemeError(f"{name}: no global_scale beside scales in e4m3", "quantize with a grid that has one")
+            raise SchemeError(
+                f"{name}: no global_scale beside scales in e4m3",
+                "quantize with a grid that has one",
+            )
         scale = affine.local_scales(weight.scale, weight.global_scale)
         back = float8.widen(scale) / weight.global_scale
     else:
@@ -277,7 +319,8 @@ def _stored_scale(name: str, weight: QTensor, scale_dtype: torch.dtype) -> Tenso
         back = scale.float()
     if not torch.equal(back, weight.scale):
         raise SchemeError(
-            f"{name}: scales are not exact in {scale_dtype}", "quantize with the scale_dtype that the layout stores"
+            f"{name}: scales are not exact in {scale_dtype}",
+            "quantize with the scale_dtype that the layout stores",
         )
     return scale
 
@@ -291,7 +334,8 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         scheme: as it was encoded, or as `schemes_from_config` reads it.
 
     Raises:
-        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is none (`affine.is_scale`).
+        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is none
+            (`affine.is_scale`).
         UnsupportedError: the layout does not hold the scheme.
     """
     _check_layout(scheme)
@@ -304,7 +348,8 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         words = (rows, -(-columns * weights.num_bits // 32))
         if packed.shape != words:
             raise InputError(
-                f"{name}.weight_packed: {list(packed.shape)}, weight_shape ({rows}, {columns}) needs {list(words)}",
+                f"{name}.weight_packed: {list(packed.shape)}, weight_shape ({rows}, {columns}) "
+                f"needs {list(words)}",
                 "the file is damaged; export again",
             )
         qvalue = packing.unpack(packed, weights.num_bits, columns)
@@ -319,7 +364,8 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         codes = _tensor(tensors, f"{name}.weight_scale", torch.uint8, shape)
         if (codes == microscaling.NAN_E8M0).any():
             raise InputError(
-                f"{name}.weight_scale: scale nan (code {microscaling.NAN_E8M0})", "scales are finite; export again"
+                f"{name}.weight_scale: scale nan (code {microscaling.NAN_E8M0})",
+                "scales are finite; export again",
             )
         scale = microscaling.unpack_e8m0(codes)
     else:
@@ -331,19 +377,29 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     grid = (1, 1) if weights.granularity == "per_tensor" else shape
     zero_point = input_scale = input_zero_point = None
     if not weights.symmetric:
-        zero_point = _zero_point(tensors, f"{name}.weight_zero_point", scheme=scheme, shape=shape).reshape(grid)
+        zero_point = _zero_point(
+            tensors, f"{name}.weight_zero_point", scheme=scheme, shape=shape
+        ).reshape(grid)
     if scheme.input is not None and scheme.input.measured:
         input_scale = _scale(tensors, f"{name}.{_input_suffix(scheme.input)}", (1,))
         if not scheme.input.symmetric:
             input_zero_point = _tensor(tensors, f"{name}.input_zero_point", torch.int8, (1,))
     if weights.granularity == "per_block":
         scale, grid = expand_rows(scale, weights.block_rows, len(qvalue)), (len(qvalue), shape[1])
-    weight = QTensor(qvalue=qvalue, scale=scale.reshape(grid), zero_point=zero_point, scheme=weights, global_scale=global_scale)
+    weight = QTensor(
+        qvalue=qvalue,
+        scale=scale.reshape(grid),
+        zero_point=zero_point,
+        scheme=weights,
+        global_scale=global_scale,
+    )
     try:
         weight.validate(name)
     except SchemeError as error:
         raise InputError(error.cause, "the file is damaged; export again") from error
-    return QuantizedLinear(weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point)
+    return QuantizedLinear(
+        weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point
+    )
 
 
 def kv_tensor_names(attention: str) -> tuple[str, str]:
@@ -351,7 +407,9 @@ def kv_tensor_names(attention: str) -> tuple[str, str]:
     return f"{attention}.k_scale", f"{attention}.v_scale"
 
 
-def kv_tensor_specs(attention: str, scheme: TensorScheme, kv_heads: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def kv_tensor_specs(
+    attention: str, scheme: TensorScheme, kv_heads: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the tensors that `encode_kv` makes: full name -> (dtype as safetensors names it, shape)."""
     return dict.fromkeys(kv_tensor_names(attention), ("F32", _kv_shape(scheme, kv_heads)))
 
@@ -360,7 +418,10 @@ def encode_kv(attention: str, scales: KVScales) -> dict[str, Tensor]:
     """Return the tensors that hold the scales of the cache of the module `attention`."""
     shape = _kv_shape(scales.scheme, scales.keys.numel())
     both = (scales.keys, scales.values)
-    return {name: scale.reshape(shape).clone() for name, scale in zip(kv_tensor_names(attention), both, strict=True)}
+    return {
+        name: scale.reshape(shape).clone()
+        for name, scale in zip(kv_tensor_names(attention), both, strict=True)
+    }
 
 
 def decode_kv(
@@ -381,11 +442,19 @@ def decode_kv(
         names: of the two tensors, where they are another layout's; a single number may be [] then.
 
     Raises:
-        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
+        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not
+            finite and positive.
     """
     shape = _kv_shape(scheme, kv_heads)
-    single = {name: tensor.reshape(1) for name, tensor in tensors.items() if names is not None and tensor.ndim == 0}
-    keys, values = (_scale({**tensors, **single}, name, shape).flatten() for name in names or kv_tensor_names(attention))
+    single = {
+        name: tensor.reshape(1)
+        for name, tensor in tensors.items()
+        if names is not None and tensor.ndim == 0
+    }
+    keys, values = (
+        _scale({**tensors, **single}, name, shape).flatten()
+        for name in names or kv_tensor_names(attention)
+    )
     return KVScales(scheme=scheme, keys=keys, values=values)
 
 
@@ -406,7 +475,10 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
         raise _unsupported(f"kv_cache_scheme is of an unknown kind: {error.cause}") from error
     if found not in KV_SCHEMES:
         told = f"{found.kind}{found.num_bits} {found.granularity}, symmetric={found.symmetric}, dynamic={found.dynamic}"
-        raise _unsupported(f"kv_cache_scheme is {told}; 8 bits, symmetric, static, per tensor or per head are known")
+        raise _unsupported(
+            f"kv_cache_scheme is {told}; 8 bits, symmetric, static, per tensor or per head are "
+            "known"
+        )
     return found
 
 
@@ -424,14 +496,17 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
-    One scheme for all targets the class Linear, the way the field's own tools do; several schemes target names.
+    One scheme for all targets the class Linear, the way the field's own tools do; several schemes
+    target names.
 
     Args:
         schemes: source name -> scheme, every quantized linear of the model.
-        ignore: source names of the model's other linears, lm_head among them unless it is quantized.
+        ignore: source names of the model's other linears, lm_head among them unless it is
+            quantized.
         model_type: config.json's; decides whether loaders know a linear by another name too.
         kv_cache: how keys and values are kept; None for as they are.
-        modules: source name -> what the model in memory calls it, where that differs and `model_type` alone does not say it.
+        modules: source name -> what the model in memory calls it, where that differs and
+            `model_type` alone does not say it.
 
     Raises:
         UnsupportedError: the layout does not hold a scheme.
@@ -447,7 +522,9 @@ def quantization_config(
         targets.setdefault((scheme.layout, scheme.weights, scheme.input), []).append(name)
     groups = {
         f"group_{index}": {
-            "targets": _with_aliases(names, model_type, modules) if len(targets) > 1 else ["Linear"],
+            "targets": _with_aliases(names, model_type, modules)
+            if len(targets) > 1
+            else ["Linear"],
             "weights": _arguments(weights),
             "input_activations": None if inputs is None else _arguments(inputs),
             "output_activations": None,
@@ -548,7 +625,8 @@ def schemes_from_config(
         config: the `quantization_config` of config.json.
         linears: the source names of all linears of the model.
         flavour: of float8 schemes; the config has no word for it, quantflow's manifest does.
-        modules: source name -> what the model in memory calls a linear, where that differs; targets and ignore may mean either.
+        modules: source name -> what the model in memory calls a linear, where that differs; targets
+            and ignore may mean either.
 
     Raises:
         UnsupportedError: a method, strategy, format or option that this version does not know.
@@ -560,27 +638,48 @@ def schemes_from_config(
             raise _unsupported(f"{key} is {config.get(key)!r}, {known!r} is known")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise InputError("config.json: quantization_config has no config_groups", "the file is damaged; export again")
+        raise InputError(
+            "config.json: quantization_config has no config_groups",
+            "the file is damaged; export again",
+        )
     schemes: dict[str, LinearScheme] = {}
     for label, group in groups.items():
-        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
+        if (
+            not isinstance(group, dict)
+            or not isinstance(group.get("weights"), dict)
+            or group.get("output_activations")
+        ):
             raise _unsupported(f"{label} has no weights, or quantizes outputs")
         scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
-        schemes[label] = with_float8(scheme, flavour) if scheme.layout == "float-quantized" else scheme
-    kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
+        schemes[label] = (
+            with_float8(scheme, flavour) if scheme.layout == "float-quantized" else scheme
+        )
+    # what is not known of the cache is refused, whoever asks for linears alone
+    kv_scheme_from_config(config)
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
     for name, label in groups_of_linears(config, linears, modules=modules).items():
         found = None if label is None else schemes[label]
-        rotation = next((rotations[each] for each in (name, modules.get(name, name)) if each in rotations), None)
+        rotation = next(
+            (rotations[each] for each in (name, modules.get(name, name)) if each in rotations), None
+        )
         if rotation is not None and found is None:
-            raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
-        resolved[name] = replace(found, rotation=rotation) if found is not None and rotation is not None else found
+            raise _unsupported(
+                f"transform_config mixes the inputs of {name}, which is not quantized"
+            )
+        resolved[name] = (
+            replace(found, rotation=rotation)
+            if found is not None and rotation is not None
+            else found
+        )
     return resolved
 
 
 def groups_of_linears(
-    config: Mapping[str, Any], linears: Sequence[str], *, modules: Mapping[str, str] = MappingProxyType({})
+    config: Mapping[str, Any],
+    linears: Sequence[str],
+    *,
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str | None]:
     """Return which of `config_groups` every linear is of, None for those that are not quantized.
 
@@ -596,14 +695,19 @@ def groups_of_linears(
     for label, group in config["config_groups"].items():
         by_target.update(dict.fromkeys(group.get("targets", ()), label))
     ignore = set(config.get("ignore") or ())
-    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
-    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
+    # A name is looked up; only what may mean several linears is compared with each: mixtures have
+    # tens of thousands.
+    wide_targets, wide_ignore = (
+        {word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore)
+    )
     found: dict[str, str | None] = {}
     for name in linears:
         names = dict.fromkeys((name, modules.get(name, name)))
         matches = [target for target, means in wide_targets.items() if any(map(means, names))]
         matches += [each for each in names if each in by_target]
-        ignored = not ignore.isdisjoint(names) or any(means(each) for means in wide_ignore.values() for each in names)
+        ignored = not ignore.isdisjoint(names) or any(
+            means(each) for means in wide_ignore.values() for each in names
+        )
         found[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
     return found
 
@@ -617,7 +721,11 @@ def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
     if not blocks:
         return {}
     groups = {
-        f"hadamard_{block}": {"type": "hadamard", "head_dim": block, "apply": [{"targets": names, "location": "input"}]}
+        f"hadamard_{block}": {
+            "type": "hadamard",
+            "head_dim": block,
+            "apply": [{"targets": names, "location": "input"}],
+        }
         for block, names in blocks.items()
     }
     return {"transform_config": {"config_groups": groups}}
@@ -634,7 +742,10 @@ def _rotations(config: Mapping[str, Any]) -> dict[str, int]:
         for part in group.get("apply", ()):
             wide = [target for target in part.get("targets", ()) if _is_wide(target)]
             if not plain or part.get("location") != "input" or part.get("ignore") or wide:
-                raise _unsupported(f"transform_config: {label} is no hadamard of named inputs in blocks of head_dim")
+                raise _unsupported(
+                    f"transform_config: {label} is no hadamard of named inputs in blocks of "
+                    "head_dim"
+                )
             found.update(dict.fromkeys(part["targets"], block))
     return found
 
@@ -644,7 +755,8 @@ def _check_layout(scheme: LinearScheme) -> None:
     size = _GROUP_SIZES.get(scheme.layout, scheme.weights.group_size)
     if scheme.weights.group_size != size:
         raise _unsupported(
-            f"{scheme.name}: {scheme.layout} weights in groups of {scheme.weights.group_size}, loaders know {size}"
+            f"{scheme.name}: {scheme.layout} weights in groups of {scheme.weights.group_size}, "
+            f"loaders know {size}"
         )
     if scheme.layout == "pack-quantized" and scheme.weights.granularity == "per_tensor":
         raise _unsupported(f"{scheme.name}: pack-quantized weights with one scale per tensor")
@@ -652,27 +764,39 @@ def _check_layout(scheme: LinearScheme) -> None:
         if tensor is None or tensor.kind != "float" or tensor.float8 == FLOAT4:
             continue
         if float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
-            cause = f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes"
+            cause = (
+                f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes"
+            )
             raise _unsupported(cause, _INSTEAD[tensor.float8])
 
 
-def _unsupported(cause: str, instead: str = "use a preset scheme, or a quantflow that knows this one") -> UnsupportedError:
+def _unsupported(
+    cause: str, instead: str = "use a preset scheme, or a quantflow that knows this one"
+) -> UnsupportedError:
     return UnsupportedError(f"compressed-tensors: {cause}", instead)
 
 
-def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight") -> tuple[int, ...]:
+def _scale_shape(
+    scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight"
+) -> tuple[int, ...]:
     """Return the stored shape of the scales of a weight of `shape`."""
     if len(shape) == 2 and scheme.granularity == "per_block" and shape[1] % scheme.block_rows:
         raise UnsupportedError(
-            f"{name}.weight: {shape[1]} input features, blocks of {scheme.block_rows} do not divide them",
+            f"{name}.weight: {shape[1]} input features, blocks of {scheme.block_rows} do not "
+            "divide them",
             "use blocks that divide the inputs of every linear",
         )
     if len(shape) != 2 or (scheme.group_size is not None and shape[1] % scheme.group_size):
         raise InputError(
-            f"{name}: weight is {list(shape)}, group_size={scheme.group_size}", "the file is damaged; export again"
+            f"{name}: weight is {list(shape)}, group_size={scheme.group_size}",
+            "the file is damaged; export again",
         )
     rows = -(-shape[0] // scheme.block_rows)
-    return (1,) if scheme.granularity == "per_tensor" else (rows, shape[1] // (scheme.group_size or shape[1]))
+    return (
+        (1,)
+        if scheme.granularity == "per_tensor"
+        else (rows, shape[1] // (scheme.group_size or shape[1]))
+    )
 
 
 def _first(scheme: TensorScheme) -> int:
@@ -680,36 +804,59 @@ def _first(scheme: TensorScheme) -> int:
     return 1 << (scheme.num_bits - 1)
 
 
-def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None) -> Tensor:
+def _tensor(
+    tensors: Mapping[str, Tensor],
+    key: str,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
     """Return a tensor after comparing its dtype and shape; None compares nothing."""
     tensor = tensors.get(key)
     if tensor is None:
         raise InputError(f"{key}: missing", "the artifact is incomplete; export again")
-    if (dtype is not None and tensor.dtype != dtype) or (shape is not None and tuple(tensor.shape) != shape):
+    if (dtype is not None and tensor.dtype != dtype) or (
+        shape is not None and tuple(tensor.shape) != shape
+    ):
         raise InputError(
-            f"{key}: is {tensor.dtype} {list(tensor.shape)}, the scheme needs {dtype or 'any dtype'} {shape or ''}",
+            f"{key}: is {tensor.dtype} {list(tensor.shape)}, the scheme needs "
+            f"{dtype or 'any dtype'} {shape or ''}",
             "the file is damaged or its config belongs to another one; export again",
         )
     return tensor
 
 
-def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, weights: TensorScheme | None = None) -> Tensor:
+def _scale(
+    tensors: Mapping[str, Tensor],
+    key: str,
+    shape: tuple[int, ...],
+    *,
+    weights: TensorScheme | None = None,
+) -> Tensor:
     """Return scales after looking at their values; [] is read as [1].  weights: their scheme, if they are of weights."""
     single = tensors.get(key) if shape == (1,) else None
     if single is not None and single.ndim == 0:
         tensors = {key: single.reshape(1)}
     stored = _tensor(tensors, key, None, shape)
     if stored.dtype not in _SCALES and not (weights is not None and weights.scale_format == "e4m3"):
-        raise InputError(f"{key}: is {stored.dtype}, a scale is a float of 16 bits or more", "export the artifact again")
+        raise InputError(
+            f"{key}: is {stored.dtype}, a scale is a float of 16 bits or more",
+            "export the artifact again",
+        )
     scale = stored.float()
-    bad = ~(torch.isfinite(scale) & (scale > 0) if weights is None else affine.is_scale(scale, weights))
+    bad = ~(
+        torch.isfinite(scale) & (scale > 0) if weights is None else affine.is_scale(scale, weights)
+    )
     if bad.any():
         sign = "positive" if weights is None else affine.sign_of_scales(weights)
-        raise InputError(f"{key}: scale {scale[bad][0].item()}", f"scales are finite and {sign}; export again")
+        raise InputError(
+            f"{key}: scale {scale[bad][0].item()}", f"scales are finite and {sign}; export again"
+        )
     return scale
 
 
-def _zero_point(tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme, shape: tuple[int, ...]) -> Tensor:
+def _zero_point(
+    tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme, shape: tuple[int, ...]
+) -> Tensor:
     """Return the weight's zero points, int8 of `shape`, or float32 where the scheme has minima."""
     if scheme.layout != "pack-quantized":
         return _tensor(tensors, key, torch.int8, shape)
@@ -722,7 +869,9 @@ def _zero_point(tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme
 
 def _arguments(scheme: TensorScheme) -> dict[str, Any]:
     """Return compressed-tensors' QuantizationArgs for one tensor."""
-    strategy = next(key for key, granularity in _STRATEGIES.items() if granularity == scheme.granularity)
+    strategy = next(
+        key for key, granularity in _STRATEGIES.items() if granularity == scheme.granularity
+    )
     arguments: dict[str, Any] = {
         "num_bits": scheme.num_bits,
         "type": scheme.kind,
@@ -740,7 +889,8 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
     if scheme.block is not None:
         arguments["scale_dtype"] = str(DTYPES[scheme.block.scale_dtype])
-        if scheme.block.points:  # shape and dtypes are those of another type, and loaders hand these words on
+        # shape and dtypes are those of another type, and loaders hand these words on
+        if scheme.block.points:
             arguments["observer_kwargs"] = {_BLOCK_TYPE: scheme.block_type}
     if scheme.minima:
         arguments["zp_dtype"] = "torch.float32"
@@ -755,23 +905,43 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
     if kind == "float" and num_bits == 4 and strategy == _TENSOR_GROUP:
         dynamic = arguments.get("dynamic", False)
         if dynamic not in (False, "local"):
-            raise SchemeError(f"strategy {strategy!r} with dynamic={dynamic!r}", "use false or 'local'")
-        scale_format, strategy, arguments = "e4m3", "group", {**arguments, "dynamic": dynamic == "local"}
-    elif kind == "float" and strategy == "group" and (num_bits == 4 or arguments.get("scale_dtype") == _SCALE_DTYPES["e8m0"]):
+            raise SchemeError(
+                f"strategy {strategy!r} with dynamic={dynamic!r}", "use false or 'local'"
+            )
+        scale_format, strategy, arguments = (
+            "e4m3",
+            "group",
+            {**arguments, "dynamic": dynamic == "local"},
+        )
+    elif (
+        kind == "float"
+        and strategy == "group"
+        and (num_bits == 4 or arguments.get("scale_dtype") == _SCALE_DTYPES["e8m0"])
+    ):
         scale_format = "e8m0"
-    if kind == "float" and arguments.get("scale_dtype") not in (None, _SCALE_DTYPES.get(scale_format)):
-        raise SchemeError(f"scale_dtype {arguments['scale_dtype']!r} with strategy {strategy!r}", "leave it out")
+    if kind == "float" and arguments.get("scale_dtype") not in (
+        None,
+        _SCALE_DTYPES.get(scale_format),
+    ):
+        raise SchemeError(
+            f"scale_dtype {arguments['scale_dtype']!r} with strategy {strategy!r}", "leave it out"
+        )
     if strategy not in _STRATEGIES:
         raise SchemeError(f"strategy {strategy!r}", f"use one of {', '.join(_STRATEGIES)}")
     dynamic, actorder = arguments.get("dynamic", False), arguments.get("actorder")
     if dynamic not in (True, False) or actorder not in (None, "weight", "static"):
-        raise SchemeError(f"dynamic={dynamic!r}, actorder={actorder!r}", "use true or false, and null or weight")
+        raise SchemeError(
+            f"dynamic={dynamic!r}, actorder={actorder!r}", "use true or false, and null or weight"
+        )
     granularity = _STRATEGIES[strategy]
     group_size = arguments.get("group_size") if granularity == "per_group" else None
     if granularity == "per_block":
         structure = arguments.get("block_structure")
         if not isinstance(structure, list) or len(structure) != 2 or structure[0] != structure[1]:
-            raise SchemeError(f"strategy 'block' with block_structure={structure!r}", "use square blocks, such as [128, 128]")
+            raise SchemeError(
+                f"strategy 'block' with block_structure={structure!r}",
+                "use square blocks, such as [128, 128]",
+            )
         group_size = structure[0]
     found = TensorScheme(
         kind=cast(Kind, kind),
@@ -807,7 +977,14 @@ def _block_type(scheme: TensorScheme, arguments: Mapping[str, Any]) -> str | Non
         minima = "torch.float32" if kind.minima else None
         if name != (kind.name if kind.points else None):
             continue
-        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(DTYPES[kind.scale_dtype]), minima):
+        if given == (
+            "int",
+            kind.num_bits,
+            kind.group_size,
+            not kind.minima,
+            str(DTYPES[kind.scale_dtype]),
+            minima,
+        ):
             return kind.name
     return None
 
@@ -816,7 +993,11 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     """Return the scheme of one config group: the preset it equals, else a custom one."""
     inputs = group.get("input_activations")
     try:
-        found = named(_tensor_scheme(group["weights"]), None if inputs is None else _tensor_scheme(inputs), layout)
+        found = named(
+            _tensor_scheme(group["weights"]),
+            None if inputs is None else _tensor_scheme(inputs),
+            layout,
+        )
     except SchemeError as error:
         raise _unsupported(f"{label}: {error.cause}") from error
     _check_layout(found)
@@ -838,4 +1019,6 @@ def _meant(target: str) -> Callable[[str], bool]:
     Raises:
         InputError: no regular expression.
     """
-    return Pattern(target.removeprefix("re:")).match if target.startswith("re:") else lambda name: True
+    return (
+        Pattern(target.removeprefix("re:")).match if target.startswith("re:") else lambda name: True
+    )

@@ -6,12 +6,13 @@
 | none, inputs dynamic     | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number                              |
 | none, inputs static      | these, and NAME.input_scale, one number                                               |
 
-Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place of NAME.weight_scale, and
-NAME.activation_scale in that of NAME.input_scale. They are read too; vLLM's names are written, which transformers does not
-look for. All of these multiply, `weight_scale_inv` too. Inputs of blocks have a scale per token and g features, other dynamic
-ones a scale per token. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says so,
-such a folder is refused.
-Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
+Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place of
+NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. They are read too; vLLM's
+names are written, which transformers does not look for. All of these multiply, `weight_scale_inv`
+too. Inputs of blocks have a scale per token and g features, other dynamic ones a scale per token.
+`scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says
+so, such a folder is refused. Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM
+0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,11 +74,17 @@ class FP8Layout:
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
         for part in (weights, inputs):
-            if part is not None and (part.kind, part.num_bits) == ("float", 8) and part.float8 != "e4m3fn":
+            if (
+                part is not None
+                and (part.kind, part.num_bits) == ("float", 8)
+                and part.float8 != "e4m3fn"
+            ):
                 return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
         if weights.kind != "float" or weights.num_bits != 8:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
-        known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
+        known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(
+            weights.granularity, ()
+        )
         if inputs is None or inputs.kind != "float" or inputs.granularity not in known:
             taken = "as they are" if inputs is None else inputs.granularity.replace("_", " ")
             held = weights.granularity.replace("_", " ")
@@ -88,10 +95,16 @@ class FP8Layout:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
         blocks = scheme.weights.granularity == "per_block"
         static = scheme.input is not None and not scheme.input.dynamic
-        parts = ["weight", _OF_BLOCKS if blocks else self.scale, *([self.input_scale] if static else [])]
+        parts = [
+            "weight",
+            _OF_BLOCKS if blocks else self.scale,
+            *([self.input_scale] if static else []),
+        ]
         return tuple(f"{name}.{part}" for part in parts)
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
@@ -100,13 +113,18 @@ class FP8Layout:
         blocks = scheme.granularity == "per_block"
         tensors = {
             codes: weight.qvalue,
-            scale: weight.scale[:: scheme.block_rows].contiguous() if blocks else weight.scale[0, 0],
+            scale: weight.scale[:: scheme.block_rows].contiguous()
+            if blocks
+            else weight.scale[0, 0],
         }
         if linear.input_scale is not None:
             tensors[inputs[0]] = linear.input_scale[0]
-        return {key: value.clone() for key, value in tensors.items()}  # safetensors refuses tensors that share memory
+        # safetensors refuses tensors that share memory
+        return {key: value.clone() for key, value in tensors.items()}
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         weight, scale, *inputs = self.tensor_names(name, scheme)
@@ -120,7 +138,9 @@ class FP8Layout:
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
         codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
         if shape:
-            stored = expand_rows(scales(tensors, scale, shape, weights), weights.block_rows, len(codes))
+            stored = expand_rows(
+                scales(tensors, scale, shape, weights), weights.block_rows, len(codes)
+            )
         else:
             stored = single_scale(tensors, scale, weights).reshape(1, 1)
         input_scale = single_scale(tensors, inputs[0], weights).reshape(1) if inputs else None
@@ -142,7 +162,9 @@ class FP8Layout:
         return {
             "quant_method": METHOD,
             "fmt": _FMT[0],
-            "activation_scheme": "dynamic" if first.input is None or first.input.dynamic else "static",
+            "activation_scheme": "dynamic"
+            if first.input is None or first.input.dynamic
+            else "static",
             "weight_block_size": None if size is None else [size, size],
             "modules_to_not_convert": list(ignore),
         }
@@ -156,9 +178,16 @@ class FP8Layout:
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        activation, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
-        if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
-            cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
+        activation, blocks = (
+            config.get("activation_scheme", "dynamic"),
+            config.get("weight_block_size"),
+        )
+        if activation not in ("dynamic", "static") or (
+            blocks is not None and activation != "dynamic"
+        ):
+            cause = (
+                f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
+            )
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
         if config.get("scale_fmt") not in (None, "float"):
             cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
@@ -168,18 +197,32 @@ class FP8Layout:
             raise UnsupportedError(cause, "use a folder of e4m3 weights")
         size = None
         if blocks is not None:
-            square = isinstance(blocks, list) and len(blocks) == 2 and blocks[0] == blocks[1] and type(blocks[0]) is int
+            square = (
+                isinstance(blocks, list)
+                and len(blocks) == 2
+                and blocks[0] == blocks[1]
+                and type(blocks[0]) is int
+            )
             if not square or blocks[0] < 1:
-                raise UnsupportedError(f"config.json: weight_block_size {blocks!r}", "use square blocks, such as [128, 128]")
+                raise UnsupportedError(
+                    f"config.json: weight_block_size {blocks!r}",
+                    "use square blocks, such as [128, 128]",
+                )
             size = blocks[0]
         granularity: Any = "per_tensor" if size is None else "per_block"
         weights = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size)
         inputs = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
         if activation == "dynamic":
             granularity = "per_token" if size is None else "per_group"
-            inputs = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True)
+            inputs = TensorScheme(
+                kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True
+            )
         scheme = named(weights, inputs, "float-quantized")
-        return {name: scheme for name in shapes if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED}
+        return {
+            name: scheme
+            for name in shapes
+            if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED
+        }
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
@@ -197,6 +240,4 @@ def who_reads(schemes: Mapping[str, LinearScheme]) -> str | None:
     """Return which programs read what is written of some linears, in a sentence; None where all of the method do."""
     if all(scheme.weights.granularity == "per_block" for scheme in schemes.values()):
         return None
-    return (
-        "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them and computes something else"
-    )
+    return "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them and computes something else"

@@ -1,7 +1,7 @@
 """The low-precision checkpoint of Intel's extension for PyTorch (IPEX), as neural-compressor's weight-only export writes it.
 
-The weights are one file of torch.save, `gptq_checkpoint_g128.pt`, beside a config.json that does not speak of them. A linear
-called NAME of G = I / group_size groups is stored as
+The weights are one file of torch.save, `gptq_checkpoint_g128.pt`, beside a config.json that does
+not speak of them. A linear called NAME of G = I / group_size groups is stored as
 
 | tensor             | dtype, shape                | content                                            |
 |--------------------|-----------------------------|----------------------------------------------------|
@@ -10,11 +10,12 @@ called NAME of G = I / group_size groups is stored as
 | NAME.packed_zp     | int32 [O, ceil(G / 8)]      | zero_point + 8, of a row eight groups in a word     |
 | NAME.gptq_perm     | int64 [I]                   | the input that each column belongs to; may be missing |
 
-Eights stand lowest bits first. There are 4 bits alone; one group is a scale per row. How many inputs a group has is
-I / G. Symmetric weights are stored with zero points of 8; read again they are weights with zero points, of the same values.
-A file without zero points is of symmetric weights, whose codes are two's complement: qvalue, its lowest four bits.
-IPEX 2.8 takes GPTQ's and AWQ's layouts instead, and none of these names.
-Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1), and IPEX 2.1,
+Eights stand lowest bits first. There are 4 bits alone; one group is a scale per row. How many
+inputs a group has is I / G. Symmetric weights are stored with zero points of 8; read again they are
+weights with zero points, of the same values. A file without zero points is of symmetric weights,
+whose codes are two's complement: qvalue, its lowest four bits. IPEX 2.8 takes GPTQ's and AWQ's
+layouts instead, and none of these names. Source: neural_compressor 3.x, `WeightOnlyLinear.pack`
+(compression_dtype int32, compression_dim 1), and IPEX 2.1,
 `ipex.optimize_transformers(low_precision_checkpoint=...)`.
 """
 
@@ -75,7 +76,11 @@ class IPEXLayout:
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
-        if weights.kind != "int" or weights.num_bits != _BITS or weights.granularity not in ("per_group", "per_channel"):
+        if (
+            weights.kind != "int"
+            or weights.num_bits != _BITS
+            or weights.granularity not in ("per_group", "per_channel")
+        ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
             return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
         if weights.group_size is None and shape[1] % _PER_WORD:
@@ -85,22 +90,37 @@ class IPEXLayout:
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
-        parts = [_WEIGHT, _SCALE, *([] if self.bare else [_ZEROS]), *([_ORDER] if self.reordered else [])]
+        parts = [
+            _WEIGHT,
+            _SCALE,
+            *([] if self.bare else [_ZEROS]),
+            *([_ORDER] if self.reordered else []),
+        ]
         return tuple(f"{name}.{part}" for part in parts)
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
-        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        zero_point = (
+            torch.zeros_like(weight.scale, dtype=torch.int8)
+            if weight.zero_point is None
+            else weight.zero_point
+        )
         if linear.order is not None and not self.reordered:
             raise UnsupportedError(
-                f"{name}: its groups are of inputs that do not stand together, and no other linear's are",
+                f"{name}: its groups are of inputs that do not stand together, and no other "
+                "linear's are",
                 "export the whole folder",
             )
-        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same bits.
-        turned = (weight.scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
-        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
+        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same
+        # bits.
+        # [O, G], all bits set where the sign changes
+        turned = (weight.scale < 0).to(torch.int8).neg()
+        # [O, G, g]
+        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])
         qvalue = (split ^ turned[..., None]).reshape(weight.qvalue.shape)  # [O, I]
         tensors = {
             f"{name}.{_WEIGHT}": packing.pack(qvalue, _BITS),
@@ -112,32 +132,49 @@ class IPEXLayout:
             tensors[f"{name}.{_ORDER}"] = order.to(torch.int64)
         return tensors
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         stored = tensors.get(f"{name}.{_SCALE}")
         if stored is None or stored.ndim != 2:
             shape = "missing" if stored is None else f"is {list(stored.shape)}"
-            raise InputError(f"{name}.{_SCALE}: {shape}, [out_features, groups] is needed", "make the checkpoint again")
+            raise InputError(
+                f"{name}.{_SCALE}: {shape}, [out_features, groups] is needed",
+                "make the checkpoint again",
+            )
         rows, groups = stored.shape
         packed = tensors.get(f"{name}.{_WEIGHT}")
         words = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
-        columns = groups * weights.group_size if weights.group_size is not None else words * _PER_WORD
+        columns = (
+            groups * weights.group_size if weights.group_size is not None else words * _PER_WORD
+        )
         try:
-            found = columns // group_size_for(weights, columns, name=f"{name}.{_WEIGHT}") if columns > 0 else groups
+            found = (
+                columns // group_size_for(weights, columns, name=f"{name}.{_WEIGHT}")
+                if columns > 0
+                else groups
+            )
         except SchemeError as error:
             raise InputError(error.cause, "make the checkpoint again") from error
-        packed = tensor(tensors, f"{name}.{_WEIGHT}", (torch.int32,), (rows, -(-columns // _PER_WORD)))
+        packed = tensor(
+            tensors, f"{name}.{_WEIGHT}", (torch.int32,), (rows, -(-columns // _PER_WORD))
+        )
         scale = scales(tensors, f"{name}.{_SCALE}", (rows, found), weights)
         zero_point = None
         if not weights.symmetric:
-            zeros = tensor(tensors, f"{name}.{_ZEROS}", (torch.int32,), (rows, -(-groups // _PER_WORD)))
+            zeros = tensor(
+                tensors, f"{name}.{_ZEROS}", (torch.int32,), (rows, -(-groups // _PER_WORD))
+            )
             zero_point = packing.unpack(zeros, _BITS, groups)
         qvalue = packing.unpack(packed, _BITS, columns)
         if self.bare:
             qvalue ^= -(1 << (_BITS - 1))  # `unpack` took them for codes above the lowest one
         weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights)
-        return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=self._order(name, tensors, columns))
+        return QuantizedLinear(
+            weight=checked(name, weight), scheme=scheme, order=self._order(name, tensors, columns)
+        )
 
     def _order(self, name: str, tensors: Mapping[str, Tensor], columns: int) -> Tensor | None:
         if not self.reordered:
@@ -145,7 +182,9 @@ class IPEXLayout:
         key = f"{name}.{_ORDER}"
         order = tensor(tensors, key, (torch.int64, torch.int32), (columns,)).to(torch.int64)
         if not torch.equal(order.sort().values, torch.arange(columns)):
-            raise InputError(f"{key}: does not hold each of {columns} inputs once", "make the checkpoint again")
+            raise InputError(
+                f"{key}: does not hold each of {columns} inputs once", "make the checkpoint again"
+            )
         return None if torch.equal(order, torch.arange(columns)) else order
 
     def quantization_config(
@@ -181,7 +220,9 @@ class IPEXLayout:
                 cause = f"{name}.{_SCALE}: {told}, [{rows}, groups] that divide {columns} inputs is needed"
                 raise InputError(cause, "check that config.json belongs to this checkpoint")
             size = -1 if groups == 1 else columns // groups
-            found[name] = named(integers(_BITS, size, symmetric=self.bare, where=name), None, "pack-quantized")
+            found[name] = named(
+                integers(_BITS, size, symmetric=self.bare, where=name), None, "pack-quantized"
+            )
         return found
 
 

@@ -9,13 +9,14 @@
 |                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
 | W4A16_NVFP4               | the same without NAME.input_scale                                                              |
 
-Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale and ATTENTION.v_proj.v_scale,
-float32 [], are the scales of the cache of the module ATTENTION, as compressed-tensors has them by other names. That is read,
-and not written.
-All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose scale
-is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A folder has one algorithm.
-config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
-Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
+Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale
+and ATTENTION.v_proj.v_scale, float32 [], are the scales of the cache of the module ATTENTION, as
+compressed-tensors has them by other names. That is read, and not written. All of these numbers
+multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose
+scale is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A
+folder has one algorithm. config.json has it in the words of compressed-tensors, and
+hf_quant_config.json in those that older readers look for. Source: vLLM 0.32,
+`model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
 `modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
 """
 
@@ -96,37 +97,60 @@ class ModelOptLayout:
             parts.append("input_scale")
         return tuple(f"{name}.{part}" for part in parts)
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
-        codes, scale = weight.qvalue, weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale
+        codes, scale = (
+            weight.qvalue,
+            weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale,
+        )
         parts = {"weight": codes}
         if scheme.scale_format == "e4m3":
             assert weight.global_scale is not None  # beside every scale in e4m3
             second = _inverse(f"{name}.weight_scale_2", weight.global_scale)
             local = affine.local_scales(scale, weight.global_scale)
-            require_same_scales(f"{name}.weight_scale", scale, float8.widen(local) * second, instead=_INSTEAD)
-            parts |= {"weight": microscaling.pack_e2m1(codes), "weight_scale": local, "weight_scale_2": second}
+            require_same_scales(
+                f"{name}.weight_scale", scale, float8.widen(local) * second, instead=_INSTEAD
+            )
+            parts |= {
+                "weight": microscaling.pack_e2m1(codes),
+                "weight_scale": local,
+                "weight_scale_2": second,
+            }
         elif scheme.scale_format == "e8m0":
             parts["weight_scale"] = microscaling.pack_e8m0(scale)
         else:
-            parts["weight_scale"] = scale.flatten() if scheme.granularity == "per_channel" else scale
+            parts["weight_scale"] = (
+                scale.flatten() if scheme.granularity == "per_channel" else scale
+            )
         if linear.input_scale is not None:
             given = linear.input_scale
             parts["input_scale"] = (
-                _inverse(f"{name}.input_scale", given) if scheme.scale_format == "e4m3" else given.reshape(())
+                _inverse(f"{name}.input_scale", given)
+                if scheme.scale_format == "e4m3"
+                else given.reshape(())
             )
-        # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that share memory.
-        return {key: parts[key.removeprefix(f"{name}.")].clone() for key in self.tensor_names(name, linear.scheme)}
+        # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that
+        # share memory.
+        return {
+            key: parts[key.removeprefix(f"{name}.")].clone()
+            for key in self.tensor_names(name, linear.scheme)
+        }
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights, key = scheme.weights, f"{name}.weight"
         stored = matrix(tensors, key)
         if weights.num_bits == 4:
-            qvalue = microscaling.unpack_e2m1(tensor(tensors, key, (torch.uint8,), tuple(stored.shape)))
+            qvalue = microscaling.unpack_e2m1(
+                tensor(tensors, key, (torch.uint8,), tuple(stored.shape))
+            )
         else:
             qvalue = tensor(tensors, key, (torch.float8_e4m3fn,), tuple(stored.shape))
         rows, columns = qvalue.shape
@@ -139,7 +163,9 @@ class ModelOptLayout:
             second = single_scale(tensors, f"{name}.weight_scale_2", weights)
             local = float8.widen(tensor(tensors, key, (torch.float8_e4m3fn,), groups))
             zero = local == 0  # [O, G]
-            to_groups(qvalue.view(torch.uint8), columns // groups[1]).masked_fill_(zero[..., None], 0)
+            to_groups(qvalue.view(torch.uint8), columns // groups[1]).masked_fill_(
+                zero[..., None], 0
+            )
             local = local.masked_fill(zero, 1.0)
             scale, global_scale = local * second, 1 / second.reshape(1)
         elif weights.scale_format == "e8m0":
@@ -165,15 +191,25 @@ class ModelOptLayout:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
-        words: dict[str, Any] = {"dynamic": False, "num_bits": first.weights.num_bits, "type": "float"}
+        words: dict[str, Any] = {
+            "dynamic": False,
+            "num_bits": first.weights.num_bits,
+            "type": "float",
+        }
         if first.weights.group_size is not None:
             words["group_size"] = first.weights.group_size
-        weights = {**words, "strategy": "channel"} if first.weights.granularity == "per_channel" else words
+        weights = (
+            {**words, "strategy": "channel"}
+            if first.weights.granularity == "per_channel"
+            else words
+        )
         inputs = {} if first.input is None else {"input_activations": words}
         return {
             "quant_method": METHOD,
             "quant_algo": _algorithm(first),
-            **({} if first.weights.group_size is None else {"group_size": first.weights.group_size}),
+            **(
+                {} if first.weights.group_size is None else {"group_size": first.weights.group_size}
+            ),
             "config_groups": {"group_0": {**inputs, "weights": weights, "targets": ["Linear"]}},
             "ignore": list(ignore),
         }
@@ -191,13 +227,18 @@ class ModelOptLayout:
         algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
         scheme = _SCHEMES.get(algorithm)
         if scheme is None:
-            raise UnsupportedError(f"config.json: quant_algo {algorithm!r}", f"use a folder of {', '.join(_SCHEMES)}")
+            raise UnsupportedError(
+                f"config.json: quant_algo {algorithm!r}", f"use a folder of {', '.join(_SCHEMES)}"
+            )
         if algorithm == "NVFP4" and _weights_alone(words):
             scheme = _SCHEMES["W4A16_NVFP4"]
         if words.get("group_size") not in (None, 0, scheme.weights.group_size):
             cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
-            raise UnsupportedError(cause, f"use a folder with groups of {scheme.weights.group_size}")
-        kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
+            raise UnsupportedError(
+                cause, f"use a folder with groups of {scheme.weights.group_size}"
+            )
+        # what is not known of the cache is refused, whoever asks for linears alone
+        kv_scheme_from_config(config)
         return {name: scheme for name in shapes if f"{name}.weight_scale" in infos}
 
 
@@ -213,18 +254,32 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
         UnsupportedError: in another way than float8 with one measured scale.
     """
     words = config.get("quantization", config)
-    cache = words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo") if isinstance(words, Mapping) else None
+    cache = (
+        words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
+        if isinstance(words, Mapping)
+        else None
+    )
     if cache is None:
         return None
-    told = (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False)) if isinstance(cache, Mapping) else cache
+    told = (
+        (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False))
+        if isinstance(cache, Mapping)
+        else cache
+    )
     if told not in (("float", 8, False), "FP8"):
-        raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that, or with FP8")
+        raise UnsupportedError(
+            f"config.json: keys and values are kept as {cache!r}",
+            "use a folder without that, or with FP8",
+        )
     return kv_scheme("FP8", "per_tensor")
 
 
 def _algorithm(scheme: LinearScheme) -> str | None:
     """Return the `quant_algo` of a scheme, None where there is none."""
-    matches = ((known.weights, known.input) == (scheme.weights, scheme.input) for known in _SCHEMES.values())
+    matches = (
+        (known.weights, known.input) == (scheme.weights, scheme.input)
+        for known in _SCHEMES.values()
+    )
     return next((name for name, same in zip(_SCHEMES, matches, strict=True) if same), None)
 
 
@@ -232,7 +287,9 @@ def _weights_alone(words: Mapping[str, Any]) -> bool:
     """Return whether no group of a configuration quantizes inputs, which vLLM reads as weights alone."""
     groups = words.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
-    return bool(listed) and all(isinstance(one, Mapping) and one.get("input_activations") is None for one in listed)
+    return bool(listed) and all(
+        isinstance(one, Mapping) and one.get("input_activations") is None for one in listed
+    )
 
 
 def _inverse(key: str, value: Tensor) -> Tensor:
@@ -243,15 +300,23 @@ def _inverse(key: str, value: Tensor) -> Tensor:
     """
     inverse = 1 / value.reshape(())
     if (back := 1 / inverse) != value.reshape(()):
-        raise UnsupportedError(f"{key}: the scale would change from {value.item()!r} to {back.item()!r}", _INSTEAD)
+        raise UnsupportedError(
+            f"{key}: the scale would change from {value.item()!r} to {back.item()!r}", _INSTEAD
+        )
     return inverse
 
 
 def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of hf_quant_config.json.  config: what `quantization_config` returned."""
     size = {"group_size": config["group_size"]} if "group_size" in config else {}
-    words = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None, **size, "exclude_modules": config["ignore"]}
-    producer = {"name": METHOD, "version": "quantflow"}  # older readers take the file for this name alone
+    words = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        **size,
+        "exclude_modules": config["ignore"],
+    }
+    # older readers take the file for this name alone
+    producer = {"name": METHOD, "version": "quantflow"}
     return {"producer": producer, "quantization": words}
 
 

@@ -6,10 +6,11 @@
 | STACK_scales  | uint8 [E, O, I / 32]         | the exponent of each 32, plus 127; 255 is NaN               |
 | STACK_bias    | [E, O]                       | as it is                                                    |
 
-A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or EXPERTS.down_proj. `split` names the share
-of each expert: its linear EXPERTS.3.gate_proj is `weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which
-lie in the stacks' bytes with steps between them. `stacks` is the way back.
-Source: transformers 5.23, `integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
+A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or
+EXPERTS.down_proj. `split` names the share of each expert: its linear EXPERTS.3.gate_proj is
+`weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which lie in the stacks'
+bytes with steps between them. `stacks` is the way back. Source: transformers 5.23,
+`integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
 """
 
 import re
@@ -25,16 +26,29 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.safetensors_header import SplitTensor, TensorInfo, TensorPart
-from quantflow.formats.weight_layout import SAME_NAMES, Infos, checked, matrix, tensor, why_not_mixed
+from quantflow.formats.weight_layout import (
+    SAME_NAMES,
+    Infos,
+    checked,
+    matrix,
+    tensor,
+    why_not_mixed,
+)
 
 NAME = "mxfp4"
 METHOD = "mxfp4"
 _SCHEME = PRESETS["MXFP4A16"]
 _GROUP = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-_LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of a stack, whose rows take turns
-_EXPERT = re.compile(r"(?P<experts>.+[.]experts)[.](?P<number>[0-9]+)[.](?P<linear>gate_proj|up_proj|down_proj)")
-_MODEL_TYPE, _PLAIN = "gpt_oss", ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+# of a stack, whose rows take turns
+_LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_EXPERT = re.compile(
+    r"(?P<experts>.+[.]experts)[.](?P<number>[0-9]+)[.](?P<linear>gate_proj|up_proj|down_proj)"
+)
+_MODEL_TYPE, _PLAIN = (
+    "gpt_oss",
+    ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+)
 _AGAIN = "download the folder again"
 _LEAVE = "quantize with --ignore for all other linears, such as 're:.*self_attn.*'"
 
@@ -71,16 +85,25 @@ class MXFP4Layout:
         del scheme
         return f"{name}.weight{_BLOCKS}", f"{name}.weight{_SCALES}"
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
         del scale_dtype
         if _EXPERT.fullmatch(name) is None:
-            raise UnsupportedError(f"{name}: no linear of an expert of gpt-oss; {NAME} holds these alone", _LEAVE)
+            raise UnsupportedError(
+                f"{name}: no linear of an expert of gpt-oss; {NAME} holds these alone", _LEAVE
+            )
         linear.weight.validate(name)
-        parts = microscaling.pack_e2m1(linear.weight.qvalue), microscaling.pack_e8m0(linear.weight.scale)
+        parts = (
+            microscaling.pack_e2m1(linear.weight.qvalue),
+            microscaling.pack_e8m0(linear.weight.scale),
+        )
         return dict(zip(self.tensor_names(name, linear.scheme), parts, strict=True))
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         blocks, scales = self.tensor_names(name, scheme)
         packed = matrix(tensors, blocks)
@@ -104,7 +127,10 @@ class MXFP4Layout:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del schemes, ignore, modules
         if model_type != _MODEL_TYPE:
-            raise UnsupportedError(f"model type {model_type}, format {NAME} is of {_MODEL_TYPE}", "use compressed-tensors")
+            raise UnsupportedError(
+                f"model type {model_type}, format {NAME} is of {_MODEL_TYPE}",
+                "use compressed-tensors",
+            )
         return {"quant_method": METHOD, "modules_to_not_convert": list(_PLAIN)}
 
     def schemes(
@@ -132,7 +158,8 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
         infos: headers of all tensors, as the files have them.
 
     Raises:
-        InputError: blocks without scales, scales without blocks, or another dtype or shape of one of them.
+        InputError: blocks without scales, scales without blocks, or another dtype or shape of one
+            of them.
         UnsupportedError: a stack of linears that gpt-oss does not have.
     """
     found: dict[str, SplitTensor] = {}
@@ -145,7 +172,8 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
         experts, _, leaf = stack.rpartition(".")
         if leaf not in _LINEARS:
             raise UnsupportedError(
-                f"{key}: experts in {' and '.join(_LINEARS)} are known", "use a folder of compressed-tensors"
+                f"{key}: experts in {' and '.join(_LINEARS)} are known",
+                "use a folder of compressed-tensors",
             )
         scales = infos.get(f"{stack}{_SCALES}")
         _require_pair(info, scales, f"{stack}{_SCALES}", turns=len(_LINEARS[leaf]))
@@ -167,7 +195,9 @@ def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
     for experts, count in counts.items():
         for leaf, linears in _LINEARS.items():
             rows, columns = shapes.get(f"{experts}.0.{linears[0]}", (0, 0))
-            found |= _stack(f"{experts}.{leaf}", count=count, rows=rows * len(linears), groups=columns // _GROUP)
+            found |= _stack(
+                f"{experts}.{leaf}", count=count, rows=rows * len(linears), groups=columns // _GROUP
+            )
     return found
 
 
@@ -186,7 +216,9 @@ def _stack(stack: str, *, count: int, rows: int, groups: int) -> dict[str, Split
     return found
 
 
-def _shares(name: str, linears: Sequence[str], count: int, rows: int, row: tuple[int, ...]) -> Iterator[TensorPart]:
+def _shares(
+    name: str, linears: Sequence[str], count: int, rows: int, row: tuple[int, ...]
+) -> Iterator[TensorPart]:
     """Yield the rows of each linear of each of `count` experts, whose rows take turns.
 
     Args:
@@ -201,7 +233,12 @@ def _shares(name: str, linears: Sequence[str], count: int, rows: int, row: tuple
     for number in range(count):
         for turn, linear in enumerate(linears):
             start = (number * rows + turn) * width
-            yield TensorPart(name=name.format(number, linear), shape=(rows // turns, *row), strides=strides, start=start)
+            yield TensorPart(
+                name=name.format(number, linear),
+                shape=(rows // turns, *row),
+                strides=strides,
+                start=start,
+            )
 
 
 def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, turns: int) -> None:
@@ -225,4 +262,6 @@ def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, t
         cause = f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: {_GROUP // 2} bytes to a scale"
         raise InputError(cause, _AGAIN)
     if blocks.shape[1] % turns:
-        raise InputError(f"{blocks.name}: {blocks.shape[1]} rows of {turns} linears that take turns", _AGAIN)
+        raise InputError(
+            f"{blocks.name}: {blocks.shape[1]} rows of {turns} linears that take turns", _AGAIN
+        )

@@ -1,7 +1,8 @@
 """OpenVINO's IR: a model's graph in `openvino_model.xml`, and its constants in `openvino_model.bin`.
 
-The weight of a quantized linear, [O, I] in G groups of g inputs or one scale per row, is a constant of codes and the operations
-that make float32 of them, as NNCF writes it and OpenVINO's plugins fuse it into the product:
+The weight of a quantized linear, [O, I] in G groups of g inputs or one scale per row, is a constant
+of codes and the operations that make float32 of them, as NNCF writes it and OpenVINO's plugins fuse
+it into the product:
 
     codes [O, G, g] -> Convert -> Subtract(zero points [O, G, 1] -> Convert) -> Multiply(scales [O, G, 1])
                     -> Reshape [O, I] -> Convert
@@ -12,14 +13,15 @@ that make float32 of them, as NNCF writes it and OpenVINO's plugins fuse it into
 | zero points | u4, u8; symmetric weights have none            | zero_point + 2 ** (b - 1)                       |
 | scales      | f16, or f32, which then all the operations have | scale                                          |
 
-Weights with a scale per row have codes [O, I], scales and zero points [O, 1], and no Reshape. The last Convert is to f32, and
-is not there where scales have f32. Two codes of 4 bits are a byte, the first in its lower half. The constant of codes has the
-name that the float weight had: `self.model.` and the module's parameter. OpenVINO computes scale * (code - zero point) in
-float32 on a CPU, whatever the element type of the operations is, so no value of the artifact changes.
+Weights with a scale per row have codes [O, I], scales and zero points [O, 1], and no Reshape. The
+last Convert is to f32, and is not there where scales have f32. Two codes of 4 bits are a byte, the
+first in its lower half. The constant of codes has the name that the float weight had: `self.model.`
+and the module's parameter. OpenVINO computes scale * (code - zero point) in float32 on a CPU,
+whatever the element type of the operations is, so no value of the artifact changes.
 
-The graph takes `input_ids`, `attention_mask` and `position_ids` [B, S], and `beam_idx` [B], and returns `logits` [B, S, V].
-Keys and values are its state, as OpenVINO GenAI wants it. Sources: NNCF 3.4 `openvino_backend.py`, optimum-intel 2.2
-`stateful.py`.
+The graph takes `input_ids`, `attention_mask` and `position_ids` [B, S], and `beam_idx` [B], and
+returns `logits` [B, S, V]. Keys and values are its state, as OpenVINO GenAI wants it. Sources: NNCF
+3.4 `openvino_backend.py`, optimum-intel 2.2 `stateful.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,11 +41,20 @@ from quantflow.formats.weight_layout import stored_scales, why_not_integers
 
 NAME = "openvino"
 PACKAGES = ("openvino", "openvino_tokenizers")
-MODEL, TOKENIZER, DETOKENIZER = "openvino_model.xml", "openvino_tokenizer.xml", "openvino_detokenizer.xml"
+MODEL, TOKENIZER, DETOKENIZER = (
+    "openvino_model.xml",
+    "openvino_tokenizer.xml",
+    "openvino_detokenizer.xml",
+)
 SCALE_DTYPES = {"f16": torch.float16, "f32": torch.float32}
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+EXACT = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+}
 _BITS = (4, 8)
-_NARROWED = 1 << 14  # elements of a float32 constant that is stored in 16 bits where these hold its values
+# elements of a float32 constant that is stored in 16 bits where these hold its values
+_NARROWED = 1 << 14
 _AGAIN = "export again, and check the disk"
 
 
@@ -55,7 +66,10 @@ def require_packages() -> None:
     """
     for name in PACKAGES:
         if find_spec(name) is None:
-            raise UnsupportedError(f"format {NAME}: the package {name} is not installed", "pip install 'quantflow[openvino]'")
+            raise UnsupportedError(
+                f"format {NAME}: the package {name} is not installed",
+                "pip install 'quantflow[openvino]'",
+            )
 
 
 def why_not(scheme: LinearScheme) -> str | None:
@@ -63,7 +77,11 @@ def why_not(scheme: LinearScheme) -> str | None:
     if (reason := why_not_integers(scheme)) is not None:
         return reason
     weights = scheme.weights
-    if weights.kind != "int" or weights.num_bits not in _BITS or weights.granularity not in ("per_group", "per_channel"):
+    if (
+        weights.kind != "int"
+        or weights.num_bits not in _BITS
+        or weights.granularity not in ("per_group", "per_channel")
+    ):
         held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
         return f"scheme {scheme.name} has weights of {held}, the IR holds integers of 4 or 8 bits per group or row"
     return None
@@ -75,7 +93,8 @@ def traced(module: nn.Module, example: Mapping[str, Tensor], *, outputs: Sequenc
     OpenVINO's `convert_model` would do the same, and tell its makers over the network that it did.
 
     Args:
-        module: called with the tensors of `example` one by one; returns a tuple of as many tensors as `outputs` has names.
+        module: called with the tensors of `example` one by one; returns a tuple of as many tensors
+            as `outputs` has names.
         example: name of each input -> a tensor that stands for it; its sizes may be others later.
         outputs: names of the outputs.
 
@@ -87,18 +106,27 @@ def traced(module: nn.Module, example: Mapping[str, Tensor], *, outputs: Sequenc
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
 
-    decoder = TorchScriptPythonDecoder(module, example_input=list(example.values()), trace_kwargs={"check_trace": False})
+    decoder = TorchScriptPythonDecoder(
+        module, example_input=list(example.values()), trace_kwargs={"check_trace": False}
+    )
     frontend = FrontEndManager().load_by_framework("pytorch")
     model: Any = frontend.convert(frontend.load(decoder, True))
-    for kind, ports, names in (("inputs", model.inputs, list(example)), ("outputs", model.outputs, list(outputs))):
+    for kind, ports, names in (
+        ("inputs", model.inputs, list(example)),
+        ("outputs", model.outputs, list(outputs)),
+    ):
         if len(ports) != len(names):
-            cause = f"format {NAME}: the traced model has {len(ports)} {kind}, {len(names)} are needed"
+            cause = (
+                f"format {NAME}: the traced model has {len(ports)} {kind}, {len(names)} are needed"
+            )
             raise UnsupportedError(cause, "export it in another format")
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})
             port.get_node().set_friendly_name(name)
     for port, tensor in zip(model.inputs, example.values(), strict=True):
-        shape = [-1] * tensor.ndim if tensor.ndim != 4 else [-1, tensor.shape[1], -1, tensor.shape[3]]
+        shape = (
+            [-1] * tensor.ndim if tensor.ndim != 4 else [-1, tensor.shape[1], -1, tensor.shape[3]]
+        )
         port.get_node().set_partial_shape(PartialShape(shape))
     model.validate_nodes_and_infer_types()
     apply_moc_transformations(model, cf=False, smart_reshape=True)
@@ -132,7 +160,10 @@ def make_stateful_(model: Any, pairs: Mapping[str, str]) -> None:
     for operation in model.get_ops():
         if operation.get_type_name() == "ReadValue":
             lengths = [size.min_length for size in operation.get_output_partial_shape(0)]
-            parts = [rows, *(opset13.constant(np.array([length], dtype=np.int64)) for length in lengths[1:])]
+            parts = [
+                rows,
+                *(opset13.constant(np.array([length], dtype=np.int64)) for length in lengths[1:]),
+            ]
             zero = opset13.constant(0.0, dtype=operation.get_output_element_type(0))
             operation.set_arguments([opset13.broadcast(zero, opset13.concat(parts, axis=0))])
     model.validate_nodes_and_infer_types()
@@ -140,7 +171,11 @@ def make_stateful_(model: Any, pairs: Mapping[str, str]) -> None:
 
 def constants(model: Any) -> dict[str, Any]:
     """Return the constants of a graph by their names."""
-    return {each.get_friendly_name(): each for each in model.get_ops() if each.get_type_name() == "Constant"}
+    return {
+        each.get_friendly_name(): each
+        for each in model.get_ops()
+        if each.get_type_name() == "Constant"
+    }
 
 
 def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch.dtype) -> None:
@@ -153,7 +188,8 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
         scale_dtype: a value of SCALE_DTYPES.
 
     Raises:
-        UnsupportedError: a scale that the dtype does not hold; or the graph's constant is another weight's.
+        UnsupportedError: a scale that the dtype does not hold; or the graph's constant is another
+            weight's.
     """
     import openvino as ov
     from openvino import opset13
@@ -165,10 +201,22 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
     bits, words = weight.scheme.num_bits, constant.get_friendly_name()
     (rows, columns), groups = weight.qvalue.shape, weight.scale.shape[1]
     whole = weight.scheme.granularity == "per_channel"
-    shape, small = ((rows, columns), (rows, 1)) if whole else ((rows, groups, columns // groups), (rows, groups, 1))
+    shape, small = (
+        ((rows, columns), (rows, 1))
+        if whole
+        else ((rows, groups, columns // groups), (rows, groups, 1))
+    )
     offset = 0 if weight.zero_point is None else 1 << (bits - 1)
-    kinds = {(4, False): ov.Type.i4, (8, False): ov.Type.i8, (4, True): ov.Type.u4, (8, True): ov.Type.u8}
-    kind, real = kinds[bits, offset > 0], ov.Type.f16 if scale_dtype == torch.float16 else ov.Type.f32
+    kinds = {
+        (4, False): ov.Type.i4,
+        (8, False): ov.Type.i8,
+        (4, True): ov.Type.u4,
+        (8, True): ov.Type.u8,
+    }
+    kind, real = (
+        kinds[bits, offset > 0],
+        ov.Type.f16 if scale_dtype == torch.float16 else ov.Type.f32,
+    )
 
     def integers(values: Tensor, form: tuple[int, ...], called: str) -> Any:
         stored = ov.Tensor(_bytes(values, bits, offset).numpy(), ov.Shape(form), kind)
@@ -184,7 +232,9 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
     scales = opset13.constant(scale.reshape(small).numpy(), name=f"{words}/scale")
     node = opset13.multiply(node, scales, name=f"{words}/fq_weights_1")
     if not whole:
-        node = opset13.reshape(node, opset13.constant(np.array([rows, columns], dtype=np.int64)), special_zero=False)
+        node = opset13.reshape(
+            node, opset13.constant(np.array([rows, columns], dtype=np.int64)), special_zero=False
+        )
     if real != ov.Type.f32:
         node = opset13.convert(node, ov.Type.f32)
     for reader in constant.output(0).get_target_inputs():
@@ -200,11 +250,17 @@ def narrow_(model: Any) -> None:
         if constant.get_element_type() != ov.Type.f32 or constant.data.size < _NARROWED:
             continue
         values, words = torch.from_numpy(constant.data), constant.get_friendly_name()
-        exact = (dtype for dtype in (torch.float16, torch.bfloat16) if torch.equal(values.to(dtype).float(), values))
+        exact = (
+            dtype
+            for dtype in (torch.float16, torch.bfloat16)
+            if torch.equal(values.to(dtype).float(), values)
+        )
         if (dtype := next(exact, None)) is None:
             continue
         kind = ov.Type.f16 if dtype == torch.float16 else ov.Type.bf16
-        stored = ov.Tensor(values.to(dtype).view(torch.float16).numpy(), ov.Shape(values.shape), kind)
+        stored = ov.Tensor(
+            values.to(dtype).view(torch.float16).numpy(), ov.Shape(values.shape), kind
+        )
         constant.set_friendly_name(f"{words}/float")
         short = opset13.constant(stored, shared_memory=False)
         short.set_friendly_name(words)
@@ -268,7 +324,9 @@ def read(folder: Path) -> Any:
     try:
         return ov.Core().read_model(str(folder / MODEL))
     except RuntimeError as error:
-        raise IntegrityError(f"{folder / MODEL}: OpenVINO does not read it: {error}", _AGAIN) from error
+        raise IntegrityError(
+            f"{folder / MODEL}: OpenVINO does not read it: {error}", _AGAIN
+        ) from error
 
 
 def logits(model: Any, pieces: Sequence[Tensor]) -> Tensor:
@@ -286,7 +344,10 @@ def logits(model: Any, pieces: Sequence[Tensor]) -> Tensor:
     for ids in pieces:
         start, length = length, length + ids.shape[1]
         given = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, length), dtype=np.int64)}
-        given |= {"position_ids": np.arange(start, length)[None], "beam_idx": np.zeros(1, dtype=np.int32)}
+        given |= {
+            "position_ids": np.arange(start, length)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
         request.infer({name: value for name, value in given.items() if _has_input(model, name)})
         found.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
     return torch.cat(found, dim=1)
@@ -298,7 +359,8 @@ def _has_input(model: Any, name: str) -> bool:
 
 def _bytes(values: Tensor, bits: int, offset: int) -> Tensor:
     """Return integers as OpenVINO packs them, uint8, one after the other."""
-    plain = (values.reshape(-1).to(torch.int16) + offset).to(torch.uint8)  # two's complement where there is no offset
+    # two's complement where there is no offset
+    plain = (values.reshape(-1).to(torch.int16) + offset).to(torch.uint8)
     if bits == 8:
         return plain
     if len(plain) % 2:
@@ -309,8 +371,13 @@ def _bytes(values: Tensor, bits: int, offset: int) -> Tensor:
 
 def _integers(constant: Any) -> Tensor:
     """Return the integers of a constant, int16, one after the other."""
-    kind, count = constant.get_element_type().get_type_name(), int(np.prod(constant.get_output_shape(0)))
-    stored = torch.from_numpy(np.ascontiguousarray(constant.data).reshape(-1).view(np.uint8).copy()).to(torch.int16)
+    kind, count = (
+        constant.get_element_type().get_type_name(),
+        int(np.prod(constant.get_output_shape(0))),
+    )
+    stored = torch.from_numpy(
+        np.ascontiguousarray(constant.data).reshape(-1).view(np.uint8).copy()
+    ).to(torch.int16)
     if kind.endswith("4"):
         stored = torch.stack([stored & 15, stored >> 4], dim=1).reshape(-1)[:count]
     half = 1 << (int(kind[1:]) - 1)
@@ -322,5 +389,8 @@ def _converted(node: Any) -> Any:
     if node.get_type_name() != "Convert":
         return None
     source = node.input_value(0).get_node()
-    integers = source.get_type_name() == "Constant" and source.get_element_type().get_type_name() in ("i4", "u4", "i8", "u8")
+    integers = (
+        source.get_type_name() == "Constant"
+        and source.get_element_type().get_type_name() in ("i4", "u4", "i8", "u8")
+    )
     return source if integers else None

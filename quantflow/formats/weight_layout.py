@@ -1,10 +1,12 @@
 """One interface for layouts that other programs made: what they hold, and a linear's tensors both ways.
 
-Every layout converts to and from `QuantizedLinear`, whose equation is `real = scale * (qvalue - zero_point)`. No conversion
-rounds: what a layout cannot hold exactly is refused with the tensor and the value that would change.
+Every layout converts to and from `QuantizedLinear`, whose equation is `real = scale * (qvalue -
+zero_point)`. No conversion rounds: what a layout cannot hold exactly is refused with the tensor and
+the value that would change.
 
-Which linears of a folder are quantized is read from its headers: a linear has the layout's tensors, or a plain weight. Their
-config.json says the rest. Both have to agree with the shapes of the tensors.
+Which linears of a folder are quantized is read from its headers: a linear has the layout's tensors,
+or a plain weight. Their config.json says the rest. Both have to agree with the shapes of the
+tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,8 @@ from quantflow.files.safetensors_header import TensorInfo
 
 Infos = Mapping[str, TensorInfo]
 SAME_NAMES: Mapping[str, str] = MappingProxyType({})  # no module has another name than its tensors
-AUTO_ROUND = ("auto-round", "intel/auto-round")  # quant_method of AutoRound, which packs in several layouts
+# quant_method of AutoRound, which packs in several layouts
+AUTO_ROUND = ("auto-round", "intel/auto-round")
 _AGAIN = "download the folder again, or make it again with the program that wrote it"
 
 
@@ -32,7 +35,9 @@ class TensorLayout(Protocol):
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear.
 
         Args:
@@ -41,7 +46,8 @@ class TensorLayout(Protocol):
             scheme: as the layout's configuration says.
 
         Raises:
-            InputError: a tensor is missing, or has another dtype, shape or value than the scheme allows; it names the tensor.
+            InputError: a tensor is missing, or has another dtype, shape or value than the scheme
+                allows; it names the tensor.
         """
 
 
@@ -62,7 +68,9 @@ class WeightLayout(TensorLayout, Protocol):
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
         """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear that `why_not` has no reason against, in the order of `tensor_names`.
 
         Args:
@@ -71,7 +79,8 @@ class WeightLayout(TensorLayout, Protocol):
             scale_dtype: in which the scales of integers are stored.
 
         Raises:
-            UnsupportedError: a value that the layout would change; the message has the tensor, and both values.
+            UnsupportedError: a value that the layout would change; the message has the tensor, and
+                both values.
         """
 
     def quantization_config(
@@ -107,7 +116,8 @@ class WeightLayout(TensorLayout, Protocol):
             config: the `quantization_config` of config.json.
             shapes: source name -> (O, I) of all linears of the model.
             infos: headers of all tensors.
-            modules: source name -> what the model calls a linear, where that differs; a configuration may mean either.
+            modules: source name -> what the model calls a linear, where that differs; a
+                configuration may mean either.
 
         Raises:
             UnsupportedError: a bit width, group size or option that this version does not know.
@@ -160,7 +170,9 @@ def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> LinearSchem
     for name, scheme in schemes.items():
         if (scheme.weights, scheme.input) != (first.weights, first.input):
             cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {layout} has one for all"
-            raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+            raise UnsupportedError(
+                cause, "keep it as compressed-tensors, or quantize all linears alike"
+            )
     return first
 
 
@@ -177,7 +189,9 @@ def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
     return stored
 
 
-def tensor(tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
+def tensor(
+    tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> Tensor:
     """Return a tensor after comparing its dtype and shape.
 
     Raises:
@@ -188,12 +202,18 @@ def tensor(tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, .
         raise InputError(f"{key}: missing, its linear's other tensors are there", _AGAIN)
     if found.dtype not in dtypes or tuple(found.shape) != shape:
         needed = " or ".join(str(dtype) for dtype in dtypes)
-        cause = f"{key}: is {found.dtype} {list(found.shape)}, config.json needs {needed} {list(shape)}"
-        raise InputError(cause, "check bits and group_size in config.json; or download the folder again")
+        cause = (
+            f"{key}: is {found.dtype} {list(found.shape)}, config.json needs {needed} {list(shape)}"
+        )
+        raise InputError(
+            cause, "check bits and group_size in config.json; or download the folder again"
+        )
     return found
 
 
-def scales(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weights: TensorScheme) -> Tensor:
+def scales(
+    tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weights: TensorScheme
+) -> Tensor:
     """Return the scales of a weight, float32 of `shape`, after looking at their values.
 
     Raises:
@@ -202,7 +222,11 @@ def scales(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weig
     found = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
     bad = ~affine.is_scale(found, weights)
     if bad.any():
-        raise InputError(f"{key}: scale {found[bad][0].item()}, scales are finite and {affine.sign_of_scales(weights)}", _AGAIN)
+        raise InputError(
+            f"{key}: scale {found[bad][0].item()}, scales are finite and "
+            f"{affine.sign_of_scales(weights)}",
+            _AGAIN,
+        )
     return found
 
 
@@ -214,7 +238,9 @@ def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme)
     """
     stored = tensors.get(key)
     one = stored is not None and stored.numel() == 1
-    return scales({key: stored.reshape(())} if stored is not None and one else tensors, key, (), weights)
+    return scales(
+        {key: stored.reshape(())} if stored is not None and one else tensors, key, (), weights
+    )
 
 
 def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -235,7 +261,9 @@ def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def require_same_scales(name: str, before: Tensor, after: Tensor, *, instead: str, where: str = "") -> None:
+def require_same_scales(
+    name: str, before: Tensor, after: Tensor, *, instead: str, where: str = ""
+) -> None:
     """Refuse scales that a layout would change.
 
     Args:
@@ -252,7 +280,8 @@ def require_same_scales(name: str, before: Tensor, after: Tensor, *, instead: st
     if changed.any():
         row, group = changed.nonzero()[0].tolist()
         cause = (
-            f"{name}: {int(changed.sum())} of {before.numel()} scales would change, the first (row {row}, group {group}) from "
+            f"{name}: {int(changed.sum())} of {before.numel()} scales would change, the first "
+            f"(row {row}, group {group}) from "
             f"{before[row, group].item()!r} to {after[row, group].item()!r}{where}"
         )
         raise UnsupportedError(cause, instead)
@@ -279,7 +308,10 @@ def number(config: Mapping[str, Any], *keys: str) -> int:
     """
     found = next((config[key] for key in keys if config.get(key) is not None), None)
     if type(found) is not int:
-        raise InputError(f"config.json: quantization_config: {keys[0]} is {found!r}, an integer is needed", _AGAIN)
+        raise InputError(
+            f"config.json: quantization_config: {keys[0]} is {found!r}, an integer is needed",
+            _AGAIN,
+        )
     return found
 
 
@@ -293,7 +325,9 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
     if found is None:
         return default
     if type(found) is not bool:
-        raise InputError(f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN)
+        raise InputError(
+            f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN
+        )
     return found
 
 
@@ -308,7 +342,9 @@ def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:
     size = len(group_of) // groups
     low, high = int(group_of.min()), int(group_of.max())
     if low < 0 or high >= groups:
-        raise InputError(f"{key}: groups {low} to {high}, {groups} have scales", "download the folder again")
+        raise InputError(
+            f"{key}: groups {low} to {high}, {groups} have scales", "download the folder again"
+        )
     counts = torch.bincount(group_of, minlength=groups)
     if (wrong := (counts != size).nonzero()).numel():
         group = int(wrong[0])

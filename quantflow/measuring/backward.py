@@ -1,12 +1,13 @@
 """Gradients of the model's own loss, layer by layer in reverse, with one decoder layer in memory at a time.
 
-The loss is -sum_t log p(y_t), each y_t drawn from the distribution p_t that the model itself predicts at position t. The mean
-of the square of its gradient is then the diagonal of the true Fisher information: near the original model
+The loss is -sum_t log p(y_t), each y_t drawn from the distribution p_t that the model itself
+predicts at position t. The mean of the square of its gradient is then the diagonal of the true
+Fisher information: near the original model
 
     sum_t KL(p_t || p'_t)  ~  1/2 dy^T F dy,    F = E[g g^T],    g = dLoss / dy
 
-for a change dy of any tensor y of the model. Draws at different positions are independent, so sums over positions need no
-labels of a text, and no second draw.
+for a change dy of any tensor y of the model. Draws at different positions are independent, so sums
+over positions need no labels of a text, and no second draw.
 
     hidden states of every layer's input are kept while the text runs forward; then
 
@@ -15,8 +16,9 @@ labels of a text, and no second draw.
         with stream.layer(layer.index) as module, backward(stream, module, layer) as through:
             gradient = through(state, gradient, observe)                          at the layer's input
 
-Each layer runs again, with gradients enabled, from what entered it: activation checkpointing with a checkpoint per layer.
-Source: Martens 2014, arXiv:1412.1193, sections 5 and 9.2 (the Fisher as the curvature of the KL divergence).
+Each layer runs again, with gradients enabled, from what entered it: activation checkpointing with a
+checkpoint per layer. Source: Martens 2014, arXiv:1412.1193, sections 5 and 9.2 (the Fisher as the
+curvature of the KL divergence).
 """
 
 import hashlib
@@ -55,7 +57,8 @@ def generator_for(seed: int, index: int) -> torch.Generator:
 def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
     """Return the gradient of the loss by the output of the last layer, [1, S, H] float32.
 
-    Inside `stream.head()` several threads may call it; a part of the sequence has logits in memory at a time.
+    Inside `stream.head()` several threads may call it; a part of the sequence has logits in memory
+    at a time.
 
     Args:
         stream: the model.
@@ -67,9 +70,13 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
         with torch.enable_grad():
             leaf = hidden[:, part].detach().requires_grad_()
             logits = stream.logits(leaf)
-        difference = logits.detach()[0].float().softmax(dim=-1)  # [R, V]: p, and then p - onehot(y), the gradient by the logits
+        # [R, V]: p, and then p - onehot(y), the gradient by the logits
+        difference = logits.detach()[0].float().softmax(dim=-1)
         for rows in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
-            labels = stream.device.put(torch.multinomial(stream.device.fetch(rows), 1, generator=generator))  # [rows, 1]
+            # [rows, 1]
+            labels = stream.device.put(
+                torch.multinomial(stream.device.fetch(rows), 1, generator=generator)
+            )
             rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
         (found[:, part],) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
     return found
@@ -79,15 +86,16 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
 def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[Through]:
     """Yield the function that brings gradients back through a decoder layer, one sequence per call, from several threads.
 
-    While it runs, it shows every linear of the layer to its `observe`, in the order in which gradients reach them; in memory
-    are then the activations of one sequence per thread.
+    While it runs, it shows every linear of the layer to its `observe`, in the order in which
+    gradients reach them; in memory are then the activations of one sequence per thread.
 
     Args:
         stream: the model.
         module: the layer in float32, as `stream.layer` yields it.
         layer: which one.
     """
-    mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+    # hooks are the module's, what they see belongs to the sequence that the thread runs
+    mine = threading.local()
 
     def remember(name: str, x: Tensor, y: Tensor) -> None:
         y.register_hook(partial(_show, mine.observe, name, x.detach()))  # type: ignore[no-untyped-call]

@@ -16,7 +16,8 @@ class ContinueJob:
 
     Attributes:
         model: an artifact or a model.
-        prompts: a file, folder or hub name, as `generate --prompts`; of `column`, the first `samples`.
+        prompts: a file, folder or hub name, as `generate --prompts`; of `column`, the first
+            `samples`.
         output: the file, .safetensors.
         new_tokens: of each text at most; it ends with an end token too.
         max_input_tokens: of each prompt the first so many.
@@ -28,23 +29,46 @@ class ContinueJob:
     model: Path
     output: Path
     prompts: str = setting(
-        flag="--prompts", metavar="FILE|DIR|NAME", verbs=CONTINUE, help="As `generate --prompts` reads them."
+        flag="--prompts",
+        metavar="FILE|DIR|NAME",
+        verbs=CONTINUE,
+        help="As `generate --prompts` reads them.",
     )
-    column: str | None = setting(None, flag="--column", metavar="KEY", verbs=CONTINUE, help="Column of --prompts.")
-    samples: int = setting(128, flag="--samples", verbs=CONTINUE, least=1, shown=True, help="Prompts at most.")
+    column: str | None = setting(
+        None, flag="--column", metavar="KEY", verbs=CONTINUE, help="Column of --prompts."
+    )
+    samples: int = setting(
+        128, flag="--samples", verbs=CONTINUE, least=1, shown=True, help="Prompts at most."
+    )
     new_tokens: int = setting(
-        64, flag="--new-tokens", verbs=CONTINUE, least=1, shown=True, help="Tokens added to each at most."
+        64,
+        flag="--new-tokens",
+        verbs=CONTINUE,
+        least=1,
+        shown=True,
+        help="Tokens added to each at most.",
     )
     max_input_tokens: int | None = setting(
-        None, flag="--max-input-tokens", metavar="N", verbs=CONTINUE, least=1, help="The first N tokens of each prompt."
+        None,
+        flag="--max-input-tokens",
+        metavar="N",
+        verbs=CONTINUE,
+        least=1,
+        help="The first N tokens of each prompt.",
     )
-    chat: bool = setting(False, flag="--chat", verbs=CONTINUE, help="Put prompts into the chat template.")
+    chat: bool = setting(
+        False, flag="--chat", verbs=CONTINUE, help="Put prompts into the chat template."
+    )
     temperature: float | None = setting(
         None, flag="--temperature", verbs=CONTINUE, help="Draw tokens (default: the likeliest)."
     )
     seed: int = setting(0, flag="--seed", verbs=CONTINUE, shown=True, help="Of drawn tokens.")
-    batch_size: int = setting(8, flag="--batch-size", verbs=CONTINUE, least=1, shown=True, help="Prompts at once.")
-    dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=CONTINUE, shown=True, help="")
+    batch_size: int = setting(
+        8, flag="--batch-size", verbs=CONTINUE, least=1, shown=True, help="Prompts at once."
+    )
+    dtype: str = setting(
+        "float32", flag="--dtype", choices=DTYPES, verbs=CONTINUE, shown=True, help=""
+    )
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing, and a file that `measure` would read as text.
@@ -54,4 +78,6 @@ class ContinueJob:
         """
         check_numbers(self)
         if self.output.suffix != ".safetensors":
-            raise UsageError(f"{self.output}: token ids are written as safetensors", "name a file.safetensors")
+            raise UsageError(
+                f"{self.output}: token ids are written as safetensors", "name a file.safetensors"
+            )

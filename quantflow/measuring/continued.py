@@ -5,9 +5,9 @@ Writes   <o>, a safetensors file: `tokens` [T] and `lengths` [n], int64
 Resumes  nothing
 Fails    2 numbers that cannot be decoded; 3 prompts that cannot be read, no tokenizer; what generating raises
 
-A decoder is causal: a forward over a prompt and its continuation computes at each position what the prompt's forward and the
-decode steps computed there. So `measure` of these tokens sees what generation computes. The last token of each text is told and
-never run, so it is left out.
+A decoder is causal: a forward over a prompt and its continuation computes at each position what the
+prompt's forward and the decode steps computed there. So `measure` of these tokens sees what
+generation computes. The last token of each text is told and never run, so it is left out.
 """
 
 from typing import Any
@@ -28,7 +28,9 @@ def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
     """Write the file and return it: `file`, `sequences`, `prompt_tokens` and `new_tokens`, those that were run."""
     prompts = read_prompts(job.prompts, column=job.column, limit=job.samples)
     rows = encode(prompts, load_tokenizer(job.model), limit=job.max_input_tokens, chat=job.chat)
-    drawn = None if job.temperature is None else Sampling(temperature=job.temperature, seed=job.seed)
+    drawn = (
+        None if job.temperature is None else Sampling(temperature=job.temperature, seed=job.seed)
+    )
     continuing = GenerateJob(
         artifact=job.model,
         source=job.prompts,
@@ -43,7 +45,9 @@ def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
     )
     said = generation.run(continuing, lambda _: None, progress)
     assert said is not None  # this process is no rank
-    sequences = [row + output["tokens"][:-1] for row, output in zip(rows, said["outputs"], strict=True)]
+    sequences = [
+        row + output["tokens"][:-1] for row, output in zip(rows, said["outputs"], strict=True)
+    ]
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     disk.make_folder(job.output.parent)

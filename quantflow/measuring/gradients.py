@@ -1,12 +1,15 @@
 """The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and watched.
 
-Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
-watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.
+Forward every layer's input was kept. Here each layer runs again, from the last to the first, and
+what reaches its linears is watched by observers, as it is on the way forward: each sequence has its
+own, which are merged in sample order.
 
-On a device a sequence goes back there, and what its linears were shown stays there until its layer is done.
+On a device a sequence goes back there, and what its linears were shown stays there until its layer
+is done.
 
-Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these sums is wanted, products of
-linears, of the head and of the sums are in `products`; choices of schemes, which read squares of gradients too, have float32.
+Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these
+sums is wanted, products of linears, of the head and of the sums are in `products`; choices of
+schemes, which read squares of gradients too, have float32.
 
     <folder>/hidden/00012.hidden       the gradient by the input of layer 12
     <folder>/layers/00012.safetensors  what was observed in layer 12
@@ -51,7 +54,8 @@ class Backward:
     Attributes:
         calls: of each sequence, per decoder layer what it is called with.
         generators: of each sequence, draws its labels.
-        hidden: the folder of the hidden states, a generation for the input of every layer and one for what leaves the last.
+        hidden: the folder of the hidden states, a generation for the input of every layer and one
+            for what leaves the last.
         folder: of the resume state.
         stats: observers of the gradients, by name.
         products: the dtype of products.
@@ -74,7 +78,9 @@ class Backward:
     def run(self) -> Path:
         """Return the folder whose layers hold the statistics of every layer."""
         disk.make_folder(self.folder / "layers")
-        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden", device=self.stream.device)
+        gradients = HiddenStates(
+            len(self.calls), folder=self.folder / "hidden", device=self.stream.device
+        )
         left = self._restart(gradients)
         if left is None:
             left = len(self.graph.layers)
@@ -85,10 +91,15 @@ class Backward:
             give_back_holes()
             states = self._states(layer.index)
             rounded = self.products != torch.float32
-            with self.stream.layer(layer.index, as_stored=rounded) as module, self._rounded(module, layer):
+            with (
+                self.stream.layer(layer.index, as_stored=rounded) as module,
+                self._rounded(module, layer),
+            ):
                 found = self._layer(module, layer, states, gradients)
             layer_store.write_layer(
-                layer_store.layer_path(self.folder, layer.index), found, {"key": self._layer_key(layer.index)}
+                layer_store.layer_path(self.folder, layer.index),
+                found,
+                {"key": self._layer_key(layer.index)},
             )
             gradients.commit(layer.index, key=self.key)
         gradients.close()
@@ -98,17 +109,31 @@ class Backward:
         """Return the context in which linears multiply in `products`."""
         if self.products == torch.float32:
             return nullcontext()
-        names = {name: module.get_submodule(layer.relative(name)).get_parameter("weight") for name in layer.linears}
-        return replaced(module, layer, {name: weight.detach().to(self.products) for name, weight in names.items()})
+        names = {
+            name: module.get_submodule(layer.relative(name)).get_parameter("weight")
+            for name in layer.linears
+        }
+        return replaced(
+            module,
+            layer,
+            {name: weight.detach().to(self.products) for name, weight in names.items()},
+        )
 
     def _restart(self, gradients: HiddenStates) -> int | None:
         """Return how many layers are left, with the gradients that enter the next of them at hand; None begins at the head."""
         count = left = len(self.graph.layers)
         while (
-            left and layer_store.finished(layer_store.layer_path(self.folder, left - 1), self._layer_key(left - 1)) is not None
+            left
+            and layer_store.finished(
+                layer_store.layer_path(self.folder, left - 1), self._layer_key(left - 1)
+            )
+            is not None
         ):
             left -= 1
-        return next((index for index in range(left, count + 1) if gradients.restore(index, key=self.key)), None)
+        return next(
+            (index for index in range(left, count + 1) if gradients.restore(index, key=self.key)),
+            None,
+        )
 
     def _states(self, index: int) -> list[State]:
         """Return every sequence with the hidden state that entered a layer, or left the last one; read as they are needed.
@@ -116,21 +141,29 @@ class Backward:
         Raises:
             InputError: the file is not as it was written.
         """
-        store = HiddenStates(len(self.calls), folder=self.hidden, keep=True, device=self.stream.device)
+        store = HiddenStates(
+            len(self.calls), folder=self.hidden, keep=True, device=self.stream.device
+        )
         if not store.restore(index, key=self.key):
             raise InputError(
                 f"{self.hidden / f'{index:05d}.hidden'}: is missing or changed while it was in use",
                 f"remove {self.hidden.parent}, and measure again",
             )
-        return [State(calls=calls, store=store, index=number) for number, calls in enumerate(self.calls)]
+        return [
+            State(calls=calls, store=store, index=number) for number, calls in enumerate(self.calls)
+        ]
 
     def _from_head(self, gradients: HiddenStates) -> None:
         """Put the gradients by what left the last layer."""
         count = len(self.graph.layers)
         states = self._states(count)
         with self.stream.head(products=self.products):
-            numbers = self.progress.steps(range(len(states)), stage="measure backwards", unit="sequence")
-            found = self.workers.stream(partial(self._sampled, states), numbers, ahead=self.allowance.in_flight)
+            numbers = self.progress.steps(
+                range(len(states)), stage="measure backwards", unit="sequence"
+            )
+            found = self.workers.stream(
+                partial(self._sampled, states), numbers, ahead=self.allowance.in_flight
+            )
             for number, gradient in enumerate(found):
                 gradients.put(number, gradient)
                 give_back_holes()
@@ -138,14 +171,20 @@ class Backward:
         give_back_holes()
 
     def _sampled(self, states: Sequence[State], number: int) -> Tensor:
-        return sampled_gradient(self.stream, states[number].hidden, generator=self.generators[number])
+        return sampled_gradient(
+            self.stream, states[number].hidden, generator=self.generators[number]
+        )
 
-    def _layer(self, module: nn.Module, layer: Layer, states: Sequence[State], gradients: HiddenStates) -> dict[str, Tensor]:
+    def _layer(
+        self, module: nn.Module, layer: Layer, states: Sequence[State], gradients: HiddenStates
+    ) -> dict[str, Tensor]:
         """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
             arrived = self.workers.stream(
-                partial(_sequence, through, gradients, self.stats, self.products, self.stream.device),
+                partial(
+                    _sequence, through, gradients, self.stats, self.products, self.stream.device
+                ),
                 states,
                 ahead=self.allowance.in_flight,
             )
@@ -172,7 +211,12 @@ def _merge(total: Observers, observers: Observers) -> None:
 
 
 def _sequence(
-    through: Through, gradients: HiddenStates, stats: Sequence[str], products: torch.dtype, device: Device, state: State
+    through: Through,
+    gradients: HiddenStates,
+    stats: Sequence[str],
+    products: torch.dtype,
+    device: Device,
+    state: State,
 ) -> tuple[Tensor, Observers]:
     """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}

@@ -5,11 +5,11 @@ Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, 
 Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
 Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
 
-With N ranks N processes are started, and unify merges what they measure; or they are those of an outer torchrun, over
-several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear
-(quantflow/measuring/replicas.py). Memory is that of one decoder layer in float32, whatever the depth of the model
-(quantflow/measuring/observe.py). Of a mixture of experts it is also counted how many tokens the router sends to each,
-whatever statistics are wanted.
+With N ranks N processes are started, and unify merges what they measure; or they are those of an
+outer torchrun, over several machines. Each measures every N-th sequence (dp), or with `tp` a slice
+of every linear (quantflow/measuring/replicas.py). Memory is that of one decoder layer in float32,
+whatever the depth of the model (quantflow/measuring/observe.py). Of a mixture of experts it is also
+counted how many tokens the router sends to each, whatever statistics are wanted.
 """
 
 import time
@@ -27,7 +27,13 @@ from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank, own_device, require_trust
+from quantflow.distributed.launch import (
+    die_with_parent,
+    launch,
+    launched_rank,
+    own_device,
+    require_trust,
+)
 from quantflow.distributed.sharding import placements
 from quantflow.distributed.team import HOST_BACKEND, backend_of, meet
 from quantflow.errors import UnsupportedError, UsageError
@@ -39,7 +45,12 @@ from quantflow.files.origin import origin_of
 from quantflow.files.rank_folders import rank_folder, refuse_other_world
 from quantflow.measuring import replicas
 from quantflow.measuring.observe import Observation, products_of
-from quantflow.measuring.record import CALIBRATION_NAME, LAYOUT_VERSION, Measurement, write_measurement
+from quantflow.measuring.record import (
+    CALIBRATION_NAME,
+    LAYOUT_VERSION,
+    Measurement,
+    write_measurement,
+)
 from quantflow.measuring.replicas import Replica
 from quantflow.measuring.text import hash_sequences, read_documents, select
 from quantflow.measuring.text_sources import text_digest
@@ -70,9 +81,11 @@ class MeasureJob:
 
     Attributes:
         calibration: its source is a file or a folder.
-        stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also that of each head. Without
-            any, only the token ids are kept and no layer runs, unless there are experts.
-        experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is routed.
+        stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also
+            that of each head. Without any, only the token ids are kept and no layer runs, unless
+            there are experts.
+        experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is
+            routed.
         tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
@@ -103,7 +116,10 @@ def run(job: MeasureJob, progress: Progress) -> Path:
     launched = launched_rank()
     require_trust("measure", trusted=job.trust_network)
     if launched is not None and job.ranks not in (1, launched[1]):
-        raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+        raise UsageError(
+            f"measure: ranks={job.ranks}, torchrun started {launched[1]}",
+            "leave --ranks out under torchrun",
+        )
     world = job.ranks if launched is None else launched[1]
     replicas.sizes(world, job.tp, job.dp)
     _check_compute(job, world=world)
@@ -122,15 +138,21 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
     source = open_source(job.model)
     dp, tp = replicas.sizes(job.ranks, job.tp, job.dp)
     _check_fit(job, graph_for(source.config), tp=tp)
-    placements(source.config, _shapes(source), tp=tp, rank=0)  # a model that cannot be cut is refused here, once
+    # a model that cannot be cut is refused here, once
+    placements(source.config, _shapes(source), tp=tp, rank=0)
     disk.make_folder(job.output)
     inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
     folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
-    if all(stage_folder.is_up_to_date(folder, {**inputs, "rank": rank}) for rank, folder in enumerate(folders)):
+    if all(
+        stage_folder.is_up_to_date(folder, {**inputs, "rank": rank})
+        for rank, folder in enumerate(folders)
+    ):
         progress.say("measure: up to date")
         return
     for rank, folder in enumerate(folders):
-        stage_folder.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
+        stage_folder.refuse_other_result(
+            folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS
+        )
     calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
     launch("measure", job, ranks=job.ranks, progress=progress)
 
@@ -143,9 +165,12 @@ def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None
     with device.current():
         meet(TIMEOUT, device)
         try:
-            everybody = None if device.is_host else distributed.new_group(backend=HOST_BACKEND)  # which alone knows the barrier
+            # which alone knows the barrier
+            everybody = None if device.is_host else distributed.new_group(backend=HOST_BACKEND)
             _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
-            distributed.monitored_barrier(everybody, timeout=timedelta(hours=24), wait_all_ranks=True)
+            distributed.monitored_barrier(
+                everybody, timeout=timedelta(hours=24), wait_all_ranks=True
+            )
         finally:
             distributed.destroy_process_group()
 
@@ -160,16 +185,21 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
     gradients = ", ".join(name for name in job.stats if of_gradients(name))
     if gradients and graph.sparse:
         raise UnsupportedError(
-            f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each see other tokens",
+            f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each "
+            "see other tokens",
             "name statistics without it, and schemes without @, yaqa and best",
         )
     if gradients and tp > 1:
         raise UsageError(
             f"measure: statistic {gradients} with tp={tp}",
-            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
+            "gradients go through a model that is whole: measure it with --tp 1, on any number "
+            "of ranks",
         )
     if job.experts is not None and not graph.sparse:
-        raise UsageError(f"measure: experts={job.experts}, a {graph.family.model_type} has no experts", "leave --experts out")
+        raise UsageError(
+            f"measure: experts={job.experts}, a {graph.family.model_type} has no experts",
+            "leave --experts out",
+        )
     if graph.sparse and tp > 1:
         raise UnsupportedError(
             f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card here",
@@ -187,8 +217,8 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
 
     Raises:
         UsageError: several ranks on one device by its number.
-        UnsupportedError: no such device; ranks that share a model on devices between which torch moves nothing; gradients of
-            layers that run in bfloat16.
+        UnsupportedError: no such device; ranks that share a model on devices between which torch
+            moves nothing; gradients of layers that run in bfloat16.
     """
     device, name = _device(job), job.compute.device
     if world > 1 and ":" in name:
@@ -200,13 +230,15 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         open_device(f"{job.compute.device}:{world - 1}")  # there is one for each
     if replicas.sizes(world, job.tp, job.dp)[1] > 1 and backend_of(device) is None:
         raise UnsupportedError(
-            f"measure: ranks that share a model with --device {name}, whose sums torch {torch.__version__} cannot make there",
+            f"measure: ranks that share a model with --device {name}, whose sums torch "
+            f"{torch.__version__} cannot make there",
             "use --dp, each of whose ranks runs whole layers, or a torch that is built with NCCL",
         )
     gradients = ", ".join(name for name in job.stats if of_gradients(name))
     if gradients and RUNNING[job.compute.dtype] != torch.float32:
         raise UnsupportedError(
-            f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back through layers in float32",
+            f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back "
+            "through layers in float32",
             "leave --dtype out, or name statistics without it, and schemes without @, yaqa and best",
         )
 
@@ -247,10 +279,12 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
     _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
     folder = rank_folder(job.output, rank, world)
     work = folder.parent / f".{folder.name}.work"
-    stage_folder.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
+    # before anything is written beside a foreign folder
+    stage_folder.refuse_other_result(folder, {}, force=True, parts=PARTS)
     disk.make_folder(job.output)
     hashes = job.output / HASHES
-    digests = Digests(None if rank else hashes, also=[hashes])  # one rank alone writes what all of them share
+    # one rank alone writes what all of them share
+    digests = Digests(None if rank else hashes, also=[hashes])
     inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
     replica = _replica_of(job, source, rank=rank, world=world)
     with stage_folder.locked(folder), single_threaded(), device.deterministic(), torch.no_grad():
@@ -261,10 +295,17 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             return
         if not finished:
             stage_folder.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
-        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=replica.count)
+        sequences = calibration_sequences(
+            job.calibration, job.model, source, seed=job.seed, replicas=replica.count
+        )
         mine = list(range(replica.index, len(sequences), replica.count))
-        sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
-        allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
+        sizes, lengths = (
+            model_size(source.checkpoint.infos, source.config, graph),
+            [len(sequences[i]) for i in mine],
+        )
+        allowance = allow_measure(
+            job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder
+        )
         dtype = RUNNING[job.compute.dtype]
         need = measure_on_device(sizes, lengths=lengths, stats=job.stats, dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
@@ -273,11 +314,15 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
-        layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
+        layer_store.begin(
+            work,
+            inputs,
+            say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"),
+        )
         statistics: Mapping[str, Tensor] = {}
         if job.stats or graph.sparse:
-            # Sequences that run at once would add up over the cards in an order of their own on each; a device is parallel
-            # inside.
+            # Sequences that run at once would add up over the cards in an order of their own on
+            # each; a device is parallel inside.
             count = allowance.workers if replica.cards == 1 and device.is_host else 1
             with Workers(count) as workers, reading_ahead(source, device) as read:
                 observation = Observation(
@@ -298,24 +343,42 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                 )
                 statistics = observation.statistics([sequences[i] for i in mine])
         if not finished:
-            meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, replica=replica)
+            meta = _meta(
+                job,
+                source,
+                graph,
+                sequences,
+                mine,
+                model=inputs["model"],
+                rank=rank,
+                replica=replica,
+            )
             written: dict[str, str] = {}
-            with stage_folder.publish(folder, stage="measure", inputs=inputs, hashes=written) as temporary:
+            with stage_folder.publish(
+                folder, stage="measure", inputs=inputs, hashes=written
+            ) as temporary:
                 measurement = Measurement(
-                    meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine
+                    meta=meta,
+                    statistics=statistics,
+                    sequences=[sequences[i] for i in mine],
+                    indices=mine,
                 )
                 written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
         disk.remove_tree(work)  # the resume state
         told = f"{sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, {len(graph.layers)} layers"
-        progress.say(f"measure: {told}, {', '.join(job.stats) or 'no statistics'}; {time.monotonic() - began:.0f} s")
+        progress.say(
+            f"measure: {told}, {', '.join(job.stats) or 'no statistics'}; "
+            f"{time.monotonic() - began:.0f} s"
+        )
         for line in account("measure", allowance, folder, on_device=on_device, device=device):
             progress.note(line)
 
 
 def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Replica:
     dp, tp = replicas.sizes(world, job.tp, job.dp)
-    # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
+    # Of a model that is whole here the placements say how a runtime would cut it, which copies
+    # heads where they are few.
     held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
     mesh = replicas.meshed(world, tp, device=_device(job))
     return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=mesh)
@@ -333,17 +396,33 @@ def calibration_sequences(
     limit = limit if limit > 0 else 2048  # XLNet's -1 is no limit
     length = calibration.sequence_length or min(calibration.usual_length, limit)
     if length > limit:
-        raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
+        raise UsageError(
+            f"calibration: sequence_length={length}, the model has {limit} positions",
+            f"use at most {limit}",
+        )
     tokenizer = load_tokenizer(model)
     source_path = Path(str(calibration.source))
     documents = read_documents(source_path, tokenizer)
     if source_path.name == CALIBRATION_NAME:  # what another measurement ran, in its order
-        sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=None)
+        sequences = select(
+            documents, samples=calibration.samples, sequence_length=length, seed=None
+        )
     else:
-        sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.packs)
-    refuse_beyond(sequences, getattr(source.config, "vocab_size", None), where=str(calibration.source))
+        sequences = select(
+            documents,
+            samples=calibration.samples,
+            sequence_length=length,
+            seed=seed,
+            pack=calibration.packs,
+        )
+    refuse_beyond(
+        sequences, getattr(source.config, "vocab_size", None), where=str(calibration.source)
+    )
     if len(sequences) < replicas:
-        raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
+        raise UsageError(
+            f"measure: {len(sequences)} sequences for {replicas} ranks",
+            "use fewer ranks or more samples",
+        )
     return sequences
 
 
@@ -354,8 +433,14 @@ def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
     if 2 * found >= asked:
         return None
     shortest = min(map(len, sequences))
-    remedy = "give more text" if calibration.packs else "give more or longer documents, or --pack, which joins them"
-    counts = f"{len(sequences)} of {calibration.samples} sequences, the shortest of {shortest} tokens"
+    remedy = (
+        "give more text"
+        if calibration.packs
+        else "give more or longer documents, or --pack, which joins them"
+    )
+    counts = (
+        f"{len(sequences)} of {calibration.samples} sequences, the shortest of {shortest} tokens"
+    )
     return f"the text has {found:,} of the {asked:,} tokens asked for ({counts}); {remedy}"
 
 
@@ -381,7 +466,13 @@ def _meta(
             "fingerprint": model,
             "family": graph.family.model_type,
         },
-        "mesh": {"rank": rank, "world": replica.cards * replica.count, "tp": replica.cards, "dp": replica.count, "ep": 1},
+        "mesh": {
+            "rank": rank,
+            "world": replica.cards * replica.count,
+            "tp": replica.cards,
+            "dp": replica.count,
+            "ep": 1,
+        },
         "dtype": job.compute.dtype,
         **_device(job).key(),
         "seed": job.seed,

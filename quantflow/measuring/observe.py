@@ -1,8 +1,8 @@
 """The statistics of every layer: sequences run through the model layer by layer, watched by observers.
 
-Each sequence has observers of its own, which are merged in sample order: sequences run on several threads, and the sums are
-those of one. Where gradients are observed too, what enters each layer is kept until it was run backwards
-(quantflow/measuring/gradients.py).
+Each sequence has observers of its own, which are merged in sample order: sequences run on several
+threads, and the sums are those of one. Where gradients are observed too, what enters each layer is
+kept until it was run backwards (quantflow/measuring/gradients.py).
 """
 
 import threading
@@ -47,7 +47,8 @@ from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
-FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}  # which tokens the experts of a mixture are shown
+# which tokens the experts of a mixture are shown
+FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}
 
 
 def products_of(stats: Sequence[str], device: Device = HOST) -> torch.dtype:
@@ -61,7 +62,8 @@ class Observation:
     """One rank's sequences on their way through the layers.
 
     Attributes:
-        stats: observers of every linear's input; `fisher` and `gradient` are of the gradient by its output.
+        stats: observers of every linear's input; `fisher` and `gradient` are of the gradient by its
+            output.
         indices: of the sequences in the whole calibration set.
         seed: of the labels that gradients are taken for.
         folder: of the resume state.
@@ -89,17 +91,32 @@ class Observation:
     def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
         stream, backwards = self._stream(), goes_back(self.stats)
-        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", keep=backwards, device=self.device)
-        start, hidden = layer_store.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.replica.span)
+        opened = partial(
+            HiddenStates,
+            len(sequences),
+            folder=self.folder / "hidden",
+            keep=backwards,
+            device=self.device,
+        )
+        start, hidden = layer_store.restart_together(
+            self.folder, self.key, self.graph, opened=opened, span=self.replica.span
+        )
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.replica.wait)
         rest = self.graph.layers[start:]
         told: Any = {"samples": len(sequences), "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
-            path, layer_key = layer_store.layer_path(self.folder, layer.index), digest_of([self.key, layer.index])
+            path, layer_key = (
+                layer_store.layer_path(self.folder, layer.index),
+                digest_of([self.key, layer.index]),
+            )
             last = layer is self.graph.layers[-1]
-            if last and not backwards and self.replica.all(layer_store.finished(path, layer_key) is not None):
+            if (
+                last
+                and not backwards
+                and self.replica.all(layer_store.finished(path, layer_key) is not None)
+            ):
                 continue
             give_back_holes()
             with stream.layer(layer.index) as module:
@@ -111,7 +128,11 @@ class Observation:
         folders = [self.folder]
         if backwards:
             folders.append(self._backward(stream, states).run())
-        paths = [layer_store.layer_path(folder, layer.index) for folder in folders for layer in self.graph.layers]
+        paths = [
+            layer_store.layer_path(folder, layer.index)
+            for folder in folders
+            for layer in self.graph.layers
+        ]
         held, later = dict[str, Tensor](), dict[str, Later]()
         for path in paths:
             for name, info in read_header(path)[0].items():
@@ -153,11 +174,14 @@ class Observation:
     ) -> dict[str, Tensor]:
         """Run a layer over every sequence, put the hidden states that leave it, and return its statistics."""
         firsts, gates = {group.linears[0] for group in layer.groups}, list(layer.gates.values())
-        mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+        # hooks are the module's, what they see belongs to the sequence that the thread runs
+        mine = threading.local()
 
         def unit(state: State) -> tuple[Tensor, Observers]:
             mine.observers = {}
-            cache = KVRecorder(lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value))
+            cache = KVRecorder(
+                lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value)
+            )
             with QueryRecorder(partial(self._observe_query, mine.observers, layer)):
                 hidden = stream.run(module, state, cache=cache)
             return hidden, mine.observers
@@ -169,16 +193,22 @@ class Observation:
 
         def routed(tokens: Tensor) -> None:
             for gate, count in zip(gates, tokens.unbind(), strict=True):
-                mine.observers[f"{gate}|{ROUTED}"] = [CountObserver.from_state({COUNT.name: count.clone()})]
+                mine.observers[f"{gate}|{ROUTED}"] = [
+                    CountObserver.from_state({COUNT.name: count.clone()})
+                ]
 
         total: Observers = {}
         for name in layer.linears:
             weight: Any = module.get_submodule(layer.relative(name)).weight
             self._see(total, f"{name}|weight", [AmaxObserver.NAME], weight)
-        watching = watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears})
+        watching = watch(
+            module, {layer.relative(name): partial(watched, name) for name in layer.linears}
+        )
         with watching, watch_routing(module, routed), FEEDING[self.experts](module):
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
-            for number, (state, (hidden, observers)) in enumerate(zip(states, arrived, strict=True), start=1):
+            for number, (state, (hidden, observers)) in enumerate(
+                zip(states, arrived, strict=True), start=1
+            ):
                 self.progress.doing(f"sequence {number} of {len(states)}")
                 _merge(total, observers)
                 observers.clear()  # before the next sequence has its own
@@ -201,10 +231,13 @@ class Observation:
         return [kind for kind in self.stats if not of_gradients(kind)]
 
     def _observe_query(self, observers: Observers, layer: Layer, query: Tensor) -> None:
-        if layer.attention is not None:  # others multiply what they call queries too, and keep no keys
+        # others multiply what they call queries too, and keep no keys
+        if layer.attention is not None:
             self._see(observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)
 
-    def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
+    def _observe_cache(
+        self, observers: Observers, layer: Layer, key: Tensor, value: Tensor
+    ) -> None:
         self._see(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)
         self._see(observers, f"{layer.attention}|v_cache", [AmaxObserver.NAME], value)
         for site, states in zip(HEADS, (key, value), strict=True):  # observed as [1, D, S, heads]
@@ -224,7 +257,11 @@ class Observation:
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."
-        return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
+        return sum(
+            info.nbytes
+            for name, info in self.source.checkpoint.infos.items()
+            if name.startswith(prefix)
+        )
 
 
 def _merge(total: Observers, observers: Observers) -> None:

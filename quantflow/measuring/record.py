@@ -15,7 +15,8 @@ measurement.json          everything else, `meta`:
  unified: what unify.py says, where it made this, expanded: what expand.py says, where it made this,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
 
-Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run the same sequences.
+Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run
+the same sequences.
 """
 
 import hashlib
@@ -78,7 +79,8 @@ class Measurement:
     """What one rank saw.
 
     Attributes:
-        meta: the fields of measurement.json; `files` and `digest` only after it was read from a folder.
+        meta: the fields of measurement.json; `files` and `digest` only after it was read from a
+            folder.
         statistics: `<source name>|<site>|<statistic>` -> tensor.
         sequences: token ids of this rank's samples, each int64 [length].
         indices: the number of each sequence in the whole calibration set, ascending.
@@ -122,7 +124,9 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
         OSError: a file cannot be written.
         StatisticsError: a statistic is not one of an observer's states.
     """
-    files = {name: write_tensors(folder / name, held) for name, held in _contents(measurement).items()}
+    files = {
+        name: write_tensors(folder / name, held) for name, held in _contents(measurement).items()
+    }
     record = readable_json(_recorded(measurement, files))
     disk.write_file(folder / META_NAME, record)
     return {**files, META_NAME: hashlib.sha256(record).hexdigest()}
@@ -155,7 +159,9 @@ def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
 
 def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, Any]:
     """Return the record beside files of these sha256."""
-    meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": dict(files)}
+    meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {
+        "files": dict(files)
+    }
     meta |= {"routed": ledger} if (ledger := ledger_of(measurement.statistics)) else {}
     return {**meta, "digest": digest_of(meta)}
 
@@ -176,7 +182,9 @@ def read_measurement(folder: Path) -> Measurement:
     return measurement
 
 
-def open_measurements(metas: Mapping[Path, dict[str, Any]], *, workers: Workers = SEQUENTIAL) -> list[Measurement]:
+def open_measurements(
+    metas: Mapping[Path, dict[str, Any]], *, workers: Workers = SEQUENTIAL
+) -> list[Measurement]:
     """Check the files of many ranks and read all but their statistics, which are read as they are asked for, unchecked.
 
     Args:
@@ -189,7 +197,10 @@ def open_measurements(metas: Mapping[Path, dict[str, Any]], *, workers: Workers 
     """
     headers = Headers()
     workers.map(lambda folder: _check_files(folder, metas[folder]), metas)
-    return [_open(folder, meta, lambda path: StoredStatistics(path, headers)) for folder, meta in metas.items()]
+    return [
+        _open(folder, meta, lambda path: StoredStatistics(path, headers))
+        for folder, meta in metas.items()
+    ]
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -202,7 +213,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     for name in (META_NAME, STATISTICS_NAME, CALIBRATION_NAME):
         if not (folder / name).is_file():
-            raise InputError(f"{folder / name}: no such file", "give a folder that `quantflow measure` finished")
+            raise InputError(
+                f"{folder / name}: no such file", "give a folder that `quantflow measure` finished"
+            )
     meta = _read_meta(folder / META_NAME)
     _check_fields(meta, name=str(folder))
     return meta
@@ -212,10 +225,14 @@ def _check_files(folder: Path, meta: Mapping[str, Any]) -> None:
     for name in (STATISTICS_NAME, CALIBRATION_NAME):
         actual = file_digest(folder / name)
         if actual != meta["files"][name]:
-            raise IntegrityError(f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN)
+            raise IntegrityError(
+                f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN
+            )
 
 
-def _open(folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mapping[str, Tensor]]) -> Measurement:
+def _open(
+    folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mapping[str, Tensor]]
+) -> Measurement:
     sequences, indices = _read_sequences(folder / CALIBRATION_NAME)
     measurement = Measurement(
         meta=meta,
@@ -231,7 +248,10 @@ def _open(folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mappi
 def _read_meta(path: Path) -> dict[str, Any]:
     meta = read_json(path)
     if not isinstance(meta, dict) or meta.get("kind") != "measurement":
-        raise InputError(f"{path}: not the record of a measurement", "give a folder that `quantflow measure` wrote")
+        raise InputError(
+            f"{path}: not the record of a measurement",
+            "give a folder that `quantflow measure` wrote",
+        )
     version = meta.get("layout_version")
     if type(version) is int and version > LAYOUT_VERSION:
         raise UnsupportedError(
@@ -240,10 +260,14 @@ def _read_meta(path: Path) -> dict[str, Any]:
         )
     actual = digest_of({key: value for key, value in meta.items() if key != "digest"})
     if meta.get("digest") != actual:
-        raise IntegrityError(f"{path}: digest of its content is {actual}, recorded {meta.get('digest')}", _AGAIN)
+        raise IntegrityError(
+            f"{path}: digest of its content is {actual}, recorded {meta.get('digest')}", _AGAIN
+        )
     files = meta.get("files")
     if not isinstance(files, dict) or set(files) != {STATISTICS_NAME, CALIBRATION_NAME}:
-        raise InputError(f"{path}: files is {files!r}, expected a hash for each of two files", _AGAIN)
+        raise InputError(
+            f"{path}: files is {files!r}, expected a hash for each of two files", _AGAIN
+        )
     return meta
 
 
@@ -254,12 +278,21 @@ def _read_sequences(path: Path) -> tuple[list[Tensor], list[int]]:
         raise InputError(f"{path}: cannot be read as safetensors ({error})", _AGAIN) from error
     tokens, lengths, indices = (tensors.get(name) for name in ("tokens", "lengths", "indices"))
     if len(tensors) != 3 or tokens is None or lengths is None or indices is None:
-        raise InputError(f"{path}: holds {sorted(tensors)}, expected tokens, lengths, indices", _AGAIN)
+        raise InputError(
+            f"{path}: holds {sorted(tensors)}, expected tokens, lengths, indices", _AGAIN
+        )
     for name, value in tensors.items():
         if value.dtype != torch.int64 or value.ndim != 1 or (value.numel() and value.min() < 0):
-            raise InputError(f"{path}: {name} is {value.dtype} {list(value.shape)}, expected int64 [n] of at least 0", _AGAIN)
+            raise InputError(
+                f"{path}: {name} is {value.dtype} {list(value.shape)}, expected int64 [n] of at "
+                "least 0",
+                _AGAIN,
+            )
     if int(lengths.sum()) != tokens.numel():
-        raise InputError(f"{path}: lengths add up to {int(lengths.sum())}, there are {tokens.numel()} tokens", _AGAIN)
+        raise InputError(
+            f"{path}: lengths add up to {int(lengths.sum())}, there are {tokens.numel()} tokens",
+            _AGAIN,
+        )
     return list(torch.split(tokens, lengths.tolist())), indices.tolist()
 
 
@@ -276,34 +309,54 @@ def _check_counts(measurement: Measurement, *, name: str) -> None:
             raise InputError(f"{name}: {left} is {left_value}, {right} are {right_value}", _AGAIN)
     indices, samples = measurement.indices, meta["calibration"]["samples"]
     if sorted(set(indices)) != indices or not all(0 <= index < samples for index in indices):
-        raise InputError(f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}", _AGAIN)
+        raise InputError(
+            f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}",
+            _AGAIN,
+        )
 
 
 def _check_statistics(measurement: Measurement) -> None:
     name = measurement.origin or "the measurement"
     sites = by_site({text: text for text in measurement.statistics})
     alike: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}  # by what they hold
-    single = dict[tuple[str, str], dict[str, str]]()  # matrices, of which one is in memory at a time
+    # matrices, of which one is in memory at a time
+    single = dict[tuple[str, str], dict[str, str]]()
     for (tensor, site), texts in sites.items():
         if tensor not in measurement.meta["tensors"]:
-            raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
+            raise StatisticsError(
+                f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN
+            )
         if any(map(is_matrix, texts.values())):
             single[tensor, site] = texts
             continue
         statistics = {statistic: measurement.statistics[text] for statistic, text in texts.items()}
-        structure = tuple((statistic, value.dtype, value.shape) for statistic, value in statistics.items())
+        structure = tuple(
+            (statistic, value.dtype, value.shape) for statistic, value in statistics.items()
+        )
         alike.setdefault(structure, []).append(statistics)
-    for (tensor, site), texts in (single if all(map(are_states, alike.values())) else sites).items():
-        observers_at(tensor, site, statistics={statistic: measurement.statistics[text] for statistic, text in texts.items()})
+    for (tensor, site), texts in (
+        single if all(map(are_states, alike.values())) else sites
+    ).items():
+        observers_at(
+            tensor,
+            site,
+            statistics={
+                statistic: measurement.statistics[text] for statistic, text in texts.items()
+            },
+        )
 
 
 def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
     unknown = set(meta) - _KEYS - _WRITTEN_KEYS - _OPTIONAL_KEYS
     missing = _KEYS - set(meta)
     if unknown or missing:
-        raise InputError(f"{name}: fields missing {sorted(missing)}, unknown {sorted(unknown)}", _AGAIN)
+        raise InputError(
+            f"{name}: fields missing {sorted(missing)}, unknown {sorted(unknown)}", _AGAIN
+        )
     if (meta["layout_version"], meta["kind"]) != (LAYOUT_VERSION, "measurement"):
-        raise InputError(f"{name}: layout_version {meta['layout_version']!r}, kind {meta['kind']!r}", _AGAIN)
+        raise InputError(
+            f"{name}: layout_version {meta['layout_version']!r}, kind {meta['kind']!r}", _AGAIN
+        )
     for path, expected in _FIELDS:
         value: Any = meta
         for part in path.split("."):

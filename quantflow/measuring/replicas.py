@@ -1,9 +1,9 @@
 """The ranks that share one copy of the model: where each stands among them, and how they stay in step.
 
-Rank r of a world of dp x tp is card r % tp of replica r // tp. The cards of a replica run the same sequences, layer by
-layer, and add up their parts of every row-sharded linear; so they begin at one layer, and keep what enters it until all of
-them have what enters the next. The sums are of tensors on the cards' devices; what else they tell each other is in host
-memory.
+Rank r of a world of dp x tp is card r % tp of replica r // tp. The cards of a replica run the same
+sequences, layer by layer, and add up their parts of every row-sharded linear; so they begin at one
+layer, and keep what enters it until all of them have what enters the next. The sums are of tensors
+on the cards' devices; what else they tell each other is in host memory.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,8 @@ class Replica:
         count: how many replicas there are (dp).
         cards: how many ranks share the model (tp).
         card: which of them this is.
-        placements: source name -> which part of it this rank holds; empty where the model is not cut.
+        placements: source name -> which part of it this rank holds; empty where the model is not
+            cut.
         mesh: the cards of this replica; None where there is one.
     """
 
@@ -79,5 +80,8 @@ def sizes(ranks: int, tp: int | None, dp: int | None) -> tuple[int, int]:
     cards = tp or (ranks // dp if dp else 1)
     replicas = dp or ranks // cards
     if cards * replicas != ranks:
-        raise UsageError(f"measure: {ranks} ranks, tp={tp or cards} x dp={dp or replicas}", "give ranks = tp x dp")
+        raise UsageError(
+            f"measure: {ranks} ranks, tp={tp or cards} x dp={dp or replicas}",
+            "give ranks = tp x dp",
+        )
     return replicas, cards

@@ -1,6 +1,7 @@
 """The ledger of tokens: how many of them the router of each mixture sent to each of its experts.
 
-It is in the statistics, as `<first linear of the expert>|routed|count`, and merges over ranks like any other count.
+It is in the statistics, as `<first linear of the expert>|routed|count`, and merges over ranks like
+any other count.
 """
 
 import re
@@ -28,10 +29,12 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Return, for each mixture by the name of its experts, how many tokens each expert got, the least and the median.
 
     Args:
-        statistics: `<source name>|<site>|<statistic>` -> tensor; only counts of routed tokens are read.
+        statistics: `<source name>|<site>|<statistic>` -> tensor; only counts of routed tokens are
+            read.
 
     Returns:
-        `model.layers.0.mlp.experts` -> {"tokens": [by number; None for one that is on another rank], "least", "median"}.
+        `model.layers.0.mlp.experts` -> {"tokens": [by number; None for one that is on another
+        rank], "least", "median"}.
 
     Raises:
         StatisticsError: the number of an expert is beyond any mixture.
@@ -43,10 +46,13 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         if match is not None:
             number = int(match["number"]) if len(match["number"]) < 9 else _MOST
             if number >= _MOST:
-                raise StatisticsError(f"{name}: an expert of a number beyond {_MOST}", "measure again")
+                raise StatisticsError(
+                    f"{name}: an expert of a number beyond {_MOST}", "measure again"
+                )
             found.setdefault(match["experts"], {})[number] = int(statistics[key])
     return {
-        experts: summary(counts.get(number) for number in range(max(counts) + 1)) for experts, counts in sorted(found.items())
+        experts: summary(counts.get(number) for number in range(max(counts) + 1))
+        for experts, counts in sorted(found.items())
     }
 
 

@@ -1,8 +1,10 @@
 """The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together.
 
-Nor do the matrices of one rank: `Deferred` has small statistics at hand, and makes or reads a matrix whenever it is asked for.
+Nor do the matrices of one rank: `Deferred` has small statistics at hand, and makes or reads a
+matrix whenever it is asked for.
 
-Files are written here too, block by block, as the format's own writer makes them: tensors sorted by dtype, then by key.
+Files are written here too, block by block, as the format's own writer makes them: tensors sorted by
+dtype, then by key.
 """
 
 import hashlib
@@ -24,7 +26,8 @@ from quantflow.observers.keys import is_matrix
 
 _DTYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32}  # in the order of a file
 _BLOCK = 1 << 17  # bytes; of each rank, a few are in memory at once
-_WRITTEN_AT_ONCE = 1 << 22  # bytes: so many that threads seldom wait for the interpreter between them
+# bytes: so many that threads seldom wait for the interpreter between them
+_WRITTEN_AT_ONCE = 1 << 22
 _AGAIN = "measure again, or copy the file again from where it was measured"
 
 
@@ -50,7 +53,9 @@ class Headers:
             for info in infos.values():
                 if info.dtype not in _DTYPES:
                     raise InputError(
-                        f"{path}: {info.name} is {info.dtype}, expected one of {', '.join(sorted(_DTYPES))}", _AGAIN
+                        f"{path}: {info.name} is {info.dtype}, expected one of "
+                        f"{', '.join(sorted(_DTYPES))}",
+                        _AGAIN,
                     )
             self._known[size, text] = infos
         return self._known[size, text]
@@ -89,11 +94,17 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:
     """Return dtype as safetensors names it, and shape, of a statistic, which is not read for that."""
-    return tensors.spec(name) if isinstance(tensors, Deferred | StoredStatistics) else _spec(tensors[name])
+    return (
+        tensors.spec(name)
+        if isinstance(tensors, Deferred | StoredStatistics)
+        else _spec(tensors[name])
+    )
 
 
 def _spec(tensor: Tensor) -> Spec:
-    return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), tuple(tensor.shape)
+    return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), tuple(
+        tensor.shape
+    )
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -179,7 +190,8 @@ class StoredStatistics(Mapping[str, Tensor]):
         """Read the header."""
         self._infos = headers.read(path)
         self._path = path
-        self._blocks: dict[str, tuple[int, bytearray]] = {}  # dtype -> where it begins in the file, bytes; files sort by dtype
+        # dtype -> where it begins in the file, bytes; files sort by dtype
+        self._blocks: dict[str, tuple[int, bytearray]] = {}
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -208,7 +220,10 @@ class StoredStatistics(Mapping[str, Tensor]):
         while done < info.nbytes:
             count = os.preadv(self._descriptor, [view[done:]], info.offset + done)
             if not count:
-                raise InputError(f"{self._path}: {key} has {done} bytes, {info.nbytes} when it was opened", _AGAIN)
+                raise InputError(
+                    f"{self._path}: {key} has {done} bytes, {info.nbytes} when it was opened",
+                    _AGAIN,
+                )
             done += count
         return tensor
 
@@ -217,7 +232,9 @@ class StoredStatistics(Mapping[str, Tensor]):
         block = bytearray(_BLOCK)
         count = os.preadv(self._descriptor, [block], info.offset)
         if count < info.nbytes:
-            raise InputError(f"{self._path}: {key} has {count} bytes, {info.nbytes} when it was opened", _AGAIN)
+            raise InputError(
+                f"{self._path}: {key} has {count} bytes, {info.nbytes} when it was opened", _AGAIN
+            )
         del block[count:]
         return block
 
@@ -241,5 +258,9 @@ def read_small(path: Path) -> Deferred:
         InputError: as `Headers.read`, or the file ends early.
     """
     stored = StoredStatistics(path, Headers())
-    matrices = {key: Later(stored.spec(key), partial(stored.__getitem__, key)) for key in stored if is_matrix(key)}
+    matrices = {
+        key: Later(stored.spec(key), partial(stored.__getitem__, key))
+        for key in stored
+        if is_matrix(key)
+    }
     return Deferred({key: stored[key].clone() for key in stored if key not in matrices}, matrices)

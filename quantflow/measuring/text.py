@@ -46,21 +46,27 @@ def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) 
 
     Args:
         path: a .txt, .jsonl or .safetensors file, or a folder of .txt files.
-        tokenizer: the model's; may be None where the file holds token ids, whose range is then not checked here.
+        tokenizer: the model's; may be None where the file holds token ids, whose range is then not
+            checked here.
 
     Raises:
-        InputError: an unreadable, empty or malformed file, or a token id outside the tokenizer's vocabulary.
+        InputError: an unreadable, empty or malformed file, or a token id outside the tokenizer's
+            vocabulary.
     """
     path = Path(path)
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
-            raise InputError(f"{path}: a folder without .txt files", "give a folder of .txt files, or a file")
+            raise InputError(
+                f"{path}: a folder without .txt files", "give a folder of .txt files, or a file"
+            )
         documents = [document for file in files for document in _read_text(file, tokenizer)]
     else:
         readers = dict(zip(SUFFIXES, (_read_text, _read_lines, _read_tokens), strict=True))
         if path.suffix not in readers:
-            raise InputError(f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(readers)}")
+            raise InputError(
+                f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(readers)}"
+            )
         documents = readers[path.suffix](path, tokenizer)
     if not any(documents):
         raise InputError(f"{path}: holds no document", "give a file with text in it")
@@ -68,13 +74,18 @@ def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def select(
-    documents: Sequence[Sequence[int]], samples: int, *, sequence_length: int, seed: int | None, pack: bool = False
+    documents: Sequence[Sequence[int]],
+    samples: int,
+    *,
+    sequence_length: int,
+    seed: int | None,
+    pack: bool = False,
 ) -> list[Tensor]:
     """Choose calibration sequences.
 
-    Documents of fewer than two tokens are dropped, the rest shuffled. Without `pack` each becomes one sequence, cut at
-    `sequence_length`; with it they are joined and cut into equal sequences, and the incomplete last one is dropped
-    unless it is the only one.
+    Documents of fewer than two tokens are dropped, the rest shuffled. Without `pack` each becomes
+    one sequence, cut at `sequence_length`; with it they are joined and cut into equal sequences,
+    and the incomplete last one is dropped unless it is the only one.
 
     Args:
         documents: token ids.
@@ -93,19 +104,25 @@ def select(
     if samples < 1:
         raise UsageError(f"samples={samples}, at least 1 is needed", "ask for more samples")
     if sequence_length < MIN_TOKENS:
-        raise UsageError(f"sequence_length={sequence_length}, at least {MIN_TOKENS} is needed", "ask for more tokens")
+        raise UsageError(
+            f"sequence_length={sequence_length}, at least {MIN_TOKENS} is needed",
+            "ask for more tokens",
+        )
     usable = [list(document) for document in documents if len(document) >= MIN_TOKENS]
     if not usable:
         longest = max((len(document) for document in documents), default=0)
         raise InputError(
-            f"calibration text: {len(documents)} documents of at most {longest} token, {MIN_TOKENS} tokens are needed",
+            f"calibration text: {len(documents)} documents of at most {longest} token, "
+            f"{MIN_TOKENS} tokens are needed",
             "give longer documents",
         )
     if seed is not None:
         random.Random(seed).shuffle(usable)
     if pack:
         usable = _packed(usable, sequence_length)
-    return [torch.tensor(document[:sequence_length], dtype=torch.int64) for document in usable[:samples]]
+    return [
+        torch.tensor(document[:sequence_length], dtype=torch.int64) for document in usable[:samples]
+    ]
 
 
 def hash_sequences(sequences: Sequence[Tensor]) -> str:
@@ -128,9 +145,9 @@ def inspect_calibration(
         sequence_length: where documents would be cut.
 
     Returns:
-        documents, tokens, shortest, longest, padding (tokens), bos (how many documents begin with 0, 1, and 2 or more
-        of it), duplicates (documents equal to an earlier one), too_short (fewer than two tokens),
-        truncated {documents, tokens}.
+        documents, tokens, shortest, longest, padding (tokens), bos (how many documents begin with
+        0, 1, and 2 or more of it), duplicates (documents equal to an earlier one), too_short (fewer
+        than two tokens), truncated {documents, tokens}.
     """
     lengths = [len(document) for document in documents]
     bos = Counter(_leading(document, tokenizer.bos_token_id) for document in documents)
@@ -141,7 +158,9 @@ def inspect_calibration(
         "tokens": sum(lengths),
         "shortest": min(lengths, default=0),
         "longest": max(lengths, default=0),
-        "padding": sum(list(document).count(tokenizer.pad_token_id) for document in documents) if pads else 0,
+        "padding": sum(list(document).count(tokenizer.pad_token_id) for document in documents)
+        if pads
+        else 0,
         "bos": {str(count): bos[count] for count in (0, 1, 2)},
         "duplicates": len(lengths) - len({tuple(document) for document in documents}),
         "too_short": sum(length < MIN_TOKENS for length in lengths),
@@ -155,7 +174,9 @@ def inspect_calibration(
 def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
     tokenizer = _needed(tokenizer, path)
     parts = re.split(r"\n[ \t]*\n\s*", _decoded(path).replace("\r\n", "\n"))
-    return [tokens_of(tokenizer, part.strip("\n"), where=str(path)) for part in parts if part.strip()]
+    return [
+        tokens_of(tokenizer, part.strip("\n"), where=str(path)) for part in parts if part.strip()
+    ]
 
 
 def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
@@ -172,9 +193,13 @@ def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None)
     """Return one document; keys other than the three are the file's own notes and are not read."""
     if not isinstance(line, dict):
         raise InputError(f"{where}: {type(line).__name__}, a JSON object is needed", _KINDS_REMEDY)
-    kinds = [kind for kind in _KINDS if kind in line] or [kind for kind in _ALSO_TEXT if kind in line][:1]
+    kinds = [kind for kind in _KINDS if kind in line] or [
+        kind for kind in _ALSO_TEXT if kind in line
+    ][:1]
     if len(kinds) != 1:
-        raise InputError(f"{where}: keys {sorted(line)} hold {len(kinds)} of {', '.join(_KINDS)}", _KINDS_REMEDY)
+        raise InputError(
+            f"{where}: keys {sorted(line)} hold {len(kinds)} of {', '.join(_KINDS)}", _KINDS_REMEDY
+        )
     value = line[kinds[0]]
     if kinds[0] == "input_ids":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
@@ -183,19 +208,29 @@ def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None)
     if kinds[0] == "messages":
         return _from_messages(value, where, _needed(tokenizer, where))
     if not isinstance(value, str):
-        raise InputError(f"{where}: {kinds[0]} is {type(value).__name__}, a string is needed", "quote the text")
+        raise InputError(
+            f"{where}: {kinds[0]} is {type(value).__name__}, a string is needed", "quote the text"
+        )
     return tokens_of(_needed(tokenizer, where), value, where=str(where))
 
 
 def _from_messages(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     well_formed = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
         for message in messages
     )
     if not well_formed or not messages:
-        raise InputError(f"{where}: messages is not a list of {{role, content}}", "give role and content as strings")
+        raise InputError(
+            f"{where}: messages is not a list of {{role, content}}",
+            "give role and content as strings",
+        )
     if tokenizer.chat_template is None:
-        raise InputError(f"{where}: messages, but the tokenizer has no chat template", "give `text`, or a chat model")
+        raise InputError(
+            f"{where}: messages, but the tokenizer has no chat template",
+            "give `text`, or a chat model",
+        )
     return chat_tokens(tokenizer, messages, where=where, answer=False)
 
 
@@ -203,19 +238,30 @@ def _read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[
     tensors = read_file(path)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
-            raise InputError(f"{path}: {name} is {tensor.dtype}, token ids are integers", "store int64")
+            raise InputError(
+                f"{path}: {name} is {tensor.dtype}, token ids are integers", "store int64"
+            )
     documents = _rows(path, tensors)
-    return [_checked(document, f"{path}: document {number}", tokenizer) for number, document in enumerate(documents)]
+    return [
+        _checked(document, f"{path}: document {number}", tokenizer)
+        for number, document in enumerate(documents)
+    ]
 
 
 def _rows(path: Path, tensors: Mapping[str, Tensor]) -> list[list[int]]:
     if set(tensors) == {"input_ids"} and tensors["input_ids"].ndim == 2:
         rows: list[list[int]] = tensors["input_ids"].tolist()
         return rows
-    # `indices` is what a measurement keeps beside its tokens; the order of the documents is that of `lengths`.
-    if set(tensors) - {"indices"} != {"tokens", "lengths"} or {tensors["tokens"].ndim, tensors["lengths"].ndim} != {1}:
+    # `indices` is what a measurement keeps beside its tokens; the order of the documents is that of
+    # `lengths`.
+    if set(tensors) - {"indices"} != {"tokens", "lengths"} or {
+        tensors["tokens"].ndim,
+        tensors["lengths"].ndim,
+    } != {1}:
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        raise InputError(f"{path}: holds {shapes}", "store `tokens` [T] and `lengths` [n], or `input_ids` [n, S]")
+        raise InputError(
+            f"{path}: holds {shapes}", "store `tokens` [T] and `lengths` [n], or `input_ids` [n, S]"
+        )
     lengths: list[int] = tensors["lengths"].tolist()
     if min(lengths, default=0) < 0 or sum(lengths) != len(tensors["tokens"]):
         raise InputError(
@@ -224,7 +270,9 @@ def _rows(path: Path, tensors: Mapping[str, Tensor]) -> list[list[int]]:
             "write the file again",
         )
     tokens: list[int] = tensors["tokens"].tolist()
-    return [tokens[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
+    return [
+        tokens[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
 
 
 def _decoded(path: Path) -> str:
@@ -233,32 +281,52 @@ def _decoded(path: Path) -> str:
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}", "convert the file to UTF-8") from error
+        raise InputError(
+            f"{path}: not UTF-8 at byte {error.start}", "convert the file to UTF-8"
+        ) from error
 
 
-def _needed(tokenizer: PreTrainedTokenizerBase | None, where: str | Path) -> PreTrainedTokenizerBase:
+def _needed(
+    tokenizer: PreTrainedTokenizerBase | None, where: str | Path
+) -> PreTrainedTokenizerBase:
     if tokenizer is None:
-        raise InputError(f"{where}: text, and the model has no tokenizer", "add the tokenizer, or give token ids")
+        raise InputError(
+            f"{where}: text, and the model has no tokenizer", "add the tokenizer, or give token ids"
+        )
     return tokenizer
 
 
 def _checked(tokens: list[int], where: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    bad = next((token for token in tokens if token < 0 or (tokenizer is not None and token >= len(tokenizer))), None)
+    bad = next(
+        (
+            token
+            for token in tokens
+            if token < 0 or (tokenizer is not None and token >= len(tokenizer))
+        ),
+        None,
+    )
     if bad is not None:
         known = "at least 0" if tokenizer is None else f"0..{len(tokenizer) - 1}"
-        raise InputError(f"{where}: token id {bad}, the tokenizer has {known}", "tokenize with this model's tokenizer")
+        raise InputError(
+            f"{where}: token id {bad}, the tokenizer has {known}",
+            "tokenize with this model's tokenizer",
+        )
     return tokens
 
 
 def _packed(documents: list[list[int]], sequence_length: int) -> list[list[int]]:
     joined = [token for document in documents for token in document]
-    parts = [joined[start : start + sequence_length] for start in range(0, len(joined), sequence_length)]
+    parts = [
+        joined[start : start + sequence_length] for start in range(0, len(joined), sequence_length)
+    ]
     return [part for part in parts if len(part) == sequence_length] or parts
 
 
 def _leading(document: Sequence[int], token: int | None) -> int:
     """Return how often `token` is repeated at the beginning, 2 at most."""
-    return sum(1 for count in (1, 2) if token is not None and list(document[:count]) == [token] * count)
+    return sum(
+        1 for count in (1, 2) if token is not None and list(document[:count]) == [token] * count
+    )
 
 
 def _token_bytes(sequence: Tensor) -> bytes:

@@ -5,9 +5,9 @@
     default                                  a shipped one: quantflow/configs/calibration
     org/name, org/name:config@split          a data set on the hub, which the package `datasets` reads
 
-Of a data set the first ROWS rows are taken, of the first split among train, validation and test where none is named, and kept
-as a .jsonl file: a run that goes on, and the next one, read the same text. A column named text, messages, prompt, code or
-content is what a row says.
+Of a data set the first ROWS rows are taken, of the first split among train, validation and test
+where none is named, and kept as a .jsonl file: a run that goes on, and the next one, read the same
+text. A column named text, messages, prompt, code or content is what a row says.
 """
 
 import json
@@ -29,7 +29,9 @@ from quantflow.shipped import shipped_texts
 
 ROWS = 4096
 SPLITS = ("train", "validation", "test")
-_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?"
+)
 
 
 def text_path(source: str, progress: Progress) -> Path:
@@ -63,19 +65,32 @@ def text_digest(path: Path) -> str:
     """
     if not path.is_dir():
         return file_digest(path)
-    return digest_of({file.relative_to(path).as_posix(): file_digest(file) for file in sorted(path.rglob("*.txt"))})
+    return digest_of(
+        {
+            file.relative_to(path).as_posix(): file_digest(file)
+            for file in sorted(path.rglob("*.txt"))
+        }
+    )
 
 
 def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) -> Path:
     """Return the file of a data set, taken now where it was not taken before."""
-    path = Path(constants.HF_HOME) / "quantflow" / "texts" / f"{source.replace('/', '--').replace(':', '--')}.jsonl"
+    path = (
+        Path(constants.HF_HOME)
+        / "quantflow"
+        / "texts"
+        / f"{source.replace('/', '--').replace(':', '--')}.jsonl"
+    )
     if path.exists():
         return path
     if find_spec("datasets") is None:
         told = f"{source}: no file or folder here, and the package datasets, which reads the hub's data sets, is not installed"
         raise UnsupportedError(told, "check the path, or pip install datasets")
     progress.say(f"text: the first {ROWS} rows of {source} become {path}")
-    lines = [json.dumps(_line(row, source), ensure_ascii=False) for row in islice(_rows(source, parts), ROWS)]
+    lines = [
+        json.dumps(_line(row, source), ensure_ascii=False)
+        for row in islice(_rows(source, parts), ROWS)
+    ]
     if not lines:
         raise InputError(f"{source}: has no row", "name another split: org/name@split")
     disk.make_folder(path.parent)
@@ -91,7 +106,9 @@ def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str,
         found = load_dataset(parts["name"], parts["config"], split=parts["split"], streaming=True)
     except Exception as error:  # the library raises what its readers and the network do
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{source}: {first[:200]}", "check the name, the configuration and the split") from error
+        raise InputError(
+            f"{source}: {first[:200]}", "check the name, the configuration and the split"
+        ) from error
     if parts["split"] is None:
         split = next((split for split in SPLITS if split in found), None)
         if split is None:
@@ -105,5 +122,8 @@ def _line(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     column = column_of(row)
     if column is None:
         columns = "text, messages, input_ids, prompt, code or content"
-        raise InputError(f"{source}: columns {', '.join(map(str, row))}", f"use a data set with a column {columns}")
+        raise InputError(
+            f"{source}: columns {', '.join(map(str, row))}",
+            f"use a data set with a column {columns}",
+        )
     return {column if column in ("messages", "input_ids") else "text": row[column]}

@@ -1,7 +1,8 @@
 """The model as embeddings, decoder layers and head, with one decoder layer in memory at a time.
 
-No family's forward is written again here. The model's own forward is run with every decoder layer replaced by a
-recorder; what it handed to each layer (masks, position embeddings) is replayed later, layer by layer.
+No family's forward is written again here. The model's own forward is run with every decoder layer
+replaced by a recorder; what it handed to each layer (masks, position embeddings) is replayed later,
+layer by layer.
 
     states = stream.begin(sequences)
     for index in range(len(graph.layers)):
@@ -60,7 +61,8 @@ class State:
     """One sequence on its way through the layers.
 
     Attributes:
-        calls: per decoder layer, what it is called with; tensors are shared over layers and sequences, never modified.
+        calls: per decoder layer, what it is called with; tensors are shared over layers and
+            sequences, never modified.
         store: holds the hidden states of all sequences.
         index: this sequence's place in it.
     """
@@ -119,10 +121,16 @@ class LayerStream:
         self._latest = -1  # the layer that was asked for last
         self._index = {module: index for index, module in enumerate(self._originals)}
         self._mine = threading.local()
-        self._given = [Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals]
+        self._given = [
+            Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals
+        ]
         inside = f"{graph.family.layers}."
         known = self.names.to_source
-        self._outer = tuple(name for name in self.model.state_dict() if not name.startswith(inside) and name in known)
+        self._outer = tuple(
+            name
+            for name in self.model.state_dict()
+            if not name.startswith(inside) and name in known
+        )
         self._embeds: Any = self.model.get_input_embeddings()
         self._embedding = self._name_of(self._embeds)
         self._head = self._name_of(self.model.get_output_embeddings())
@@ -143,10 +151,16 @@ class LayerStream:
     def _check_graph(self) -> None:
         kept = (*self.graph.routers, *self.graph.idle)
         modules = {
-            name: layer.module(name) for layer in self.graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)
+            name: layer.module(name)
+            for layer in self.graph.layers
+            for name in (*layer.linears, *layer.routers, *layer.idle)
         }
         bound = self.names.to_module
-        known = {modules[name] for name in self.graph.linears if bound.get(f"{name}.weight") == f"{modules[name]}.weight"}
+        known = {
+            modules[name]
+            for name in self.graph.linears
+            if bound.get(f"{name}.weight") == f"{modules[name]}.weight"
+        }
         inside = self._layers.named_modules(prefix=self.graph.family.layers)
         found = {name for name, module in inside if isinstance(module, nn.Linear)}
         found -= {modules[name] for name in kept}
@@ -154,21 +168,24 @@ class LayerStream:
             name = min(found ^ known)
             raise UnsupportedError(
                 f"{name}: in {'the model' if name in found else 'the graph'} only, "
-                f"the {self.graph.family.model_type} family expects it in both, under one name in file and model",
+                f"the {self.graph.family.model_type} family expects it in both, under one name "
+                "in file and model",
                 "use a checkpoint in the names of the family's transformers implementation",
             )
 
     @torch.no_grad()
-    def begin(self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None) -> list[State]:
+    def begin(
+        self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None
+    ) -> list[State]:
         """Embed sequences, one per forward, and record what every decoder layer is called with.
 
-        Of the embedding only the rows that the sequences name are read, and that of padding: it is what a model that reads
-        images too puts where a sequence names one.
+        Of the embedding only the rows that the sequences name are read, and that of padding: it is
+        what a model that reads images too puts where a sequence names one.
 
         Args:
             sequences: token ids, int64 [S] each.
-            hidden: where the hidden states go, of this stream's device; None keeps them in memory. One that was restored keeps
-                its own.
+            hidden: where the hidden states go, of this stream's device; None keeps them in memory.
+                One that was restored keeps its own.
 
         Raises:
             InputError: a sequence that is empty or holds an id outside the vocabulary.
@@ -176,7 +193,10 @@ class LayerStream:
         vocabulary = self._embeds.num_embeddings
         for number, sequence in enumerate(sequences):
             if sequence.ndim != 1 or not len(sequence):
-                raise InputError(f"sequence {number}: shape {list(sequence.shape)}, [S] is needed", "drop the sequence")
+                raise InputError(
+                    f"sequence {number}: shape {list(sequence.shape)}, [S] is needed",
+                    "drop the sequence",
+                )
             if int(sequence.min()) < 0 or int(sequence.max()) >= vocabulary:
                 raise InputError(
                     f"sequence {number}: token ids {int(sequence.min())}..{int(sequence.max())}, "
@@ -187,14 +207,31 @@ class LayerStream:
             return []
         store = HiddenStates(len(sequences), device=self.device) if hidden is None else hidden
         padding = self._padding()
-        ids = torch.unique(torch.cat([*sequences, *([] if padding is None else [torch.tensor([padding])])]))  # [n], ascending
-        rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
+        # [n], ascending
+        ids = torch.unique(
+            torch.cat([*sequences, *([] if padding is None else [torch.tensor([padding])])])
+        )
+        rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(
+            self.dtype
+        )
         pool = TensorPool(self.device)
         base = self._base()
-        prefix = "".join(f"{name}." for name, module in self.model.named_modules() if module is base and name)
-        outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
-        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, self._embeds, padding=padding)):
-            return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
+        prefix = "".join(
+            f"{name}." for name, module in self.model.named_modules() if module is base and name
+        )
+        outer = [
+            name
+            for name in self._outer
+            if name.startswith(prefix) and name != f"{self._embedding}.weight"
+        ]
+        with (
+            self._resident(outer),
+            self._in_place_of(self._embedding, Rows(ids, rows, self._embeds, padding=padding)),
+        ):
+            return [
+                self._record(sequence, pool, store, index)
+                for index, sequence in enumerate(sequences)
+            ]
 
     def _padding(self) -> int | None:
         """Return the token that fills texts up; None where config.json names none that is embedded."""
@@ -207,11 +244,16 @@ class LayerStream:
         return self.model.get_decoder() if base is self.model else base
 
     def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
-        recorders = [Recorder(layer, tuple_of=self.graph.family.tuple_of) for layer in self._originals]
+        recorders = [
+            Recorder(layer, tuple_of=self.graph.family.tuple_of) for layer in self._originals
+        ]
         with self._replaced(recorders):
             self._base()(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
-        calls = [Call(args=pool.share(part.args, seen), kwargs=pool.share(part.kwargs, seen)) for part in recorders]
+        calls = [
+            Call(args=pool.share(part.args, seen), kwargs=pool.share(part.kwargs, seen))
+            for part in recorders
+        ]
         if not store.restored:
             carried, hidden = self.graph.family.carried, recorders[0].hidden
             store.put(index, hidden if carried is None else carried.joined(hidden, None))
@@ -223,8 +265,9 @@ class LayerStream:
 
         Args:
             index: which one.
-            as_stored: keep the weights of its linears in the dtype that they are stored in, half the memory for the same
-                outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
+            as_stored: keep the weights of its linears in the dtype that they are stored in, half
+                the memory for the same outputs up to rounding
+                (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
         """
         module, layer = self._originals[index], self.graph.layers[index]
         if layer.skipped:
@@ -241,7 +284,9 @@ class LayerStream:
             for name in stored:
                 (weight,) = self.weights.read([names[name]]).values()
                 materialize_(module, {name: self.device.put(weight)}, dtype=weight.dtype)
-                del weight  # whoever has the module may let go of it, which a name that waits here would prevent
+                # whoever has the module may let go of it, which a name that waits here would
+                # prevent
+                del weight
             self._want_after(index)
             with placed(module, self.device), in_parts(linears.values(), dtype=self.dtype):
                 yield module
@@ -254,7 +299,9 @@ class LayerStream:
         self._latest = index
         if self.weights.ahead is not None and 0 <= after < len(self._originals):
             prefix = f"{self.graph.layers[after].prefix}."
-            self.weights.ahead.want([name for name in self.weights.names if name.startswith(prefix)])
+            self.weights.ahead.want(
+                [name for name in self.weights.names if name.startswith(prefix)]
+            )
 
     @torch.no_grad()
     def run(self, module: nn.Module, state: State, *, cache: Cache | None = None) -> Tensor:
@@ -267,10 +314,13 @@ class LayerStream:
         """
         return self.forward(module, state, state.hidden, cache=cache)
 
-    def forward(self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None
+    ) -> Tensor:
         """Return what a decoder layer makes of a hidden state, [1, S, H]; gradients flow where they are enabled.
 
-        Of a family whose layers hand on more, both tensors have that in further columns (`quantflow.models.carried`).
+        Of a family whose layers hand on more, both tensors have that in further columns
+        (`quantflow.models.carried`).
 
         Args:
             module: as `layer` yields it.
@@ -306,7 +356,8 @@ class LayerStream:
         Args:
             module: as `layer` yields it.
             states: every sequence of a store.
-            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own; it must bear calls from several threads.
+            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own; it must bear calls
+                from several threads.
             workers: run several sequences at once.
         """
         waiting = list(states)
@@ -315,11 +366,14 @@ class LayerStream:
             state.store.put(state.index, hidden)
 
     @contextmanager
-    def head(self, linear: QuantizedLinear | None = None, *, products: torch.dtype | None = None) -> Iterator[None]:
+    def head(
+        self, linear: QuantizedLinear | None = None, *, products: torch.dtype | None = None
+    ) -> Iterator[None]:
         """Keep the final norm and the head in memory for many calls of `finish`; the head as it is stored.
 
         Args:
-            linear: computes the logits in the place of the weights' own head; inside another `head()` until this one ends.
+            linear: computes the logits in the place of the weights' own head; inside another
+                `head()` until this one ends.
             products: dtype in which the weights' own head is multiplied; None is the stream's.
         """
         inside = isinstance(self.model.get_submodule(self._head), HeadStandIn | QuantizedHead)
@@ -328,7 +382,9 @@ class LayerStream:
             return
         name = f"{self._head}.weight"
         source = self.names.to_source[name]
-        others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
+        others = [
+            other for other in self._outer if other not in (name, f"{self._embedding}.weight")
+        ]
         linear, bias = linear or self.weights.quantized(source), None
         if (added := self.names.to_source.get(f"{self._head}.bias")) is not None:
             bias = self.device.put(self.weights.read([added], self.dtype)[added])
@@ -344,7 +400,9 @@ class LayerStream:
                 stack.enter_context(placed(self.model, self.device))
             stack.enter_context(self._in_place_of(self._head, head))
             stack.enter_context(
-                self._in_place_of(self._embedding, NoEmbedding(self._embeds, dtype=self.dtype, device=self.device))
+                self._in_place_of(
+                    self._embedding, NoEmbedding(self._embeds, dtype=self.dtype, device=self.device)
+                )
             )
             yield
 
@@ -360,7 +418,9 @@ class LayerStream:
         """Return the same as `finish`; gradients flow where they are enabled."""
         hidden = self.alone(hidden)
         with self.head(), giving(self._mine, hidden), widened(self.dtype):
-            logits: Tensor = self.model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
+            logits: Tensor = self.model(
+                input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False
+            ).logits
         return logits
 
     def alone(self, hidden: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """What layers of some families hand to the next one beside the hidden state, on its way in one tensor with it.
 
-Which tokens an indexer chose is read by the layers behind it, and some routers read what the router before them computed. Where
-layers run one at a time, both values wait in one tensor, so that everything that keeps hidden states keeps both:
+Which tokens an indexer chose is read by the layers behind it, and some routers read what the router
+before them computed. Where layers run one at a time, both values wait in one tensor, so that
+everything that keeps hidden states keeps both:
 
     [1, S, H]          the hidden state of a family that carries nothing, as the layer returned it
     [1, S, H + C]      a hidden state of H features, all axes behind the tokens in one, and C columns of what is carried
     [1, S, H]          the same before the first layer that hands something on
 
-Numbers are carried in the dtype of the hidden state, which is float32 in some models that run in bfloat16; indices as the bits
-of int32.
+Numbers are carried in the dtype of the hidden state, which is float32 in some models that run in
+bfloat16; indices as the bits of int32.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """The process of `quantflow.models.chat_template`: a line of JSON is a conversation, the line that answers is its text.
 
-Whoever asks ends it when it takes too long. Where they were killed meanwhile, an alarm does. Ctrl-C is theirs to answer.
+Whoever asks ends it when it takes too long. Where they were killed meanwhile, an alarm does. Ctrl-C
+is theirs to answer.
 """
 
 import json

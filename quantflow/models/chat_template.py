@@ -2,9 +2,10 @@
 
     {{ 'x'.center(2 * 10 ** 9) }}        {% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
 
-transformers runs templates in a sandbox that keeps them from Python, not from memory and time. The process starts with the
-first conversation and serves all that follow. One that does not answer is ended, and the next conversation gets another.
-A command has one process; a server has one for each model, so that a template delays conversations of its own model alone.
+transformers runs templates in a sandbox that keeps them from Python, not from memory and time. The
+process starts with the first conversation and serves all that follow. One that does not answer is
+ended, and the next conversation gets another. A command has one process; a server has one for each
+model, so that a template delays conversations of its own model alone.
 """
 
 import atexit
@@ -54,7 +55,8 @@ def chat_tokens(
         template: in place of the tokenizer's own.
 
     Raises:
-        InputError: the template refuses the conversation, is none, or needs more time, memory or characters than it gets.
+        InputError: the template refuses the conversation, is none, or needs more time, memory or
+            characters than it gets.
     """
     try:
         text = render(tokenizer, messages, answer=answer, template=template)
@@ -81,11 +83,13 @@ def render(
         answer: end where the answer begins (transformers' `add_generation_prompt`).
         template: in place of the tokenizer's own.
         tools: JSON schemas of functions.
-        options: further variables of the template; they stand in place of special tokens of the same name.
+        options: further variables of the template; they stand in place of special tokens of the
+            same name.
         renderer: the process; None: the one of this command.
 
     Raises:
-        NotRendered: the template refuses the conversation, is none, or needs more time, memory or characters than it gets.
+        NotRendered: the template refuses the conversation, is none, or needs more time, memory or
+            characters than it gets.
     """
     if not messages:
         raise NotRendered("there is no message")
@@ -96,7 +100,10 @@ def render(
         raise NotRendered(str(error)) from error
     order = {
         "template": chosen,
-        "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
+        "messages": [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ],
         "tools": shown,
         "answer": answer,
         "variables": {**tokenizer.special_tokens_map, **options},
@@ -126,7 +133,9 @@ class Renderer:
         with self._lock:
             try:
                 return self._answer(line)
-            except BaseException:  # of a question that is broken off here, the next one would read the answer
+            except (
+                BaseException
+            ):  # of a question that is broken off here, the next one would read the answer
                 self._end()
                 raise
 
@@ -143,7 +152,9 @@ class Renderer:
             self._end()
             command = child_process.python_module("quantflow.models.chat_process")
             pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, env=child_process.environment())
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=quiet, env=child_process.environment()
+            )
             if not self._line(START):
                 self._end()
                 return {"why": "the process that renders it did not start"}

@@ -3,9 +3,10 @@
     graph = graph_of(config)                      one forward of a few tokens, no weight in memory
     graph.layers[0].groups                        which linears receive the same tensor, and what that tensor comes from
 
-Every decoder layer runs as transformers wrote it, but for its linears: they hand out random numbers of the right shape. So no
-matrix is needed, and the outputs of a linear depend on nothing: what is computed from them leads back to that linear alone.
-Parameters are a single number, stretched to their shape. All operations in between are recorded, and answer
+Every decoder layer runs as transformers wrote it, but for its linears: they hand out random numbers
+of the right shape. So no matrix is needed, and the outputs of a linear depend on nothing: what is
+computed from them leads back to that linear alone. Parameters are a single number, stretched to
+their shape. All operations in between are recorded, and answer
 
     which linears receive the same tensor         the same value came in
     which norm put it out, for nobody else        its only producer is a norm, its only readers are these linears
@@ -15,8 +16,9 @@ Parameters are a single number, stretched to their shape. All operations in betw
     what is a router                              a linear inside a mixture with an output for each expert, or a single one
     where keys and values enter the cache         the module that called the cache's update
 
-Layers are replayed one by one later, with what each was called with. So a model is refused whose layers read anything of
-earlier layers but the hidden state and one tensor more that the layer before returns (`quantflow.models.carried`).
+Layers are replayed one by one later, with what each was called with. So a model is refused whose
+layers read anything of earlier layers but the hidden state and one tensor more that the layer
+before returns (`quantflow.models.carried`).
 """
 
 import copy
@@ -49,11 +51,28 @@ TOKENS = 6  # of the sequence that is run
 _BY_NAME = "round its weights alone: --algorithm rtn --linears PATTERN"
 _OTHER = f"use a model whose decoder layers follow one another, or {_BY_NAME}"
 _LINEARS = (nn.Linear, Conv1D)
-# Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the channels.
+# Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the
+# channels.
 _COPIES = frozenset(
     {
-        *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t", "aten.unsqueeze"),
-        *("aten.squeeze", "aten.expand", "aten.clone", "aten.contiguous", "aten._to_copy", "aten.alias", "aten.detach"),
+        *(
+            "aten.view",
+            "aten._unsafe_view",
+            "aten.reshape",
+            "aten.transpose",
+            "aten.permute",
+            "aten.t",
+            "aten.unsqueeze",
+        ),
+        *(
+            "aten.squeeze",
+            "aten.expand",
+            "aten.clone",
+            "aten.contiguous",
+            "aten._to_copy",
+            "aten.alias",
+            "aten.detach",
+        ),
         *("aten._reshape_alias", "aten.native_dropout", "aten.slice", "aten.repeat"),
     }
 )
@@ -81,7 +100,8 @@ class Operation:
 
     Attributes:
         name: torch's, without the overload: `aten.mul`.
-        inputs: the values that it reads, in the order of its arguments; None where an argument is no tensor.
+        inputs: the values that it reads, in the order of its arguments; None where an argument is
+            no tensor.
         outputs: the values that it makes.
     """
 
@@ -96,11 +116,13 @@ class Called:
 
     Attributes:
         hidden: the value that it received first.
-        others: the other values that it was called with, each with the name of its argument, or its place behind the first.
+        others: the other values that it was called with, each with the name of its argument, or its
+            place behind the first.
         features: the axes of the hidden state behind the tokens.
         output: the hidden state that it returned.
         tuple_of: it returned it as the first of a tuple of so many, 0 where alone.
-        beside: the tensors that it returned beside it, by their place in the tuple: value, dtype and shape.
+        beside: the tensors that it returned beside it, by their place in the tuple: value, dtype
+            and shape.
     """
 
     hidden: Moment
@@ -117,11 +139,14 @@ class Record:
 
     Attributes:
         operations: in order.
-        linears: name of a linear -> the value that it received, first call first; a linear that is called again stays in place.
+        linears: name of a linear -> the value that it received, first call first; a linear that is
+            called again stays in place.
         outputs: value -> the linear that handed it out.
         norms: value -> the module without linears below it that returned it.
-        cached: attention module -> (shape of the keys, shape of the values) as they enter the cache.
-        called: decoder layer -> (its hidden state, the other values that it was called with, its output, whether in a tuple).
+        cached: attention module -> (shape of the keys, shape of the values) as they enter the
+            cache.
+        called: decoder layer -> (its hidden state, the other values that it was called with, its
+            output, whether in a tuple).
         read_by: value -> how often something read it.
         made_by: value -> the operation that made it.
         weights: linear -> its weight, as a tensor that something but the linear may have read.
@@ -152,14 +177,17 @@ class TracedLayer:
 
     Attributes:
         prefix: the layer's own name, `model.layers.3`.
-        groups: every linear that ran, and those of every expert of a mixture, whether a token went there or not.
+        groups: every linear that ran, and those of every expert of a mixture, whether a token went
+            there or not.
         routers: linears that decide which experts a token goes to and what they count.
-        idle: linears that did not run, such as those that read an encoder, or whose weight something else read.
+        idle: linears that did not run, such as those that read an encoder, or whose weight
+            something else read.
         skipped: the layer did not run.
         experts: the module of a mixture's experts, None outside one.
         chosen: how many of them a token goes to.
         attention: the module that writes the cache, None where nothing does.
-        kv_heads, key_dim, value_dim: heads that enter the cache, and their features; 1 where nothing does.
+        kv_heads, key_dim, value_dim: heads that enter the cache, and their features; 1 where
+            nothing does.
         tuple_of: it returns the hidden state as the first of a tuple of so many, 0 where alone.
     """
 
@@ -211,11 +239,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **given)
         inputs = tuple(self.read(item) if isinstance(item, Tensor) else None for item in args)
         listed = [item for item in args if isinstance(item, list | tuple)]
-        more = tuple(self.read(item) for items in listed for item in items if isinstance(item, Tensor))
+        more = tuple(
+            self.read(item) for items in listed for item in items if isinstance(item, Tensor)
+        )
         result = func(*args, **given)
         results = result if isinstance(result, tuple | list) else (result,)
         outputs = tuple(self.renew(item) for item in results if isinstance(item, Tensor))
-        made = Operation(name=f"aten.{func._schema.name.partition('::')[2]}", inputs=(*inputs, *more), outputs=outputs)
+        made = Operation(
+            name=f"aten.{func._schema.name.partition('::')[2]}",
+            inputs=(*inputs, *more),
+            outputs=outputs,
+        )
         self.record.operations.append(made)
         for output in outputs:
             self.record.made_by[output] = made
@@ -229,9 +263,14 @@ class _Cache(DynamicCache):  # type: ignore[misc]
         super().__init__(config=config)
         self._calling, self._record = calling, record
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return keys and values as they are."""
-        self._record.cached[self._calling[-1]] = (tuple(key_states.shape), tuple(value_states.shape))
+        self._record.cached[self._calling[-1]] = (
+            tuple(key_states.shape),
+            tuple(value_states.shape),
+        )
         return key_states, value_states
 
 
@@ -242,14 +281,16 @@ def graph_of(config: Any) -> Graph:
         config: transformers' own.
 
     Raises:
-        UnsupportedError: it cannot be traced, or has what nothing here quantizes yet; says what stood in the way.
+        UnsupportedError: it cannot be traced, or has what nothing here quantizes yet; says what
+            stood in the way.
     """
     values = config.to_dict()
     values.pop("quantization_config", None)
     return _graph_of(json.dumps(values, sort_keys=True, default=str))
 
 
-@functools.lru_cache(maxsize=4)  # a process asks several times about one model, and about its artifact
+# a process asks several times about one model, and about its artifact
+@functools.lru_cache(maxsize=4)
 def _graph_of(told: str) -> Graph:
     values = json.loads(told)
     config: PreTrainedConfig = AutoConfig.for_model(**values)
@@ -272,7 +313,12 @@ def _graph_of(told: str) -> Graph:
         carried=carried,
     )
     found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
-    return Graph(family=family, layers=found, split=_split(as_written(config), place, hub), others=_others(model, place, hub))
+    return Graph(
+        family=family,
+        layers=found,
+        split=_split(as_written(config), place, hub),
+        others=_others(model, place, hub),
+    )
 
 
 def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...]:
@@ -301,9 +347,12 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
         hub: what a checkpoint calls tensors.
 
     Raises:
-        UnsupportedError: transformers turns the experts of a checkpoint into others, and not by joining linears.
+        UnsupportedError: transformers turns the experts of a checkpoint into others, and not by
+            joining linears.
     """
-    inside = {name: module for name, module in model.named_modules() if name.startswith(f"{place}.")}
+    inside = {
+        name: module for name, module in model.named_modules() if name.startswith(f"{place}.")
+    }
     found: dict[str, SplitTensor] = {}
     for name, module in inside.items():
         if isinstance(module, Conv1D):
@@ -313,17 +362,29 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
         own = split_experts(name, stacked[name], names, exchanged=hub.exchanged)
-        if reshaped := [each for each in own if not (hub.kept(each) or hub.exchanged(each) or hub.split_into(each))]:
+        if reshaped := [
+            each
+            for each in own
+            if not (hub.kept(each) or hub.exchanged(each) or hub.split_into(each))
+        ]:
             cause = f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these experts in another form"
             raise UnsupportedError(cause, _BY_NAME)
         found |= own
-    return {hub.of(name): _in_files(whole, hub) for name, whole in found.items() if hub.kept(name) or hub.exchanged(name)}
+    return {
+        hub.of(name): _in_files(whole, hub)
+        for name, whole in found.items()
+        if hub.kept(name) or hub.exchanged(name)
+    }
 
 
 def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:
     """Return a tensor's parts under a checkpoint's names."""
     parts = tuple(replace(part, name=hub.of(part.name)) for part in whole.parts)
-    return replace(whole, parts=parts, exchanged=None if whole.exchanged is None else _in_files(whole.exchanged, hub))
+    return replace(
+        whole,
+        parts=parts,
+        exchanged=None if whole.exchanged is None else _in_files(whole.exchanged, hub),
+    )
 
 
 def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:
@@ -332,10 +393,17 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
     Raises:
         UnsupportedError: a checkpoint holds a linear in several tensors.
     """
-    alone = [f"{layer.prefix}.{name}" for group in layer.groups if group.expert is None for name in group.linears]
+    alone = [
+        f"{layer.prefix}.{name}"
+        for group in layer.groups
+        if group.expert is None
+        for name in group.linears
+    ]
     if joined := next((name for name in alone if hub.joined_from(f"{name}.weight") > 1), None):
         raise UnsupportedError(
-            f"{model.config.model_type}: {joined}: a checkpoint holds this linear in several tensors", _BY_NAME
+            f"{model.config.model_type}: {joined}: a checkpoint holds this linear in several "
+            "tensors",
+            _BY_NAME,
         )
     place, groups, repeats = layer.prefix, list[LinearGroup](), 1
     inside = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_modules() if name]
@@ -346,7 +414,8 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
     for group in (_renamed(group, lambda name: known[f"{place}.{name}"]) for group in layer.groups):
         linear: Any = model.get_submodule(f"{place}.{layer.groups[len(groups)].linears[0]}")
         shared = layer.kv_heads * layer.value_dim
-        if group.per_head and linear.in_features % shared:  # it reads something else than whole heads
+        # it reads something else than whole heads
+        if group.per_head and linear.in_features % shared:
             group = replace(group, feeder=None, per_head=False)
         repeats = linear.in_features // shared if group.per_head else repeats
         groups.append(group)
@@ -360,8 +429,14 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
         idle=tuple(known[f"{place}.{name}"] for name in layer.idle),
         skipped=layer.skipped,
         place=None if place == prefix else place,
-        renamed={source: name for name, source in sources.items() if source != f"{prefix}.{name.removeprefix(f'{place}.')}"},
-        block=None if layer.experts is None else known[f"{place}.{layer.experts}"].rpartition(".")[0],
+        renamed={
+            source: name
+            for name, source in sources.items()
+            if source != f"{prefix}.{name.removeprefix(f'{place}.')}"
+        },
+        block=None
+        if layer.experts is None
+        else known[f"{place}.{layer.experts}"].rpartition(".")[0],
         block_place=(layer.experts or "").rpartition(".")[0],
         experts=0 if experts is None else len(experts),
         chosen=layer.chosen,
@@ -374,7 +449,12 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
 def _common(names: Sequence[str], index: int) -> str:
     """Return what the names of a layer's tensors begin with, up to the layer's number where that is among it."""
     words = [name.split(".")[:-1] for name in names]
-    shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))]
+    shared = [
+        column[0]
+        for column in itertools.takewhile(
+            lambda column: len(set(column)) == 1, zip(*words, strict=False)
+        )
+    ]
     number = str(index)
     while number in shared[:-1]:
         shared.pop()
@@ -385,11 +465,13 @@ def traced(model: PreTrainedModel, place: str) -> tuple[tuple[TracedLayer, ...],
     """Run a model without weights once; return what its decoder layers are made of, and what one hands to the next.
 
     Args:
-        model: of `quantflow.models.load.skeleton`: parameters on meta, buffers real. It is as it was afterwards.
+        model: of `quantflow.models.load.skeleton`: parameters on meta, buffers real. It is as it
+            was afterwards.
         place: the list of decoder layers; see `layers_of`.
 
     Raises:
-        UnsupportedError: the forward does not run so, or layers cannot be run one by one; says what stood in the way.
+        UnsupportedError: the forward does not run so, or layers cannot be run one by one; says what
+            stood in the way.
     """
     names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]
     try:
@@ -397,7 +479,9 @@ def traced(model: PreTrainedModel, place: str) -> tuple[tuple[TracedLayer, ...],
     except Exception:  # it takes no cache of this kind, or none at all
         try:
             record = _run(model, names, cached=False)
-        except Exception as error:  # whatever a family's forward raises where it is no ordinary decoder
+        except (
+            Exception
+        ) as error:  # whatever a family's forward raises where it is no ordinary decoder
             cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
             raise UnsupportedError(cause, _OTHER) from error
     carried = _chain(record, names, model.config)
@@ -420,8 +504,8 @@ def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
     """Return what every layer hands to the next beside the hidden state; layers that did not run are passed over.
 
     Raises:
-        UnsupportedError: the layers cannot be replayed one by one: none ran, or one did not return a hidden state, or reads of
-            earlier layers more than the one before returned.
+        UnsupportedError: the layers cannot be replayed one by one: none ran, or one did not return
+            a hidden state, or reads of earlier layers more than the one before returned.
     """
     before: Called | None = None
     carried: Carried | None = None
@@ -434,13 +518,23 @@ def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
         if called is None or called.output is None:
             raise UnsupportedError(f"{kind}: {name} was not called with one hidden state", _OTHER)
         if before is not None and called.hidden is not before.output:
-            raise UnsupportedError(f"{kind}: {name} does not read what the layer before it returned", _OTHER)
+            raise UnsupportedError(
+                f"{kind}: {name} does not read what the layer before it returned", _OTHER
+            )
         handed = None if before is None else _handed(before, called, text_config(config))
         carried = carried or handed  # that of the first two layers is every layer's
         known = carried is not None and handed == carried
-        others = [value for key, value in called.others if not (known and carried is not None and key == carried.argument)]
-        if read := sorted(linear for linear in _depends(record, others) if linear.startswith(inside)):
-            raise UnsupportedError(f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER)
+        others = [
+            value
+            for key, value in called.others
+            if not (known and carried is not None and key == carried.argument)
+        ]
+        if read := sorted(
+            linear for linear in _depends(record, others) if linear.startswith(inside)
+        ):
+            raise UnsupportedError(
+                f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER
+            )
         before = called
     return carried
 
@@ -451,8 +545,16 @@ def _handed(before: Called, called: Called, config: Any) -> Carried | None:
         for output, (returned, dtype, shape) in before.beside.items():
             if value is returned and len(shape) == 3:
                 name = None if dtype.is_floating_point else str(dtype).removeprefix("torch.")
-                width = shape[-1] if name is None else max(shape[-1], getattr(config, "index_topk", 0))
-                return Carried(argument=argument, output=output, dtype=name, width=width, hidden=before.features)
+                width = (
+                    shape[-1] if name is None else max(shape[-1], getattr(config, "index_topk", 0))
+                )
+                return Carried(
+                    argument=argument,
+                    output=output,
+                    dtype=name,
+                    width=width,
+                    hidden=before.features,
+                )
     return None
 
 
@@ -466,7 +568,10 @@ def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
     for name, twin in model.all_tied_weights_keys.items():
         owners = {prefix for prefix in layers for tied in (name, twin) if tied.startswith(prefix)}
         if len(owners) > 1:
-            raise UnsupportedError(f"{model.config.model_type}: {name} and {twin} are one weight of two layers", _BY_NAME)
+            raise UnsupportedError(
+                f"{model.config.model_type}: {name} and {twin} are one weight of two layers",
+                _BY_NAME,
+            )
 
 
 def layers_of(model: PreTrainedModel) -> str:
@@ -483,14 +588,23 @@ def layers_of(model: PreTrainedModel) -> str:
         if isinstance(module, nn.ModuleList) and len(module) and ".experts" not in f".{name}":
             linears = sum(isinstance(part, _LINEARS) for part in module.modules())
             if linears:
-                found[name] = (name.startswith(within), len(module) == count, linears, -name.count("."))
+                found[name] = (
+                    name.startswith(within),
+                    len(module) == count,
+                    linears,
+                    -name.count("."),
+                )
     if not found:
-        raise UnsupportedError(f"{model.config.model_type}: no list of layers that hold linears", _OTHER)
+        raise UnsupportedError(
+            f"{model.config.model_type}: no list of layers that hold linears", _OTHER
+        )
     return max(found, key=lambda name: found[name])
 
 
 @contextmanager
-def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str], *, layers: Collection[str]) -> Iterator[None]:
+def _standing_in(
+    model: PreTrainedModel, recorder: _Recorder, calling: list[str], *, layers: Collection[str]
+) -> Iterator[None]:
     """Give parameters a number and linears a result, and watch modules, until the block ends.
 
     Args:
@@ -501,18 +615,28 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
     """
     record = recorder.record
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str
+    ) -> None:
         calling.append(name)
         record.ran.add(name)
         if isinstance(module, Experts):
             record.chosen[name] = args[1].shape[-1]
         if name in layers:
             given: list[tuple[str | int, Any]] = [*enumerate(args, -1), *kwargs.items()]
-            tensors = [(key, item) for key, one in given for item in (one if isinstance(one, tuple | list) else (one,))]
-            values = [(key, recorder.value_of(item)) for key, item in tensors if isinstance(item, Tensor)]
+            tensors = [
+                (key, item)
+                for key, one in given
+                for item in (one if isinstance(one, tuple | list) else (one,))
+            ]
+            values = [
+                (key, recorder.value_of(item)) for key, item in tensors if isinstance(item, Tensor)
+            ]
             if args and isinstance(args[0], Tensor) and name not in record.called:
                 (_, hidden), *others = values
-                record.called[name] = Called(hidden=hidden, others=tuple(others), features=tuple(args[0].shape[2:]))
+                record.called[name] = Called(
+                    hidden=hidden, others=tuple(others), features=tuple(args[0].shape[2:])
+                )
 
     def leave(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
         calling.pop()
@@ -542,7 +666,11 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
                 module.forward = _stand_in(name, module, recorder)
                 stack.callback(module.__dict__.pop, "forward")
             else:
-                stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_pre_hook(
+                        partial(enter, name=name), with_kwargs=True
+                    ).remove
+                )
                 stack.callback(module.register_forward_hook(partial(leave, name=name)).remove)
         yield
 
@@ -556,9 +684,14 @@ def _is_linear(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 5)))
     trial = copy.copy(module)
-    trial._parameters = {"weight": nn.Parameter(weight), "bias": None if module.bias is None else nn.Parameter(bias)}
+    trial._parameters = {
+        "weight": nn.Parameter(weight),
+        "bias": None if module.bias is None else nn.Parameter(bias),
+    }
     try:
-        return bool(torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6))
+        return bool(
+            torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6)
+        )
     except (RuntimeError, TypeError):
         return False
 
@@ -566,7 +699,11 @@ def _is_linear(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """Return whether a module is one vector of weights, perhaps with a bias: what norms are."""
     own = [parameter for parameter in module.parameters()]
-    return bool(own) and all(parameter.ndim == 1 for parameter in own) and not any(True for _ in module.children())
+    return (
+        bool(own)
+        and all(parameter.ndim == 1 for parameter in own)
+        and not any(True for _ in module.children())
+    )
 
 
 def _stand_in(name: str, module: Any, recorder: _Recorder) -> Callable[[Tensor], Tensor]:
@@ -593,25 +730,47 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     """
     inside, skipped = f"{prefix}.", record.skipped(prefix)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
-    pools = {name: module for name, module in modules.items() if isinstance(module, Experts) and not skipped}
+    pools = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, Experts) and not skipped
+    }
     of_experts = tuple(f"{name}." for name in pools)
     if len(pools) > 1:
         raise UnsupportedError(f"{prefix}: {len(pools)} mixtures, {', '.join(pools)}", _OTHER)
-    linears = [name for name, module in modules.items() if isinstance(module, _LINEARS) and not name.startswith(of_experts)]
-    read = {name for name in linears if name in record.weights and record.read_by.get(record.weights[name])}
-    ran = {name: record.linears[name] for name in record.linears if name in linears and name not in read}
+    linears = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, _LINEARS) and not name.startswith(of_experts)
+    ]
+    read = {
+        name
+        for name in linears
+        if name in record.weights and record.read_by.get(record.weights[name])
+    }
+    ran = {
+        name: record.linears[name]
+        for name in record.linears
+        if name in linears and name not in read
+    }
     routers = tuple(name for name in ran if _routes(model, name))
     groups: dict[Moment, list[str]] = {}
     received = [value for name, value in ran.items() if name not in routers]
     for name, value in ran.items():
         if name not in routers:
-            alone = record.read_by.get(value) == received.count(value)  # what reads a view is not seen from its source
+            # what reads a view is not seen from its source
+            alone = record.read_by.get(value) == received.count(value)
             groups.setdefault(_source(record, value) if alone else value, []).append(name)
     attentions = [name for name in record.cached if name.startswith(inside)]
     if len(attentions) > 1:
-        raise UnsupportedError(f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER)
+        raise UnsupportedError(
+            f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER
+        )
     keys, values = record.cached[attentions[0]] if attentions else ((1, 1, 1, 1), (1, 1, 1, 1))
-    found = [_group(record, model, value, names, {ran[name] for name in routers}) for value, names in groups.items()]
+    found = [
+        _group(record, model, value, names, {ran[name] for name in routers})
+        for value, names in groups.items()
+    ]
     found = [_within(inside, group) for group in found]
     found += [group for name, pool in pools.items() for group in _of_experts(name, pool)]
     return TracedLayer(
@@ -648,7 +807,11 @@ def _of_experts(name: str, pool: Experts) -> Iterator[LinearGroup]:
 
 
 def _group(
-    record: Record, model: PreTrainedModel, value: Moment, names: Sequence[str], others: Iterable[Moment]
+    record: Record,
+    model: PreTrainedModel,
+    value: Moment,
+    names: Sequence[str],
+    others: Iterable[Moment],
 ) -> LinearGroup:
     """Return the group of linears that receive a value."""
     norm = record.norms.get(value)
@@ -673,7 +836,10 @@ def _absorbs(norm: nn.Module) -> bool:
     trial = copy.deepcopy(norm).float()
     features = next(norm.parameters()).shape[0]
     generator = torch.Generator().manual_seed(0)
-    x, factors = torch.randn(3, features, generator=generator), torch.rand(features, generator=generator) + 0.5
+    x, factors = (
+        torch.randn(3, features, generator=generator),
+        torch.rand(features, generator=generator) + 0.5,
+    )
     for name, parameter in norm.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         setattr(trial, name, nn.Parameter(values, requires_grad=False))
@@ -682,13 +848,22 @@ def _absorbs(norm: nn.Module) -> bool:
         for parameter in trial.parameters():
             parameter.mul_(factors)
         return bool(torch.allclose(trial(x), before * factors, rtol=1e-4, atol=1e-5))
-    except (RuntimeError, TypeError, IndexError, AttributeError):  # it takes other inputs than a norm
+    except (
+        RuntimeError,
+        TypeError,
+        IndexError,
+        AttributeError,
+    ):  # it takes other inputs than a norm
         return False
 
 
 def _source(record: Record, value: Moment) -> Moment:
     """Return the value that another one is a view of."""
-    while (made := record.made_by.get(value)) is not None and made.name in ("aten.view", "aten.alias", "aten.detach"):
+    while (made := record.made_by.get(value)) is not None and made.name in (
+        "aten.view",
+        "aten.alias",
+        "aten.detach",
+    ):
         source = made.inputs[0]
         if source is None or record.read_by.get(source, 0) != 1:
             break
@@ -708,13 +883,19 @@ def _feeder(record: Record, value: Moment) -> tuple[str, bool] | None:
     if made.name in _ATTENTION and len(made.inputs) > _ATTENTION[made.name]:
         at = _ATTENTION[made.name]
         found = None if made.inputs[at] is None else _feeder(record, made.inputs[at])  # type: ignore[arg-type]
-        others = [item for index, item in enumerate(made.inputs) if index != at and item is not None]
+        others = [
+            item for index, item in enumerate(made.inputs) if index != at and item is not None
+        ]
         clean = found is not None and found[0] not in _depends(record, others)
         return (found[0], True) if clean and found is not None else None
     if made.name in _PRODUCTS:
         for at, item in enumerate(made.inputs[: 1 if made.name == "aten.div" else None]):
             found = None if item is None else _feeder(record, item)
-            others = [other for index, other in enumerate(made.inputs) if index != at and other is not None]
+            others = [
+                other
+                for index, other in enumerate(made.inputs)
+                if index != at and other is not None
+            ]
             if found is not None and found[0] not in _depends(record, others):
                 return found
     return None
@@ -738,7 +919,9 @@ def _depends(record: Record, values: Iterable[Moment]) -> set[str]:
 def _routes(model: PreTrainedModel, name: str) -> bool:
     """Return whether a linear chooses experts, or says what a shared one counts: it lies beside experts and is no wider."""
     owner = name.rpartition(".")[0]
-    while owner and not any(child == "experts" for child, _ in model.get_submodule(owner).named_children()):
+    while owner and not any(
+        child == "experts" for child, _ in model.get_submodule(owner).named_children()
+    ):
         owner = owner.rpartition(".")[0]
     if not owner or name.startswith(f"{owner}.experts."):
         return False

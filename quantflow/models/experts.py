@@ -1,15 +1,16 @@
 """The experts of a mixture as linears of their own, instead of tensors of three dimensions.
 
-transformers 5 keeps the experts of a layer in `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I], or their transposes, some
-with biases, some without a gate. A checkpoint mostly holds a linear per expert and projection, `experts.3.gate_proj.weight`.
-With this view in their place every linear of an expert is a module of its own: watched, filled from the checkpoint, and
-replaced by a quantized one like any other.
+transformers 5 keeps the experts of a layer in `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I],
+or their transposes, some with biases, some without a gate. A checkpoint mostly holds a linear per
+expert and projection, `experts.3.gate_proj.weight`. With this view in their place every linear of
+an expert is a module of its own: watched, filled from the checkpoint, and replaced by a quantized
+one like any other.
 
     y[t] = sum_e weight[t, e] * down_e(act(gate_e(x[t])) * up_e(x[t]))    over the experts that the router chose for token t
 
-The router stays the family's own, and so does what joins gate and up where it is another product. Experts are added up in
-ascending order, as in transformers' own loop over them.
-Sources: Shazeer et al. 2017, arXiv:1701.06538 (the sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
+The router stays the family's own, and so does what joins gate and up where it is another product.
+Experts are added up in ascending order, as in transformers' own loop over them. Sources: Shazeer et
+al. 2017, arXiv:1701.06538 (the sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ from quantflow.models.graph import FAMILIES
 from quantflow.models.names import HubNames
 
 RoutedCallback = Callable[[Tensor], None]
-Join = Callable[[Tensor, Tensor], Tensor]  # what comes out of gate and up, [n, I] each -> what goes down, [n, I]
+# what comes out of gate and up, [n, I] each -> what goes down, [n, I]
+Join = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,9 @@ class ExpertNames:
 class Expert(nn.Module):
     """One expert; its linears have the checkpoint's names."""
 
-    def __init__(self, names: ExpertNames, *, hidden: int, width: int, bias: bool, join: Join, act: Any) -> None:
+    def __init__(
+        self, names: ExpertNames, *, hidden: int, width: int, bias: bool, join: Join, act: Any
+    ) -> None:
         """Make the linears.
 
         Args:
@@ -105,7 +109,9 @@ class Experts(nn.ModuleList):
             _add_(total, self[number](hidden_states[token]), token, top_k_weights[token, place])
         return total
 
-    def of_every_token(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def of_every_token(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """Return the same sum, after every expert has seen every token; what the router did not ask for is dropped."""
         total = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
@@ -139,7 +145,9 @@ def is_stacked(module: nn.Module) -> bool:
     return known and isinstance(down, nn.Parameter) and down.ndim == 3
 
 
-def names_in_files(model: PreTrainedModel, stacked: Mapping[str, nn.Module]) -> dict[str, ExpertNames]:
+def names_in_files(
+    model: PreTrainedModel, stacked: Mapping[str, nn.Module]
+) -> dict[str, ExpertNames]:
     """Return what a checkpoint calls the linears of experts, transformers' own words where it holds them stacked too.
 
     Args:
@@ -159,14 +167,17 @@ def names_in_files(model: PreTrainedModel, stacked: Mapping[str, nn.Module]) -> 
     return found
 
 
-def split(name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[str], bool]) -> dict[str, SplitTensor]:
+def split(
+    name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[str], bool]
+) -> dict[str, SplitTensor]:
     """Return what the stacked tensors of experts are read as: name -> the weights, or the biases, of every expert.
 
     Args:
         name: full name of the module.
         stacked: it.
         names: of the linears of an expert.
-        exchanged: full name of a tensor -> whether checkpoints hold its last two axes either way round.
+        exchanged: full name of a tensor -> whether checkpoints hold its last two axes either way
+            round.
     """
     entry = "gate_up_proj" if stacked.has_gate else "up_proj"
     found = {}
@@ -176,7 +187,9 @@ def split(name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[s
         whole = share(weight, f"{name}.{{}}.{{}}.weight", transposed=stacked.is_transposed)
         if exchanged(f"{name}.{tensor}"):
             other = torch.empty(weight.mT.shape, device="meta")
-            other_way = share(other, f"{name}.{{}}.{{}}.weight", transposed=not stacked.is_transposed)
+            other_way = share(
+                other, f"{name}.{{}}.{{}}.weight", transposed=not stacked.is_transposed
+            )
             whole = replace(whole, exchanged=other_way)
         found[f"{name}.{tensor}"] = whole
         if stacked.has_bias:
@@ -185,13 +198,21 @@ def split(name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[s
     return found
 
 
-def _split(whole: Tensor, name: str, *, transposed: bool, leaves: Sequence[str], concatenated: bool) -> SplitTensor:
+def _split(
+    whole: Tensor, name: str, *, transposed: bool, leaves: Sequence[str], concatenated: bool
+) -> SplitTensor:
     """Return the shares of a tensor that holds the rows of the linears `leaves` of all experts, [E, O, ...] or [E, I, O]."""
     count, parts = len(leaves), []
     for number, both in enumerate(whole.mT if transposed else whole):
-        found = both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
+        found = (
+            both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
+        )
         for leaf, own in zip(leaves, found, strict=True):
-            place = {"shape": (*own.shape,), "strides": own.stride(), "start": int(own.storage_offset())}
+            place = {
+                "shape": (*own.shape,),
+                "strides": own.stride(),
+                "start": int(own.storage_offset()),
+            }
             parts.append(TensorPart(name=name.format(number, leaf), **place))
     return SplitTensor(shape=(*whole.shape,), parts=tuple(parts))
 
@@ -203,7 +224,9 @@ def _view(stacked: Any, names: ExpertNames) -> Experts:
     join: Join = partial(_gated, act)
     if type(stacked)._apply_gate is not _default_apply_gate:
         join = partial(_joined, stacked._apply_gate, interleaved=not stacked.is_concatenated)
-    make = partial(Expert, names, hidden=hidden, width=width, bias=stacked.has_bias, join=join, act=act)
+    make = partial(
+        Expert, names, hidden=hidden, width=width, bias=stacked.has_bias, join=join, act=act
+    )
     with torch.device("meta"):
         return Experts(make() for _ in range(count))
 
@@ -213,9 +236,15 @@ def _gated(act: Any, gate: Tensor, up: Tensor) -> Tensor:
     return gated * up
 
 
-def _joined(join: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, *, interleaved: bool) -> Tensor:
+def _joined(
+    join: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, *, interleaved: bool
+) -> Tensor:
     """Return what the family's own code makes of gate and up, [n, I] each, in the one tensor that it takes, [n, 2 I]."""
-    both = torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
+    both = (
+        torch.stack([gate, up], dim=-1).flatten(-2)
+        if interleaved
+        else torch.cat([gate, up], dim=-1)
+    )
     return join(both)
 
 

@@ -1,12 +1,13 @@
 """Which linears a model has, which of them share an input, and what that input comes from: one table per family.
 
 Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
-For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree, but for what
-`Layer.relative` renames; `quantflow.models.capture` checks that when it opens a model. The experts of a mixture are linears
-of their own, as the checkpoint has them: `quantflow.models.experts` gives the module tree the same.
-The rows of `FAMILIES` are what one forward finds of these families (`quantflow.models.discovery`; a test holds that they are
-equal). They stand here for the start of a command: reading a row takes 0.04 s, the forward 3.8 s, nearly all of it for the
-import of transformers' model code.
+For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the
+module tree, but for what `Layer.relative` renames; `quantflow.models.capture` checks that when it
+opens a model. The experts of a mixture are linears of their own, as the checkpoint has them:
+`quantflow.models.experts` gives the module tree the same. The rows of `FAMILIES` are what one
+forward finds of these families (`quantflow.models.discovery`; a test holds that they are equal).
+They stand here for the start of a command: reading a row takes 0.04 s, the forward 3.8 s, nearly
+all of it for the import of transformers' model code.
 """
 
 import re
@@ -29,14 +30,17 @@ class LinearGroup:
 
     Attributes:
         linears: names, inside the layer in a `Family`, full in a `Layer`.
-        norm: the norm whose output is exactly the group's input and nobody else's, or None when something else lies between,
-            or the router, which is not quantized, reads that output too.
-        feeder: the linear of whose outputs the group's input is a sum of multiples, each channel from one output, by numbers
-            that do not depend on it: a factor goes through. Attention weighs values, a gate multiplies what goes up.
-        per_head: the feeder's outputs are heads, each of which `Layer.repeats` heads of the group's input come from.
+        norm: the norm whose output is exactly the group's input and nobody else's, or None when
+            something else lies between, or the router, which is not quantized, reads that output
+            too.
+        feeder: the linear of whose outputs the group's input is a sum of multiples, each channel
+            from one output, by numbers that do not depend on it: a factor goes through. Attention
+            weighs values, a gate multiplies what goes up.
+        per_head: the feeder's outputs are heads, each of which `Layer.repeats` heads of the group's
+            input come from.
         fused: runtimes run the group as one linear, so per-tensor scales have to be shared over it.
-        expert: the expert that the linears are part of, such as `mlp.experts.3`; None outside a mixture. Only some tokens
-            reach it.
+        expert: the expert that the linears are part of, such as `mlp.experts.3`; None outside a
+            mixture. Only some tokens reach it.
     """
 
     linears: tuple[str, ...]
@@ -62,10 +66,12 @@ class Mixture:
     """What a sparse layer has in the place of its MLP.
 
     Attributes:
-        block: its module inside a layer, as the checkpoint calls it; transformers calls it `mlp` in every family.
+        block: its module inside a layer, as the checkpoint calls it; transformers calls it `mlp` in
+            every family.
         linears: what the gate, up and down linears of an expert are called.
         shared: linears that every token goes through beside the experts, in call order.
-        routers: linears that decide which experts a token goes to and what they count; they stay as they are.
+        routers: linears that decide which experts a token goes to and what they count; they stay as
+            they are.
     """
 
     block: str = "mlp"
@@ -78,7 +84,8 @@ class Mixture:
 class Residual:
     """What reads and writes the hidden state outside the layers, in families whose norms are all RMSNorms.
 
-    Such a norm multiplies x / sqrt(mean x^2) by its weight (not by 1 + it), so it commutes with rotations.
+    Such a norm multiplies x / sqrt(mean x^2) by its weight (not by 1 + it), so it commutes with
+    rotations.
     """
 
     embedding: str = "model.embed_tokens"
@@ -94,14 +101,18 @@ class Family:
         model_type, architecture: as config.json names them.
         layers: the list of decoder layers, `model.layers`.
         attention: the attention module inside a layer, the one that writes the KV cache.
-        groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
-        mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json makes sparse.
+        groups: every linear of a decoder layer exactly once, in the order in which the layer calls
+            them.
+        mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json
+            makes sparse.
         embedding, head: what reads the tokens, and what makes logits of the last hidden state.
         head_place: what the whole model calls the head.
-        residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
-            the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
+        residual: None where a norm subtracts the mean, which no rotation commutes with, and for
+            mixtures, whose routers read the hidden state too. Elsewhere the groups whose input is
+            no norm's output write it, and no others do.
         discovered: it is in no table: `quantflow.models.discovery` found it.
-        tuple_of: a layer returns the hidden state as the first of a tuple of so many; 0 where it returns it alone.
+        tuple_of: a layer returns the hidden state as the first of a tuple of so many; 0 where it
+            returns it alone.
         carried: what a layer hands to the next beside the hidden state; None where nothing is.
     """
 
@@ -126,12 +137,16 @@ class Layer:
 
     Attributes:
         prefix: what the names of all its tensors begin with, `model.layers.3`.
-        attention: the module that writes the KV cache; None where nothing does, such as in a state space layer.
+        attention: the module that writes the KV cache; None where nothing does, such as in a state
+            space layer.
         routers: linears of a mixture that are never quantized; empty in a dense layer.
-        idle: linears that no token of a causal forward goes through, or whose weight is read past them; never quantized.
-        skipped: text alone goes past the layer, such as one that attends to an image; all its linears are idle.
+        idle: linears that no token of a causal forward goes through, or whose weight is read past
+            them; never quantized.
+        skipped: text alone goes past the layer, such as one that attends to an image; all its
+            linears are idle.
         place: what the whole model calls it; None where it is `prefix`.
-        renamed: a source name in it -> what the whole model calls it, where more than `prefix` differs.
+        renamed: a source name in it -> what the whole model calls it, where more than `prefix`
+            differs.
         block: the mixture's module, as the checkpoint calls it; None in a dense layer.
         block_place: what the layer calls that module.
         experts: how many experts the mixture has, 0 in a dense layer.
@@ -194,9 +209,11 @@ class Graph:
     """The decoder layers of one model, in order.
 
     Attributes:
-        split: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is read as: a transpose, or
-            those of every expert. A checkpoint that has the parts under their own names needs none.
-        others: linears outside the layers but the head, such as those that read images, by all names that loaders know.
+        split: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is
+            read as: a transpose, or those of every expert. A checkpoint that has the parts under
+            their own names needs none.
+        others: linears outside the layers but the head, such as those that read images, by all
+            names that loaders know.
     """
 
     family: Family
@@ -233,9 +250,15 @@ class Graph:
 _NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # what the names of a layer begin with
 MLP = "mlp"  # how transformers calls the MLP of a layer, and the mixture in its place
 _LLAMA_GROUPS = (
-    LinearGroup(linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True),
+    LinearGroup(
+        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        norm="input_layernorm",
+        fused=True,
+    ),
     LinearGroup(linears=("self_attn.o_proj",), feeder="self_attn.v_proj", per_head=True),
-    LinearGroup(linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True),
+    LinearGroup(
+        linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True
+    ),
     LinearGroup(linears=("mlp.down_proj",), feeder="mlp.up_proj"),
 )
 _LLAMA = Family(
@@ -246,7 +269,8 @@ _LLAMA = Family(
     groups=_LLAMA_GROUPS,
     residual=Residual(),
 )
-# The norms feed the same linears with and without use_parallel_residual; only what is added to the result differs.
+# The norms feed the same linears with and without use_parallel_residual; only what is added to the
+# result differs.
 _GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
@@ -261,7 +285,8 @@ _GPT_NEOX = Family(
     embedding="gpt_neox.embed_in",
     head="embed_out",
 )
-# The shared expert reads what the experts and the router read; its own gate is a row that says how much it counts.
+# The shared expert reads what the experts and the router read; its own gate is a row that says how
+# much it counts.
 _QWEN2_MOE = Mixture(
     shared=(
         LinearGroup(linears=("shared_expert.gate_proj", "shared_expert.up_proj"), fused=True),
@@ -271,7 +296,8 @@ _QWEN2_MOE = Mixture(
 )
 _SPARSE = replace(_LLAMA, residual=None)
 _MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
+# of each position alone; the others look at the sequence's length
+_ROTATIONS = ("default", "linear", "llama3", "yarn")
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -281,8 +307,12 @@ FAMILIES: dict[str, Family] = {
         replace(_LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM"),
         _GPT_NEOX,
         replace(_SPARSE, model_type="mixtral", architecture="MixtralForCausalLM", mixture=_MIXTRAL),
-        replace(_SPARSE, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE),
-        replace(_SPARSE, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()),
+        replace(
+            _SPARSE, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE
+        ),
+        replace(
+            _SPARSE, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()
+        ),
         replace(_SPARSE, model_type="olmoe", architecture="OlmoeForCausalLM", mixture=Mixture()),
     )
 }
@@ -296,17 +326,20 @@ def family_for(model_type: object, architectures: object = None) -> Family:
         architectures: the value in config.json; None when it is missing.
 
     Raises:
-        UnsupportedError: the model type is not in `FAMILIES`, or the architecture is not its causal LM.
+        UnsupportedError: the model type is not in `FAMILIES`, or the architecture is not its causal
+            LM.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedError(
-            f"config.json: model_type {model_type!r} (architectures {architectures}) is not a supported family",
+            f"config.json: model_type {model_type!r} (architectures {architectures}) is not a "
+            "supported family",
             f"use a model of one of {', '.join(FAMILIES)}",
         )
     if architectures is not None and architectures != [family.architecture]:
         raise UnsupportedError(
-            f"config.json: architectures {architectures}, family {model_type} is supported as {family.architecture}",
+            f"config.json: architectures {architectures}, family {model_type} is supported as "
+            f"{family.architecture}",
             "use the causal language model of this family",
         )
     return family
@@ -327,7 +360,9 @@ class NamedLinears:
             raise AttributeError(name) from error
 
 
-def named_graph(config: Mapping[str, Any], names: Sequence[str], *, others: Sequence[str] = ()) -> Graph:
+def named_graph(
+    config: Mapping[str, Any], names: Sequence[str], *, others: Sequence[str] = ()
+) -> Graph:
     """Return the graph of linears that were named: each by itself, those that share a number in their names in one layer.
 
     Args:
@@ -373,12 +408,15 @@ def graph_for(config: Any) -> Graph:
     if isinstance(config, NamedLinears):
         return config.graph
     if config.model_type not in FAMILIES:
-        from quantflow.models.discovery import graph_of  # here: it runs the model's own code, which the table makes unnecessary
+        # here: it runs the model's own code, which the table makes unnecessary
+        from quantflow.models.discovery import graph_of
 
         return graph_of(config)
     family = family_for(config.model_type, getattr(config, "architectures", None))
     count: int = config.num_hidden_layers
-    return Graph(family=family, layers=tuple(_layer(family, index, config) for index in range(count)))
+    return Graph(
+        family=family, layers=tuple(_layer(family, index, config) for index in range(count))
+    )
 
 
 def text_config(config: Any) -> Any:
@@ -437,11 +475,13 @@ def _experts(family: Family, index: int, config: Any) -> int:
     """
     if family.mixture is None:
         return 0
-    counts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts")]  # transformers takes either
+    # transformers takes either
+    counts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts")]
     found = [count for count in counts if isinstance(count, int)]
     if not found:
         raise InputError(
-            f"config.json: num_experts and num_local_experts are {counts}, a {family.model_type} has experts",
+            f"config.json: num_experts and num_local_experts are {counts}, a {family.model_type} "
+            "has experts",
             "restore the file from its source",
         )
     step = getattr(config, "decoder_sparse_step", None) or 1
@@ -456,7 +496,9 @@ def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
     """
     expert = f"experts.{number}"
     gate, up, down = (f"{expert}.{name}" for name in mixture.linears)
-    return LinearGroup(linears=(gate, up), fused=True, expert=expert), LinearGroup(linears=(down,), expert=expert)
+    return LinearGroup(linears=(gate, up), fused=True, expert=expert), LinearGroup(
+        linears=(down,), expert=expert
+    )
 
 
 def _full(group: LinearGroup, prefix: str) -> LinearGroup:

@@ -1,15 +1,17 @@
 """What flows between two decoder layers: one hidden state per calibration sequence, on disk or in memory.
 
-Every hidden state of a layer's input is one generation. While a layer runs, the next generation is written beside the
-current one; `commit` makes it the current one, under a name, with its hash. So a process that is killed finds the last
-committed generation whole, and goes on with the layer that it belongs to. What runs backwards afterwards needs the input
-of every layer: then all generations are kept.
+Every hidden state of a layer's input is one generation. While a layer runs, the next generation is
+written beside the current one; `commit` makes it the current one, under a name, with its hash. So a
+process that is killed finds the last committed generation whole, and goes on with the layer that it
+belongs to. What runs backwards afterwards needs the input of every layer: then all generations are
+kept.
 
     <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
     <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
 
-With a folder nothing stays in this process's memory: what was written is read again, from the system's file cache as long
-as there is room for it. Without one everything is in memory and nothing is kept.
+With a folder nothing stays in this process's memory: what was written is read again, from the
+system's file cache as long as there is room for it. Without one everything is in memory and nothing
+is kept.
 """
 
 import hashlib
@@ -41,14 +43,17 @@ class HiddenStates:
         device: where a hidden state is when it is taken; it waits in host memory.
     """
 
-    def __init__(self, count: int, *, folder: Path | None = None, keep: bool = False, device: Device = HOST) -> None:
+    def __init__(
+        self, count: int, *, folder: Path | None = None, keep: bool = False, device: Device = HOST
+    ) -> None:
         """Start without a generation; the first one is what is put until the first commit."""
         self._count = count
         self._folder = folder
         self._keep = keep
         self._device = device
         self._held: list[Tensor | None] = [None] * count  # without a folder
-        self._shapes: list[tuple[int, ...]] = []  # of the current generation, as its dtype and its file
+        # of the current generation, as its dtype and its file
+        self._shapes: list[tuple[int, ...]] = []
         self._dtype = torch.float32
         self._current: Path | None = None
         self._next_shapes: list[tuple[int, ...]] = []  # of the next generation so far
@@ -97,11 +102,15 @@ class HiddenStates:
             UsageError: another index is due.
         """
         if index != self._put:
-            raise UsageError(f"hidden states: sequence {index} put, {self._put} is next", "put sequences in order")
+            raise UsageError(
+                f"hidden states: sequence {index} put, {self._put} is next",
+                "put sequences in order",
+            )
         hidden = self._device.fetch(hidden.detach().contiguous())
         if self._folder is None:
             self._held[index] = hidden
-            self._put = (index + 1) % self._count  # in memory, a generation that is complete is the current one
+            # in memory, a generation that is complete is the current one
+            self._put = (index + 1) % self._count
             return
         if index == 0:
             self._next_shapes, self._next_dtype = [], hidden.dtype
@@ -120,8 +129,8 @@ class HiddenStates:
         Args:
             label: the layer whose input it is.
             key: what it was made from; `restore` compares it.
-            settled: called between the two: returns when every rank of a cut model has its part of the generation, so
-                that there is always one that all of them have.
+            settled: called between the two: returns when every rank of a cut model has its part of
+                the generation, so that there is always one that all of them have.
 
         Raises:
             UsageError: not every sequence was put.
@@ -129,7 +138,9 @@ class HiddenStates:
         if self._folder is None:
             return
         if self._put != self._count:
-            raise UsageError(f"hidden states: {self._put} of {self._count} sequences", "put every sequence")
+            raise UsageError(
+                f"hidden states: {self._put} of {self._count} sequences", "put every sequence"
+            )
         with disk.naming(self._next_path):
             os.fsync(self._next)
         os.close(self._next)
@@ -137,7 +148,12 @@ class HiddenStates:
         path = self._folder / f"{label:05d}.hidden"
         disk.replace(self._next_path, path)
         self._shapes, self._dtype = self._next_shapes, self._next_dtype
-        record = {"key": key, "sha256": self._hash.hexdigest(), "shapes": self._shapes, "dtype": str(self._dtype)}
+        record = {
+            "key": key,
+            "sha256": self._hash.hexdigest(),
+            "shapes": self._shapes,
+            "dtype": str(self._dtype),
+        }
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()
         settled()
@@ -152,7 +168,11 @@ class HiddenStates:
         path = self._folder / f"{label:05d}.hidden"
         try:
             record = read_json(path.with_suffix(".json"))
-            if record["key"] != key or len(record["shapes"]) != self._count or file_digest(path) != record["sha256"]:
+            if (
+                record["key"] != key
+                or len(record["shapes"]) != self._count
+                or file_digest(path) != record["sha256"]
+            ):
                 return False
             dtype, shapes = _DTYPES[record["dtype"]], [tuple(shape) for shape in record["shapes"]]
             if sum(_bytes(shape, dtype) for shape in shapes) != path.stat().st_size:
@@ -166,12 +186,14 @@ class HiddenStates:
     def move(self, folder: Path) -> None:
         """Give the current generation to another folder on the same disk, where `restore` takes it up; this one ends with it.
 
-        A file there of the same label is replaced: absent, old or complete, whoever else reads or writes it.
+        A file there of the same label is replaced: absent, old or complete, whoever else reads or
+        writes it.
         """
         if self._current is None or self._current.parent == folder:
             return
         disk.make_folder(folder)
-        for path in (self._current, self._current.with_suffix(".json")):  # which names the hash comes last
+        # which names the hash comes last
+        for path in (self._current, self._current.with_suffix(".json")):
             disk.replace(path, folder / path.name)
         self._current = folder / self._current.name
 
@@ -196,7 +218,9 @@ class HiddenStates:
         return self._folder / ".next.hidden"
 
 
-_DTYPES: dict[str, torch.dtype] = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+_DTYPES: dict[str, torch.dtype] = {
+    str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

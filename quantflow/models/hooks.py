@@ -38,11 +38,15 @@ class _Passing(Cache):  # type: ignore[misc]
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
         """Return None: there is no earlier token."""
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return what is all that there is."""
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Return what is all that there is."""
         return recurrent_states
 
@@ -100,7 +104,11 @@ class QueryRecorder(TorchFunctionMode):
         self._callback = callback
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func` as it is; report the first argument of scaled dot product attention."""
         if func is functional.scaled_dot_product_attention:
@@ -111,11 +119,16 @@ class QueryRecorder(TorchFunctionMode):
 class RepeatedHeads(TorchFunctionMode):
     """While it is entered, by one thread, attention has as many key and value heads as query heads, which it gives itself.
 
-    torch shares heads on a GPU in its flash kernel, which takes no float32, and in plain mathematics, which makes all scores.
+    torch shares heads on a GPU in its flash kernel, which takes no float32, and in plain
+    mathematics, which makes all scores.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `func` as it is; scaled dot product attention gets repeated keys and values in the place of shared ones."""
         given = dict(kwargs or {})
@@ -123,7 +136,10 @@ class RepeatedHeads(TorchFunctionMode):
             given |= dict(zip(("query", "key", "value"), args, strict=False))
             times = given["query"].shape[-3] // given["key"].shape[-3]
             args = args[3:]  # what a mask and its like are by place stays so
-            whole = [given.pop("query"), *(given.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value"))]
+            whole = [
+                given.pop("query"),
+                *(given.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value")),
+            ]
             return func(*whole, *args, **given)
         return func(*args, **(kwargs or {}))
 
@@ -134,7 +150,8 @@ def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterato
 
     Args:
         module: a decoder layer.
-        callbacks: name relative to `module` -> callback; input [1, S, I] and output [1, S, O] are the real ones.
+        callbacks: name relative to `module` -> callback; input [1, S, I] and output [1, S, O] are
+            the real ones.
 
     Raises:
         UsageError: a name that is not in the module.
@@ -142,7 +159,10 @@ def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterato
     inside = dict(module.named_modules())
     for name in callbacks:
         if name not in inside:
-            raise UsageError(f"{name}: not in {type(module).__name__}", f"use one of {', '.join(filter(None, inside))}")
+            raise UsageError(
+                f"{name}: not in {type(module).__name__}",
+                f"use one of {', '.join(filter(None, inside))}",
+            )
     with ExitStack() as stack:
         for name, callback in callbacks.items():
             handle = inside[name].register_forward_hook(partial(_report, callback))
@@ -150,5 +170,7 @@ def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterato
         yield
 
 
-def _report(callback: LinearCallback, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _report(
+    callback: LinearCallback, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor
+) -> None:
     callback(args[0], output)

@@ -22,5 +22,7 @@ def tensor_hash(tensor: Tensor) -> str:
 def identify(checkpoint: Checkpoint, digests: Digests) -> str:
     """Return the model's fingerprint; files whose hashes are not known are read, several at once."""
     with Workers(process_memory.usable_cores()) as workers:
-        digests.of_all([checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map)
+        digests.of_all(
+            [checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map
+        )
     return fingerprint(checkpoint, digests)

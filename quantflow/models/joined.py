@@ -1,12 +1,14 @@
 """Parameters that transformers joins from several tensors of a checkpoint, in parts in memory too.
 
-Linear attentions have one convolution over queries, keys and values, and checkpoints of some families one for each. With
-torch's own parametrization in its place every tensor of the checkpoint is a parameter, and the module reads them joined:
+Linear attentions have one convolution over queries, keys and values, and checkpoints of some
+families one for each. With torch's own parametrization in its place every tensor of the checkpoint
+is a parameter, and the module reads them joined:
 
     linear_attn.q_conv1d.weight, .k_conv1d.weight, .v_conv1d.weight     in the checkpoint
     linear_attn.conv1d.parametrizations.weight.original0, 1, 2          in memory
 
-A linear that is joined (MiniMax M3's) is several linears, which are quantized as those that the checkpoint has:
+A linear that is joined (MiniMax M3's) is several linears, which are quantized as those that the
+checkpoint has:
 
     mlp.gate_proj.weight, mlp.up_proj.weight                            in the checkpoint
     mlp.gate_up_proj.parts.0.weight, .1.weight                          in memory
@@ -46,7 +48,9 @@ class JoinedLinear(nn.Module):
         """Make as many linears, of one size, on meta."""
         super().__init__()
         shape, bias = (linear.in_features, linear.out_features // count), linear.bias is not None
-        self.parts = nn.ModuleList(nn.Linear(*shape, bias=bias, device="meta") for _ in range(count))
+        self.parts = nn.ModuleList(
+            nn.Linear(*shape, bias=bias, device="meta") for _ in range(count)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs [..., O] of [..., I]."""
@@ -61,7 +65,8 @@ def joined_(model: PreTrainedModel) -> None:
     found: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Conv1d) or (isinstance(module, nn.Linear) and name.endswith(f".{_NAMED_JOINED}"))
+        if isinstance(module, nn.Conv1d)
+        or (isinstance(module, nn.Linear) and name.endswith(f".{_NAMED_JOINED}"))
     ]
     hub = HubNames(model) if found else None  # its table takes a second
     for name, module in found:

@@ -65,7 +65,9 @@ def remove_scratch(folder: Path) -> None:
             disk.remove_tree(path)
 
 
-def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit: int | None = None) -> int:
+def restart(
+    folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit: int | None = None
+) -> int:
     """Return the layer to go on with: the latest one whose input was kept and before which every layer is finished.
 
     Args:
@@ -85,7 +87,12 @@ def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit
 
 
 def restart_together(
-    folder: Path, key: str, graph: Graph, *, opened: Callable[[], HiddenStates], span: Callable[[int], tuple[int, int]]
+    folder: Path,
+    key: str,
+    graph: Graph,
+    *,
+    opened: Callable[[], HiddenStates],
+    span: Callable[[int], tuple[int, int]],
 ) -> tuple[int, HiddenStates]:
     """Return the layer to go on with, the same on every card, and the hidden states that enter it.
 
@@ -155,13 +162,18 @@ def record(folder: Path, index: int) -> dict[str, Any]:
 
 def hashes(folder: Path, graph: Graph) -> dict[str, str]:
     """Return the sha256 of every layer's file, from its record, by its name in the folder."""
-    return {f"layers/{layer.index:05d}.safetensors": str(record(folder, layer.index)["sha256"]) for layer in graph.layers}
+    return {
+        f"layers/{layer.index:05d}.safetensors": str(record(folder, layer.index)["sha256"])
+        for layer in graph.layers
+    }
 
 
 def write_layer(path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Write a layer's file, then its record, whose sha256 is added here."""
     save(path, tensors)
-    disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
+    disk.write_atomic(
+        path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)})
+    )
 
 
 def save(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,9 @@ class Source:
             tensor = self.ahead.take(name)
             if tensor is None:
                 (tensor,) = read_tensors(self.checkpoint, [name]).values()
-            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            found[name] = (
+                tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            )
         return found
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -75,7 +77,14 @@ class Source:
     def quantized(self, name: str) -> None:
         """Return None: nothing is quantized yet."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+    def fill_(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: Device = HOST,
+    ) -> None:
         """Give parameters of a module their values on a device: name relative to `module` -> source name.
 
         They cross as they are stored, and are converted there.
@@ -108,7 +117,8 @@ def open_source(folder: str | Path) -> Source:
     """Open a Hugging Face folder that is to be quantized; reads headers and config.json, no weight.
 
     Raises:
-        InputError: the folder, a header or config.json cannot be used, or the weights are already quantized.
+        InputError: the folder, a header or config.json cannot be used, or the weights are already
+            quantized.
         UnsupportedError: the family is not supported.
     """
     checkpoint = open_checkpoint(Path(folder))
@@ -117,33 +127,42 @@ def open_source(folder: str | Path) -> Source:
     return Source(checkpoint=as_linears(checkpoint, config), config=config)
 
 
-# transformers makes a model without values by replacing functions of torch in the whole process meanwhile. What a second thread
-# found replaced it would put back replaced.
+# transformers makes a model without values by replacing functions of torch in the whole process
+# meanwhile. What a second thread found replaced it would put back replaced.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 class _EmptyOnMeta(TorchFunctionMode):
     """Tensors that are to be filled are made without storage; what is computed, such as buffers, is computed.
 
-    `torch.device("meta")` would do without storage for the latter too, by formulas in Python for which torch imports its
-    compiler: a second, and 60 MB of the process.
+    `torch.device("meta")` would do without storage for the latter too, by formulas in Python for
+    which torch imports its compiler: a second, and 60 MB of the process.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`; `torch.empty` on meta where no device is named."""
         given = kwargs or {}
-        return func(*args, **(given | {"device": "meta"} if func is torch.empty and given.get("device") is None else given))
+        return func(
+            *args,
+            **(
+                given | {"device": "meta"}
+                if func is torch.empty and given.get("device") is None
+                else given
+            ),
+        )
 
 
 def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode.
 
-    `dtype` is what the model will run in: some families compute buffers in it, such as the mask of OpenAI's GPT.
+    `dtype` is what the model will run in: some families compute buffers in it, such as the mask of
+    OpenAI's GPT.
 
-    Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no other. The experts of a mixture
-    are linears of their own (`quantflow.models.experts`), and so is every Conv1D, which is a linear that keeps its weight
-    transposed. A convolution that a checkpoint has in parts is in parts (`quantflow.models.joined`). Buffers that a checkpoint
-    holds are read from it like parameters.
+    Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no
+    other. The experts of a mixture are linears of their own (`quantflow.models.experts`), and so is
+    every Conv1D, which is a linear that keeps its weight transposed. A convolution that a
+    checkpoint has in parts is in parts (`quantflow.models.joined`). Buffers that a checkpoint holds
+    are read from it like parameters.
     """
     model = as_written(config, dtype=dtype)
     linears_(model)
@@ -161,15 +180,22 @@ def as_written(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32) 
     """
     kind = model_class(config)
     process_memory.search_as_usual()  # all that it takes is imported; layers are made from here on
-    if kind.config_class is not type(config) and kind.config_class is config.sub_configs.get("text_config"):
-        config = config.get_text_config()  # of a type with more than text, whose causal language model is the text's alone
+    if kind.config_class is not type(config) and kind.config_class is config.sub_configs.get(
+        "text_config"
+    ):
+        # of a type with more than text, whose causal language model is the text's alone
+        config = config.get_text_config()
     attention = "sdpa" if kind._supports_sdpa else "eager"
     try:
         with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
-            model = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+            model = kind._from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation=attention
+            )
     except MemoryError:
         raise
-    except Exception as error:  # the model's code raises whatever a value of config.json makes it stumble over
+    except (
+        Exception
+    ) as error:  # the model's code raises whatever a value of config.json makes it stumble over
         cause = f"config.json: no {config.model_type} can be made of it ({type(error).__name__}: {first_line(error)})"
         raise InputError(cause, "repair config.json or download it again") from error
     release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
@@ -195,7 +221,8 @@ def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
     """Return the whole model of a source with its weights, in `dtype`, eval mode, without gradients.
 
     Raises:
-        InputError: the checkpoint and its config.json do not belong together, or a tensor holds NaN or Inf.
+        InputError: the checkpoint and its config.json do not belong together, or a tensor holds NaN
+            or Inf.
         UnsupportedError: the checkpoint's names are not those of its family.
     """
     model = skeleton(source.config, dtype=dtype)

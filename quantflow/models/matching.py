@@ -28,5 +28,8 @@ def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
     except InputError as error:
         raise UsageError(f"{where}: {error.cause}", error.remedy) from error
     if not found:
-        raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
+        raise UsageError(
+            f"{where}: {pattern!r} matches none of {len(names)} modules",
+            f"{nearest(pattern, names[:7])}, ...",
+        )
     return found

@@ -3,8 +3,9 @@
     source name   embed_out.weight                     what ledgers, recipes and measurements speak
     module name   lm_head.weight                       what the model in memory calls it
 
-For most tensors the two are equal. transformers makes the tables of all its families when the first is asked for, which takes
-longer than anything else of opening an artifact; so it is asked for none while every name is a parameter's own.
+For most tensors the two are equal. transformers makes the tables of all its families when the first
+is asked for, which takes longer than anything else of opening an artifact; so it is asked for none
+while every name is a parameter's own.
 """
 
 import re
@@ -39,10 +40,12 @@ class Binding:
 
     Attributes:
         to_module: source name -> module name, one to one.
-        to_source: module name -> source name; a tied parameter that the checkpoint lacks has its twin's. Parameters beside the
-            language model are missing where transformers makes them of other tensors.
-        ignored: source names that the family's own loader ignores, such as masks that are computed today, and those that it
-            merges or splits for what reads images or sound; no text needs them.
+        to_source: module name -> source name; a tied parameter that the checkpoint lacks has its
+            twin's. Parameters beside the language model are missing where transformers makes them
+            of other tensors.
+        ignored: source names that the family's own loader ignores, such as masks that are computed
+            today, and those that it merges or splits for what reads images or sound; no text needs
+            them.
     """
 
     to_module: dict[str, str]
@@ -85,7 +88,11 @@ class HubNames:
         converter = self._converter(name)
         if converter is None:
             return ()
-        parts = [target.rpartition("*.")[2].removesuffix(".weight") for target in converter.target_patterns if "*." in target]
+        parts = [
+            target.rpartition("*.")[2].removesuffix(".weight")
+            for target in converter.target_patterns
+            if "*." in target
+        ]
         return tuple(parts)
 
     def joined_from(self, name: str) -> int:
@@ -93,7 +100,10 @@ class HubNames:
         converter = self._converter(name)
         if converter is None:
             return 1
-        plain = [type(item) is Chunk and item.dim == 0 and item.num_shards_attribute is None for item in converter.operations]
+        plain = [
+            type(item) is Chunk and item.dim == 0 and item.num_shards_attribute is None
+            for item in converter.operations
+        ]
         return len(converter.target_patterns) if plain == [True] else 1
 
     def exchanged(self, name: str) -> bool:
@@ -102,7 +112,11 @@ class HubNames:
         if converter is None or len(converter.operations) != 1:
             return False
         (operation,) = converter.operations
-        return type(operation) is Transpose and {operation.dim0, operation.dim1} == {1, 2} and operation.check_dims
+        return (
+            type(operation) is Transpose
+            and {operation.dim0, operation.dim1} == {1, 2}
+            and operation.check_dims
+        )
 
     def _converter(self, name: str) -> WeightConverter | None:
         """Return what changes a tensor when it is saved."""
@@ -135,7 +149,8 @@ class NameMap:
     def module_name(self, source: str) -> str:
         """Return the module name of a source name; a parameter's own, or one the table does not mention, stays as it is.
 
-        What the table merges is a parameter of its own where the model has one of its name: the linears of experts.
+        What the table merges is a parameter of its own where the model has one of its name: the
+        linears of experts.
 
         Raises:
             UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
@@ -143,7 +158,8 @@ class NameMap:
         name, converter = self._found(source)
         if converter is not None:
             raise UnsupportedError(
-                f"{source}: merged or split on load (pattern {converter[0]!r}), only one-to-one names are supported",
+                f"{source}: merged or split on load (pattern {converter[0]!r}), only one-to-one "
+                "names are supported",
                 "use a checkpoint whose tensors are single parameters of the model",
             )
         return name
@@ -169,7 +185,9 @@ class NameMap:
         name, _ = rename_source_key(source, renamings, [], self._prefix, self._parameters)
         if name in self._parameters:
             return name, None
-        name, pattern = rename_source_key(source, renamings, converters, self._prefix, self._parameters)
+        name, pattern = rename_source_key(
+            source, renamings, converters, self._prefix, self._parameters
+        )
         if pattern is None:
             return name, None
         converter = next(item for item in converters if pattern in item.source_patterns)
@@ -181,10 +199,18 @@ class NameMap:
     @cached_property
     def _of_text(self) -> tuple[str, ...]:
         """What the names of parameters that a text needs begin with; one that is empty where there is nothing else."""
-        base, decoder, head = self._model.base_model, self._model.get_decoder(), self._model.get_output_embeddings()
+        base, decoder, head = (
+            self._model.base_model,
+            self._model.get_decoder(),
+            self._model.get_output_embeddings(),
+        )
         if decoder is base or decoder is self._model:
             return ("",)
-        return tuple(f"{name}." for name, module in self._model.named_modules() if module is decoder or module is head)
+        return tuple(
+            f"{name}."
+            for name, module in self._model.named_modules()
+            if module is decoder or module is head
+        )
 
     @cached_property
     def _table(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
@@ -200,7 +226,8 @@ class NameMap:
             names: every source name.
 
         Raises:
-            InputError: a tensor that belongs nowhere, two tensors for one parameter, or a parameter without a tensor.
+            InputError: a tensor that belongs nowhere, two tensors for one parameter, or a parameter
+                without a tensor.
             UnsupportedError: a tensor of the language model that is merged or split on load.
         """
         to_module: dict[str, str] = {}
@@ -223,7 +250,10 @@ class NameMap:
                 ignored.append(source)
                 continue
             if module in to_source:
-                raise InputError(f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two")
+                raise InputError(
+                    f"{source}: names the same parameter {module} as {to_source[module]}",
+                    "remove one of the two",
+                )
             to_module[source], to_source[module] = module, source
         for name, twin in self._twins.items():
             if name not in to_source and twin in to_module.values():

@@ -1,8 +1,8 @@
 """Bytes of large files that nobody will read again soon: taken past the system's cache.
 
-Filling the cache costs the processor several times what the disk's own transfer does, and drives out what others keep
-there. What the cache holds already is taken from it; the rest comes from the disk without entering it, where the
-system and the file system can do that.
+Filling the cache costs the processor several times what the disk's own transfer does, and drives
+out what others keep there. What the cache holds already is taken from it; the rest comes from the
+disk without entering it, where the system and the file system can do that.
 """
 
 import ctypes
@@ -12,7 +12,8 @@ import mmap
 import os
 import sys
 
-BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)  # bytes: a read past the cache has its ends in file and memory on multiples
+# bytes: a read past the cache has its ends in file and memory on multiples
+BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> int:
@@ -36,7 +37,8 @@ def fill(descriptor: int, view: memoryview, offset: int) -> int:
 def _cached(descriptor: int, offset: int, nbytes: int) -> bool:
     """Return whether the system's cache holds these bytes of the file, as far as the file goes.
 
-    A map of them is looked at, never through. A read that must not wait would not do: it begins to fill the cache.
+    A map of them is looked at, never through. A read that must not wait would not do: it begins to
+    fill the cache.
     """
     nbytes = min(nbytes, os.fstat(descriptor).st_size - offset)
     if nbytes <= 0 or sys.platform != "linux":

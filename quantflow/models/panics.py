@@ -35,12 +35,18 @@ def is_panic(error: BaseException) -> bool:
 def panics_refused(cause: str, remedy: str) -> Iterator[None]:
     """Make a panic of the block an InputError, and drop what it printed.
 
-    Whatever else the block writes to stdout and stderr goes to stderr, with controls spelled out: it names what files hold.
+    Whatever else the block writes to stdout and stderr goes to stderr, with controls spelled out:
+    it names what files hold.
 
     Raises:
         InputError: a panic.
     """
-    streams = {number: stream for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream is not None}  # None: closed
+    # None: closed
+    streams = {
+        number: stream
+        for number, stream in ((1, sys.stdout), (2, sys.stderr))
+        if stream is not None
+    }
     for stream in streams.values():
         stream.flush()
     with _kept() as said:
@@ -52,15 +58,19 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
         except BaseException as error:
             panicked = is_panic(error)
             if panicked:
-                raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
+                raise InputError(
+                    f"{cause} ({' '.join(str(error).split())[:200]})", remedy
+                ) from error
             raise
         finally:
             for number, stream in streams.items():
-                with suppress(OSError):  # a limit on files; it goes where it would have gone without this
+                # a limit on files; it goes where it would have gone without this
+                with suppress(OSError):
                     stream.flush()
                 os.dup2(kept[number], number)
                 os.close(kept[number])
             if not panicked and 2 in streams and said.seek(0, os.SEEK_END):
                 said.seek(0)
-                with suppress(OSError):  # nobody reads stderr, or a disk is full: it was said beside the work
+                # nobody reads stderr, or a disk is full: it was said beside the work
+                with suppress(OSError):
                     os.write(2, _CONTROLS.sub(_spelled, said.read()))

@@ -21,7 +21,8 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
 
     Args:
         model: a model or a part of it.
-        tensors: parameter name relative to `model` -> values; converted to `dtype`, not copied when they have it.
+        tensors: parameter name relative to `model` -> values; converted to `dtype`, not copied when
+            they have it.
         dtype: the dtype of every parameter that is set.
 
     Raises:
@@ -36,11 +37,14 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
             raise _no_parameter(model, name)
         if current.shape != tensor.shape:
             raise InputError(
-                f"{name}: checkpoint holds {list(tensor.shape)}, the model needs {list(current.shape)}",
+                f"{name}: checkpoint holds {list(tensor.shape)}, the model needs "
+                f"{list(current.shape)}",
                 "check that config.json belongs to these weights",
             )
         if current is buffer:
-            owner._buffers[leaf] = tensor.to(dtype if current.is_floating_point() else current.dtype)
+            owner._buffers[leaf] = tensor.to(
+                dtype if current.is_floating_point() else current.dtype
+            )
             continue
         parameter = nn.Parameter(tensor.to(dtype), requires_grad=False)
         setattr(owner, leaf, parameter)
@@ -52,9 +56,14 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
 def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
     """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them.
 
-    Buffers stay: their size is that of a vector, and of those that are not in a checkpoint there is no other copy.
+    Buffers stay: their size is that of a vector, and of those that are not in a checkpoint there is
+    no other copy.
     """
-    chosen = [name for name, _ in module.named_parameters(remove_duplicate=False)] if names is None else list(names)
+    chosen = (
+        [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        if names is None
+        else list(names)
+    )
     for name in chosen:
         owner, leaf = _owner(module, name)
         parameter = owner._parameters.get(leaf)
@@ -67,7 +76,11 @@ def drop_unread_(model: nn.Module) -> None:
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, leaf = _owner(model, name)
-            setattr(owner, leaf, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
+            setattr(
+                owner,
+                leaf,
+                nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False),
+            )
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -79,4 +92,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _no_parameter(model: nn.Module, name: str) -> InputError:
-    return InputError(f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights")
+    return InputError(
+        f"{name}: no parameter of {type(model).__name__}",
+        "check that config.json belongs to these weights",
+    )

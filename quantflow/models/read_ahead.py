@@ -1,8 +1,9 @@
 """The next layer's tensors, read from their files while a device computes this one's.
 
-One thread reads, into host memory that is pinned where the device is a GPU, so that the copy to it waits for nobody. What is
-read, and how often, stays as it was: a tensor that was read ahead is taken once in the place of reading it, and one that nobody
-takes is dropped. So no bit depends on it. In host memory is one layer more, as it is stored.
+One thread reads, into host memory that is pinned where the device is a GPU, so that the copy to it
+waits for nobody. What is read, and how often, stays as it was: a tensor that was read ahead is
+taken once in the place of reading it, and one that nobody takes is dropped. So no bit depends on
+it. In host memory is one layer more, as it is stored.
 
     with reading_ahead(source, device) as source:           # itself where the device is the CPU, whose workers share its memory
         stream = LayerStream(source, graph, device=device)  # asks for the layer after the one that it yields

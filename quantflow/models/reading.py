@@ -1,6 +1,7 @@
 """Tensors by positioned reads: pread into memory of our own, never a map.
 
-The pages of a mapped checkpoint count as this process's memory, and a file that shrinks under a map kills the process.
+The pages of a mapped checkpoint count as this process's memory, and a file that shrinks under a map
+kills the process.
 """
 
 import os
@@ -17,9 +18,11 @@ from quantflow.files.folder import reading
 from quantflow.files.safetensors_header import TensorInfo, read_header
 from quantflow.models.once import BLOCK, fill
 
-_CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
+# elements that are looked at together: the copy of their exponents stays in the cache
+_CHECK_ELEMENTS = 1 << 20
 _PIECE = 8 << 20  # bytes of a tensor that is only looked at
-_NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of this size, and its bits that are all set then
+# the integer of this size, and its bits that are all set then
+_NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF << 52),
     torch.float32: (torch.int32, 0xFF << 23),
     torch.float16: (torch.int16, 0x1F << 10),
@@ -29,7 +32,9 @@ _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of th
 }
 
 
-def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def read_tensors(
+    checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """Read tensors into memory of their own, in the order of `names`.
 
     Args:
@@ -38,32 +43,44 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
         dtype: what floating tensors are converted to; None keeps every tensor as stored.
 
     Raises:
-        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or Inf.
+        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or
+            Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
     tensors = {}
     for name in names:
         if name not in checkpoint.tensors:
-            raise InputError(f"{name}: not in {checkpoint.folder}", "name a tensor of the checkpoint")
+            raise InputError(
+                f"{name}: not in {checkpoint.folder}", "name a tensor of the checkpoint"
+            )
         file, info = checkpoint.tensors[name]
         tensor = read_tensor(checkpoint.folder / file, info)
-        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        tensors[name] = (
+            tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        )
     return tensors
 
 
-def read_tensor(path: Path, info: TensorInfo, *, empty: Callable[..., Tensor] = torch.empty) -> Tensor:
+def read_tensor(
+    path: Path, info: TensorInfo, *, empty: Callable[..., Tensor] = torch.empty
+) -> Tensor:
     """Read one tensor of a safetensors file whose header has been checked, as stored.
 
     Args:
         path: the file.
         info: the tensor.
-        empty: makes the memory that it is read into, from a shape and a `dtype`; not of one with strides.
+        empty: makes the memory that it is read into, from a shape and a `dtype`; not of one with
+            strides.
 
     Raises:
         InputError: the file ends early, or the tensor holds NaN or Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
-    tensor = empty(info.shape, dtype=_dtype(path, info)) if info.strides is None else _strided(path, info)
+    tensor = (
+        empty(info.shape, dtype=_dtype(path, info))
+        if info.strides is None
+        else _strided(path, info)
+    )
     if info.strides is None:
         read_into(path, tensor, info.offset, name=info.name)
     if tensor.is_floating_point():
@@ -74,7 +91,9 @@ def read_tensor(path: Path, info: TensorInfo, *, empty: Callable[..., Tensor] = 
 def _strided(path: Path, info: TensorInfo) -> Tensor:
     """Read a tensor whose elements do not lie one after the other: what lies between them is read too."""
     assert info.strides is not None
-    span = 1 + sum((size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True)
+    )
     around = torch.empty(span, dtype=_dtype(path, info))
     read_into(path, around, info.offset, name=info.name)
     return around.as_strided(info.shape, info.strides).contiguous()
@@ -97,7 +116,8 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
     Args:
         path: the file.
         info: the tensor, [R, C].
-        rows: int64 [n], each from 0 to R - 1; neighbours are read together when they stand together.
+        rows: int64 [n], each from 0 to R - 1; neighbours are read together when they stand
+            together.
 
     Returns:
         [n, C], as stored.
@@ -144,7 +164,13 @@ def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
     with reading(path) as file:
         for row in range(info.shape[0]):
             offset = info.offset + row * width + columns.start * tensor.itemsize
-            _fill(file.fileno(), view[row * share : (row + 1) * share], offset, name=info.name, file=path.name)
+            _fill(
+                file.fileno(),
+                view[row * share : (row + 1) * share],
+                offset,
+                name=info.name,
+                file=path.name,
+            )
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
     return tensor
@@ -165,11 +191,15 @@ def _fill(descriptor: int, view: memoryview, offset: int, *, name: str, file: st
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
-            raise InputError(f"{name}: {file} ends {len(view) - done} bytes early", "download the file again")
+            raise InputError(
+                f"{name}: {file} ends {len(view) - done} bytes early", "download the file again"
+            )
         done += count
 
 
-def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str) -> Tensor:
+def read_once(
+    path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str
+) -> Tensor:
     """Read a tensor, or some of its rows, that nobody will read again soon; see `quantflow.models.once`.
 
     Args:
@@ -186,14 +216,18 @@ def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int,
     lead = offset % BLOCK
     memory = torch.empty(nbytes + 3 * BLOCK, dtype=torch.uint8)
     begin = -memory.data_ptr() % BLOCK
-    span = memory[begin : begin + -(-(lead + nbytes) // BLOCK) * BLOCK]  # whole blocks, around what is wanted
+    # whole blocks, around what is wanted
+    span = memory[begin : begin + -(-(lead + nbytes) // BLOCK) * BLOCK]
     with reading(path) as file:
         done = fill(file.fileno(), bytes_of(span), offset - lead)
     if done < lead + nbytes:
         missing = min(nbytes, lead + nbytes - done)
-        raise InputError(f"{name}: {path.name} ends {missing} bytes early", "download the file again")
+        raise InputError(
+            f"{name}: {path.name} ends {missing} bytes early", "download the file again"
+        )
     wanted = span[lead : lead + nbytes]
-    if offset % dtype.itemsize:  # a file may place a tensor where its elements are not aligned; memory may not
+    # a file may place a tensor where its elements are not aligned; memory may not
+    if offset % dtype.itemsize:
         wanted = wanted.clone()
     return wanted.view(dtype).view(*shape)
 
@@ -218,8 +252,8 @@ def check_stored(path: Path, info: TensorInfo) -> None:
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
     """Refuse NaN and Inf.
 
-    The bits of a value that is not finite tell: those of its exponent are all set. Integers are compared at the speed of
-    the memory, where isfinite is not vectorised for bfloat16.
+    The bits of a value that is not finite tell: those of its exponent are all set. Integers are
+    compared at the speed of the memory, where isfinite is not vectorised for bfloat16.
 
     Raises:
         InputError: naming the tensor, and how many of its values are not finite.
@@ -239,7 +273,8 @@ def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
 def _dtype(path: Path, info: TensorInfo) -> torch.dtype:
     if info.dtype not in DTYPES:
         raise UnsupportedError(
-            f"{info.name}: dtype {info.dtype} in {path.name} is not known", f"use one of {', '.join(DTYPES)}"
+            f"{info.name}: dtype {info.dtype} in {path.name} is not known",
+            f"use one of {', '.join(DTYPES)}",
         )
     return DTYPES[info.dtype]
 

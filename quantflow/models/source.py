@@ -1,6 +1,7 @@
 """A checkpoint of a supported family as files: headers and config.json. Nothing here imports transformers or runs a model.
 
-Work that needs no forward pass starts with this alone; transformers' model code takes seconds to import.
+Work that needs no forward pass starts with this alone; transformers' model code takes seconds to
+import.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,8 @@ def require_numbers(numbers: Mapping[str, Any], path: Path) -> None:
         path: of config.json, for messages.
 
     Raises:
-        InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
+        InputError: a number that is no positive integer, or query heads that the heads of keys and
+            values do not divide.
     """
     remedy = "restore config.json from its source, or download it again"
     for name, value in numbers.items():
@@ -35,7 +37,10 @@ def require_numbers(numbers: Mapping[str, Any], path: Path) -> None:
             raise InputError(f"{path}: {name} is {value!r}", remedy)
     heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
     if heads is not None and shared is not None and heads % shared:
-        raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
+        raise InputError(
+            f"{path}: {heads} attention heads, {shared} of keys and values do not divide them",
+            remedy,
+        )
 
 
 class PlainConfig:
@@ -51,7 +56,9 @@ class PlainConfig:
         family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
         self._values = checkpoint.config
         optional = [key for key in _HEADS if self._values.get(key) is not None]
-        require_numbers({key: self._values.get(key) for key in (*_SIZES, *optional)}, checkpoint.folder / CONFIG)
+        require_numbers(
+            {key: self._values.get(key) for key in (*_SIZES, *optional)}, checkpoint.folder / CONFIG
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a key."""
@@ -84,10 +91,12 @@ def open_files(folder: str | Path, *, linears: Sequence[str] = ()) -> ModelFiles
 
     Args:
         folder: the model's.
-        linears: names or `re:` patterns of linears, for a model that no graph is made of; none makes one.
+        linears: names or `re:` patterns of linears, for a model that no graph is made of; none
+            makes one.
 
     Raises:
-        InputError: the folder, a header or config.json cannot be used, or the weights are already quantized.
+        InputError: the folder, a header or config.json cannot be used, or the weights are already
+            quantized.
         UnsupportedError: the family is not supported.
         UsageError: a pattern that matches no matrix.
     """
@@ -109,7 +118,9 @@ def _named(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[list[str], 
         if len(info.shape) == 2 and name.endswith(".weight")
     ]
     chosen = {name for pattern in patterns for name in matching(pattern, matrices, "linears")}
-    return [name for name in matrices if name in chosen], [name for name in matrices if name not in chosen]
+    return [name for name in matrices if name in chosen], [
+        name for name in matrices if name not in chosen
+    ]
 
 
 def as_linears(checkpoint: Checkpoint, config: Any) -> Checkpoint:
@@ -150,7 +161,8 @@ def refuse_stacked_experts(checkpoint: Checkpoint) -> None:
         if len(info.shape) == 3 and ".experts." in name:
             raise UnsupportedError(
                 f"{file}: {name} {list(info.shape)} holds all experts of a layer",
-                "use a checkpoint with a tensor per expert and projection, as save_pretrained of transformers writes it",
+                "use a checkpoint with a tensor per expert and projection, as save_pretrained of "
+                "transformers writes it",
             )
 
 
@@ -175,7 +187,10 @@ def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:
         checkpoint: the opened folder.
         digests: the hashes that are known already; None reads every weight file.
     """
-    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.located.items()}
+    tensors = {
+        name: [file, info.dtype, list(info.shape)]
+        for name, (file, info) in checkpoint.located.items()
+    }
     hash_of = file_digest if digests is None else digests.of
     files = {file: hash_of(checkpoint.folder / file) for file in checkpoint.shards}
     return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})

@@ -17,10 +17,14 @@ from quantflow.core.groups import spans
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.numerics.product import operand, product
 
-LINEAR_ROWS = 256  # of a linear's weight that are converted at once: few enough for a core's cache; it never changes either
+# of a linear's weight that are converted at once: few enough for a core's cache; it never changes
+# either
+LINEAR_ROWS = 256
 LINEAR_TOKENS = 512  # of its input that are multiplied with these at once
-HEAD_ROWS = 4096  # of the head that are converted at once; part of the result's last digits, so it never changes
-LOGITS, FEWEST = 2**24, 64  # that a thread brings back through the head at once, 64 MiB; and tokens whose logits these are
+# of the head that are converted at once; part of the result's last digits, so it never changes
+HEAD_ROWS = 4096
+# that a thread brings back through the head at once, 64 MiB; and tokens whose logits these are
+LOGITS, FEWEST = 2**24, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,9 @@ class Call:
         """Return the call with another value of an argument: its name, or its place."""
         if isinstance(argument, str):
             return Call(args=self.args, kwargs=self.kwargs | {argument: value})
-        return Call(args=(*self.args[:argument], value, *self.args[argument + 1 :]), kwargs=self.kwargs)
+        return Call(
+            args=(*self.args[:argument], value, *self.args[argument + 1 :]), kwargs=self.kwargs
+        )
 
 
 def _of(layer: nn.Module, name: str, error: AttributeError) -> Any:
@@ -68,7 +74,9 @@ class Recorder(nn.Module):
         except AttributeError as error:
             return _of(self.layer, name, error)
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(
+        self, hidden: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """Record and return `hidden`, [1, S, H]."""
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
         return as_returned(hidden, self.tuple_of)
@@ -120,7 +128,8 @@ class NoEmbedding(nn.Module):
         """Take the place of an embedding whose weight [V, E] is on meta; `dtype`, `device`: of what it returns."""
         super().__init__()
         nothing = torch.zeros((), dtype=dtype, device=device.kind)
-        self.weight = nothing.expand(embedding.weight.shape)  # no memory; families ask for its dtype, device and rows
+        # no memory; families ask for its dtype, device and rows
+        self.weight = nothing.expand(embedding.weight.shape)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return zeros, [..., E] of ids [...]."""
@@ -130,7 +139,9 @@ class NoEmbedding(nn.Module):
 class Rows(nn.Module):
     """Stands for an embedding: holds the rows that some sequences need, and does with them what the embedding does."""
 
-    def __init__(self, ids: Tensor, weight: Tensor, embedding: Any, *, padding: int | None = None) -> None:
+    def __init__(
+        self, ids: Tensor, weight: Tensor, embedding: Any, *, padding: int | None = None
+    ) -> None:
         """Answer for these ids.
 
         Args:
@@ -142,7 +153,8 @@ class Rows(nn.Module):
         super().__init__()
         self.ids, self.inner = ids, with_rows(embedding, weight)
         shown = weight[:1] if padding is None else weight[ids == padding]
-        self.weight = shown.expand(embedding.num_embeddings, -1)  # [V, H], no memory; families ask for its dtype and device
+        # [V, H], no memory; families ask for its dtype and device
+        self.weight = shown.expand(embedding.num_embeddings, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return what the embedding makes of ids whose rows it holds, [..., H]."""
@@ -171,7 +183,8 @@ class HeadStandIn(nn.Module):
         """
         super().__init__()
         self.rows, self.dtype, self.bias = weight, dtype, bias
-        self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
+        # families ask for its dtype
+        self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
@@ -183,7 +196,9 @@ class HeadStandIn(nn.Module):
 class QuantizedHead(nn.Module):
     """Stands for a head that is quantized: keeps its qvalues, and dequantizes a few rows at a time. It has no gradient."""
 
-    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, linear: QuantizedLinear, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> None:
         """Hold the weight.
 
         Args:
@@ -193,7 +208,8 @@ class QuantizedHead(nn.Module):
         """
         super().__init__()
         self.linear, self.dtype, self.bias = linear, dtype, bias
-        self.weight = torch.empty(linear.weight.qvalue.shape, dtype=dtype, device="meta")  # families ask for its dtype
+        # families ask for its dtype
+        self.weight = torch.empty(linear.weight.qvalue.shape, dtype=dtype, device="meta")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
@@ -214,7 +230,9 @@ class _Projection(torch.autograd.Function):
         """Return [..., V] of hidden [..., H] and weight [V, H], computed in `dtype`."""
         ctx.save_for_backward(weight)
         ctx.dtype = dtype
-        parts = [functional.linear(hidden, rows.to(dtype)) for rows in torch.split(weight, HEAD_ROWS)]
+        parts = [
+            functional.linear(hidden, rows.to(dtype)) for rows in torch.split(weight, HEAD_ROWS)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     @staticmethod
@@ -224,8 +242,12 @@ class _Projection(torch.autograd.Function):
         (gradient,) = gradients
         sums = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=sums)
-        for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
-            turned = torch.empty(rows.shape[::-1], dtype=ctx.dtype, device=rows.device).copy_(rows.t())
+        for part, rows in zip(
+            gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True
+        ):
+            turned = torch.empty(rows.shape[::-1], dtype=ctx.dtype, device=rows.device).copy_(
+                rows.t()
+            )
             total += product(operand(part), turned)
         return total.to(gradient.dtype), None, None
 
@@ -239,8 +261,9 @@ def logit_rows(vocabulary: int) -> int:
 def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[None]:
     """Let linears compute in `dtype` from weights in any other, a few rows at a time, until the block ends.
 
-    Outputs are those of converted weights but for the order of sums (quantflow/numerics/product.py); and they come as fast,
-    since the rows that are converted stay in the cache.
+    Outputs are those of converted weights but for the order of sums
+    (quantflow/numerics/product.py); and they come as fast, since the rows that are converted stay
+    in the cache.
     """
     chosen = list(linears)
     try:
@@ -254,12 +277,14 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
-    if linear.weight.dtype == dtype or linear.weight.device.type != "cpu":  # a device converts the whole weight at once
+    # a device converts the whole weight at once
+    if linear.weight.dtype == dtype or linear.weight.device.type != "cpu":
         return product(operand(x.to(dtype)), linear.weight.to(dtype), linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype, device=tokens.device)
     for some in spans(len(tokens), LINEAR_TOKENS):
-        left = operand(tokens[some].to(dtype))  # a family may have turned it to the dtype of the weight
+        # a family may have turned it to the dtype of the weight
+        left = operand(tokens[some].to(dtype))
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
             bias = None if linear.bias is None else linear.bias[rows]
             output[some, rows] = product(left, linear.weight[rows].to(dtype), bias)
@@ -272,14 +297,16 @@ class TensorPool:
     def __init__(self, device: Device = HOST) -> None:
         """Start empty; what is shared is on `device`."""
         self._device = device
-        self._kept: dict[tuple[torch.dtype, torch.Size], list[tuple[Tensor, Tensor]]] = {}  # in host memory, on the device
+        # in host memory, on the device
+        self._kept: dict[tuple[torch.dtype, torch.Size], list[tuple[Tensor, Tensor]]] = {}
 
     def share(self, value: Any, seen: dict[int, Tensor]) -> Any:
         """Return `value` with every tensor in it replaced by the kept one of equal content.
 
         Args:
             value: a tensor, a tuple or dict of values, or anything else.
-            seen: id -> kept tensor, for the tensors of one forward, which are alive while it is used.
+            seen: id -> kept tensor, for the tensors of one forward, which are alive while it is
+                used.
         """
         if isinstance(value, Tensor):
             if id(value) not in seen:

@@ -11,7 +11,9 @@ from quantflow.errors import InputError
 from quantflow.models.panics import is_panic, panics_refused
 
 
-def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True) -> list[int]:
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True
+) -> list[int]:
     """Return the tokens of a text.
 
     Args:
@@ -28,7 +30,12 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, spec
 
 
 def encoding_of(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True, offsets: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    where: str,
+    special: bool = True,
+    offsets: bool = False,
 ) -> BatchEncoding:
     """Return the tokens of a text with what the tokenizer says of them; see `tokens_of`.
 
@@ -40,8 +47,12 @@ def encoding_of(
         offsets: also `offset_mapping`, where each token begins and ends in the text.
     """
     options = {"return_offsets_mapping": True} if offsets else {}
-    cause, remedy = f"{where}: the tokenizer cannot read the text", "copy the tokenizer files of the model into its folder"
-    alone = threading.current_thread() is threading.main_thread()  # streams are the process's: one thread may turn them aside
+    cause, remedy = (
+        f"{where}: the tokenizer cannot read the text",
+        "copy the tokenizer files of the model into its folder",
+    )
+    # streams are the process's: one thread may turn them aside
+    alone = threading.current_thread() is threading.main_thread()
     try:
         with panics_refused(cause, remedy) if alone else nullcontext():
             return tokenizer(text, add_special_tokens=special, verbose=False, **options)
@@ -53,7 +64,9 @@ def encoding_of(
         raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
 
 
-def refuse_beyond(tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str) -> None:
+def refuse_beyond(
+    tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str
+) -> None:
     """Refuse token ids that the model has no row of its embedding for: its tokenizer is another model's, or larger.
 
     Args:
@@ -66,4 +79,7 @@ def refuse_beyond(tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *,
     """
     largest = max((int(max(row)) for row in tokens if len(row)), default=0)
     if rows is not None and largest >= rows:
-        raise InputError(f"{where}: token id {largest}, the model has {rows}", "give the model its own tokenizer files")
+        raise InputError(
+            f"{where}: token id {largest}, the model has {rows}",
+            "give the model its own tokenizer files",
+        )

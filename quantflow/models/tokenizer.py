@@ -12,7 +12,8 @@ from quantflow.files.folder import LIMITS
 from quantflow.models.panics import panics_refused
 from quantflow.models.tokenizer_bounds import refuse_bombs
 
-_READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")  # of config.json, where a class is named
+# of config.json, where a class is named
+_READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -25,8 +26,13 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(folder)
     refuse_bombs(folder)
     try:
-        with panics_refused(f"{folder}: no usable tokenizer", "copy the tokenizer files of the model into this folder"):
-            return AutoTokenizer.from_pretrained(folder, config=_config(folder), trust_remote_code=False, local_files_only=True)
+        with panics_refused(
+            f"{folder}: no usable tokenizer",
+            "copy the tokenizer files of the model into this folder",
+        ):
+            return AutoTokenizer.from_pretrained(
+                folder, config=_config(folder), trust_remote_code=False, local_files_only=True
+            )
     except InputError:
         raise
     except Exception as error:  # the Rust tokenizers raise bare Exception
@@ -41,11 +47,15 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 def _config(folder: Path) -> PreTrainedConfig | None:
     """Return what chooses a tokenizer beside the class that tokenizer_config.json names; None where it names none.
 
-    Without it transformers imports the family's own configuration, and with that its attention kernels and torch's compiler: a
-    second and 80 MB.
+    Without it transformers imports the family's own configuration, and with that its attention
+    kernels and torch's compiler: a second and 80 MB.
     """
     named, model = _table(folder / "tokenizer_config.json"), _table(folder / CONFIG)
-    if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named or not isinstance(model.get("model_type"), str):
+    if (
+        not isinstance(named.get("tokenizer_class"), str)
+        or "auto_map" in named
+        or not isinstance(model.get("model_type"), str)
+    ):
         return None
     config = PreTrainedConfig()
     for key in _READ:

@@ -2,9 +2,10 @@
 
     {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
-forty times one after the other makes terabytes of a word, and the process that asks for them ends, or the machine. Here every
-part of tokenizer.json that changes a text has the most characters that it makes of one; parts that follow each other make the
-product. Parts are known by their keys: the library reads some without their `type`.
+forty times one after the other makes terabytes of a word, and the process that asks for them ends,
+or the machine. Here every part of tokenizer.json that changes a text has the most characters that
+it makes of one; parts that follow each other make the product. Parts are known by their keys: the
+library reads some without their `type`.
 """
 
 import base64
@@ -18,7 +19,14 @@ from quantflow.files.canonical import json_bytes, refuse_many_items
 
 MAX_GROWTH = 1024.0  # characters made of one; tokenizers of released models make up to some hundred
 TOKENIZER = "tokenizer.json"
-_FILES = (TOKENIZER, "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_FILES = (
+    TOKENIZER,
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 _CHAINS = ("normalizers", "pretokenizers", "processors", "decoders")
 _BY_TYPE = {  # characters of the longest result of one character
     "NFC": 3,
@@ -37,8 +45,9 @@ def refuse_bombs(folder: Path) -> None:
     """Refuse files of a tokenizer of which, or with which, gigabytes would be made.
 
     Raises:
-        InputError: a file beyond the bounds of every JSON here; parts of tokenizer.json that together make more than
-            MAX_GROWTH characters of one; or a decoder that ends the library on short tokens.
+        InputError: a file beyond the bounds of every JSON here; parts of tokenizer.json that
+            together make more than MAX_GROWTH characters of one; or a decoder that ends the library
+            on short tokens.
     """
     for name in _FILES:
         if (folder / name).is_file():
@@ -61,7 +70,10 @@ def _refuse_growth(data: bytes, path: Path) -> None:
     except ValueError:  # no JSON: its reader says where
         return
     if strip is not None:
-        raise InputError(f"{path}: decoder: Strip from {strip[0]} to {strip[1]} ends the library on short tokens", _REMEDY)
+        raise InputError(
+            f"{path}: decoder: Strip from {strip[0]} to {strip[1]} ends the library on short tokens",
+            _REMEDY,
+        )
     for chain, most in found.items():
         if most > MAX_GROWTH:
             cause = f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, {MAX_GROWTH:g} are allowed"
@@ -72,7 +84,8 @@ def growth(part: Any) -> float:
     """Return the most characters that a part of tokenizer.json makes of one, at least 1.
 
     Args:
-        part: a normalizer, pre-tokenizer, post-processor or decoder, as JSON has it; what is none makes one.
+        part: a normalizer, pre-tokenizer, post-processor or decoder, as JSON has it; what is none
+            makes one.
     """
     if not isinstance(part, dict):
         return 1.0
@@ -100,7 +113,14 @@ def _panicking(decoder: Any) -> tuple[int, int] | None:
     start, stop = decoder.get("start"), decoder.get("stop")
     if type(start) is int and type(stop) is int and stop > 0 and start + stop > 1:
         return start, stop
-    return next((found for one in (inner if isinstance(inner, list) else ()) if (found := _panicking(one)) is not None), None)
+    return next(
+        (
+            found
+            for one in (inner if isinstance(inner, list) else ())
+            if (found := _panicking(one)) is not None
+        ),
+        None,
+    )
 
 
 def _replaced(pattern: Any, content: int) -> float:

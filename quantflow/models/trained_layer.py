@@ -24,8 +24,9 @@ def replaced(module: nn.Module, layer: Layer, weights: Mapping[str, Tensor]) -> 
     Args:
         module: the layer, as `LayerStream.layer` yields it.
         layer: which one.
-        weights: linear -> weight [O, I], in any float dtype, in which its products are then computed; inputs and outputs stay
-            in the stream's. Linears that are not named keep their own.
+        weights: linear -> weight [O, I], in any float dtype, in which its products are then
+            computed; inputs and outputs stay in the stream's. Linears that are not named keep their
+            own.
     """
     own: dict[Any, tuple[nn.Parameter | None, Any]] = {}
     try:
@@ -54,7 +55,11 @@ def _rounded(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @contextmanager
 def running(
-    stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State], weights: Mapping[str, Tensor]
+    stream: LayerStream,
+    module: nn.Module,
+    layer: Layer,
+    states: Sequence[State],
+    weights: Mapping[str, Tensor],
 ) -> Iterator[Run]:
     """Yield a function that runs a sequence through the layer, from several threads if need be.
 
@@ -74,7 +79,11 @@ def running(
 
 
 def gradients(
-    stream: LayerStream, module: nn.Module, state: State, gradient: Tensor, weights: Sequence[Tensor]
+    stream: LayerStream,
+    module: nn.Module,
+    state: State,
+    gradient: Tensor,
+    weights: Sequence[Tensor],
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Bring a gradient back through the layer, which runs again: the activations of one sequence are in memory.
 

@@ -38,7 +38,14 @@ class Weights(Protocol):
     def ahead(self) -> ReadAhead | None:
         """What reads tensors before they are asked for; None where nothing does."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+    def fill_(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: Device = HOST,
+    ) -> None:
         """Give a module its weights on a device: parameter name relative to `module` -> source name."""
 
     def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:

@@ -9,16 +9,21 @@ from quantflow.core import affine
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
-_ENDS = tuple(step / 64 for step in range(64, 3, -1))  # of the largest magnitude that are tried: 1 to 1/16
+# of the largest magnitude that are tried: 1 to 1/16
+_ENDS = tuple(step / 64 for step in range(64, 3, -1))
 
 
-def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
+def static_input(
+    statistics: Mapping[str, Tensor], scheme: TensorScheme
+) -> tuple[Tensor, Tensor | None]:
     """Return (input_scale, input_zero_point) of a static per-tensor input, or the global_scale of one with scales in e4m3.
 
-    An input that calibration never reached has scale 1 (and a zero_point for the range 0..0); `unseen` tells.
+    An input that calibration never reached has scale 1 (and a zero_point for the range 0..0);
+    `unseen` tells.
 
     Args:
-        statistics: `amax` [] for a symmetric scheme; `min_val` and `max_val`, [] or [C], for an asymmetric one.
+        statistics: `amax` [] for a symmetric scheme; `min_val` and `max_val`, [] or [C], for an
+            asymmetric one.
         scheme: static, per_tensor; or dynamic with scale_format e4m3.
 
     Returns:
@@ -26,7 +31,8 @@ def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tupl
 
     Raises:
         SchemeError: the scheme is dynamic or not per_tensor.
-        StatisticsError: a statistic is missing, not finite, negative (amax), or the range is upside down.
+        StatisticsError: a statistic is missing, not finite, negative (amax), or the range is upside
+            down.
     """
     if scheme.scale_format == "e4m3":
         return affine.global_scale_from_amax(_amax(statistics), scheme), None
@@ -40,14 +46,18 @@ def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tupl
     low = _finite(statistics, "min_val").min().reshape(1)
     high = _finite(statistics, "max_val").max().reshape(1)
     if low > high:
-        raise StatisticsError(f"input: min_val {low.item()} is above max_val {high.item()}", "measure again")
+        raise StatisticsError(
+            f"input: min_val {low.item()} is above max_val {high.item()}", "measure again"
+        )
     return affine.scale_and_zero_point_from_range(low, high, scheme)
 
 
 def _amax(statistics: Mapping[str, Tensor]) -> Tensor:
     amax = _finite(statistics, "amax").max()
     if amax < 0:
-        raise StatisticsError(f"input: amax is {amax.item()}, a magnitude is not negative", "measure again")
+        raise StatisticsError(
+            f"input: amax is {amax.item()}, a magnitude is not negative", "measure again"
+        )
     return amax
 
 
@@ -61,16 +71,20 @@ def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]
     return found
 
 
-def least_error_reach(statistics: Mapping[str, Tensor], scheme: TensorScheme, *, magnitudes: Tensor, counts: Tensor) -> float:
+def least_error_reach(
+    statistics: Mapping[str, Tensor], scheme: TensorScheme, *, magnitudes: Tensor, counts: Tensor
+) -> float:
     """Return where a range has to end so that what was seen is rounded with the least squared error.
 
-    The ends that are tried are `_ENDS` of the largest magnitude; of equal ones the widest is taken. Of an asymmetric range
-    all values are counted on its longer side: the shorter one is not cut before that is as short.
+    The ends that are tried are `_ENDS` of the largest magnitude; of equal ones the widest is taken.
+    Of an asymmetric range all values are counted on its longer side: the shorter one is not cut
+    before that is as short.
 
     Args:
         statistics: as `static_input` reads them.
         scheme: static, per_tensor.
-        magnitudes: [P], ascending, what stands for the values that were seen; those beyond the largest do not count.
+        magnitudes: [P], ascending, what stands for the values that were seen; those beyond the
+            largest do not count.
         counts: [P], how many there were of each.
 
     Raises:
@@ -103,5 +117,7 @@ def _finite(statistics: Mapping[str, Tensor], name: str) -> Tensor:
     if value is None:
         raise StatisticsError(f"input: statistic {name} is missing", f"measure with --stats {name}")
     if value.numel() == 0 or not torch.isfinite(value).all():
-        raise StatisticsError(f"input: {name} {list(value.shape)} is empty or holds NaN or Inf", "measure again")
+        raise StatisticsError(
+            f"input: {name} {list(value.shape)} is empty or holds NaN or Inf", "measure again"
+        )
     return value

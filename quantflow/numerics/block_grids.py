@@ -1,11 +1,11 @@
 """Scales and minima of llama.cpp's blocks: those of each group that lose least, then the nearest that a block can have.
 
-A group's scale, and its minimum where the type has them, are fitted by least squares to the integers that a multiple of its
-range gives; of all multiples the best fit is taken. A block cannot have any scales: they are d times small integers. So each is
-rounded to that, and then each integer is moved by one, up or down, where that loses less. The largest of a block stays, since d
-follows from it.
-The loss of a group is sum_j importance_j * (rounded_j - weight_j)^2.
-Source: the fit is `make_qkx3_quants` of github.com/ggml-org/ggml, `ggml-quants.c`, in its idea.
+A group's scale, and its minimum where the type has them, are fitted by least squares to the
+integers that a multiple of its range gives; of all multiples the best fit is taken. A block cannot
+have any scales: they are d times small integers. So each is rounded to that, and then each integer
+is moved by one, up or down, where that loses less. The largest of a block stays, since d follows
+from it. The loss of a group is sum_j importance_j * (rounded_j - weight_j)^2. Source: the fit is
+`make_qkx3_quants` of github.com/ggml-org/ggml, `ggml-quants.c`, in its idea.
 """
 
 from dataclasses import dataclass
@@ -49,11 +49,18 @@ class _Groups:
 
     def loss(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the loss of each group, [O, G]."""
-        error = self.points(scale, minimum).mul_(scale[..., None]).sub_(minimum[..., None]).sub_(self.values)
+        error = (
+            self.points(scale, minimum)
+            .mul_(scale[..., None])
+            .sub_(minimum[..., None])
+            .sub_(self.values)
+        )
         return self.summed(error.square_())
 
 
-def searched(weight: Tensor, importance: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
+def searched(
+    weight: Tensor, importance: Tensor, *, scheme: TensorScheme
+) -> tuple[Tensor, Tensor | None]:
     """Return the scale and the zero point of every group of some rows, [O, G] float32 each; None for types without minima.
 
     Args:
@@ -99,18 +106,33 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
             sums = cut.summed(points)
             with_minimum = _least_squares(mixed, of_points, sums, first, whole)
             fits = (with_minimum[0] > 0) & (with_minimum[1] >= (-torch.inf if free else 0))
-            scale, minimum = torch.where(fits, with_minimum[0], scale), torch.where(fits, with_minimum[1], minimum)
-        loss = square - 2 * (scale * mixed - minimum * first) + scale.square() * of_points + minimum.square() * whole
+            scale, minimum = (
+                torch.where(fits, with_minimum[0], scale),
+                torch.where(fits, with_minimum[1], minimum),
+            )
+        loss = (
+            square
+            - 2 * (scale * mixed - minimum * first)
+            + scale.square() * of_points
+            + minimum.square() * whole
+        )
         if kind.minima:
             loss = loss - 2 * scale * minimum * sums
         better = (loss < least) & (scale != 0)
         least = torch.where(better, loss, least)
-        best_scale, best_minimum = torch.where(better, scale, best_scale), torch.where(better, minimum, best_minimum)
+        best_scale, best_minimum = (
+            torch.where(better, scale, best_scale),
+            torch.where(better, minimum, best_minimum),
+        )
     return best_scale, best_minimum
 
 
 def _least_squares(
-    mixed: Tensor, of_points: Tensor, sums: Tensor | None, first: Tensor | None, whole: Tensor | None
+    mixed: Tensor,
+    of_points: Tensor,
+    sums: Tensor | None,
+    first: Tensor | None,
+    whole: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the scale and the minimum that fit integers q to values x, scale * q - minimum ~ x; 0 where nothing can be said.
 
@@ -124,7 +146,9 @@ def _least_squares(
     if sums is None or first is None or whole is None:
         return torch.where(of_points > 0, mixed / of_points, 0.0), torch.zeros_like(mixed)
     spread = whole * of_points - sums.square()
-    scale = torch.where(spread > 1e-6 * whole * of_points, (whole * mixed - sums * first) / spread, 0.0)
+    scale = torch.where(
+        spread > 1e-6 * whole * of_points, (whole * mixed - sums * first) / spread, 0.0
+    )
     return scale, (scale * sums - first) / whole
 
 
@@ -135,7 +159,11 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
     fixed = (steps == (lowest if kind.signed else highest)).flatten(1)  # d follows from these
     unit = d[..., None].expand_as(steps).flatten(1)
     steps = steps.flatten(1)
-    minima, unit_of_minima, minimum_fixed = torch.zeros_like(steps), torch.zeros_like(steps), torch.ones_like(fixed)
+    minima, unit_of_minima, minimum_fixed = (
+        torch.zeros_like(steps),
+        torch.zeros_like(steps),
+        torch.ones_like(fixed),
+    )
     if kind.minima:
         of_minima, found = blocks.minimum_steps_of(minimum, kind)
         unit_of_minima, minima = of_minima[..., None].expand_as(found).flatten(1), found.flatten(1)
@@ -147,7 +175,9 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
                 continue
             new = steps + up
             new_minima = minima + more
-            allowed = (new != 0) & (new >= lowest + kind.signed) & (new <= highest) & ~(fixed & (up != 0))
+            allowed = (
+                (new != 0) & (new >= lowest + kind.signed) & (new <= highest) & ~(fixed & (up != 0))
+            )
             if not kind.signed:
                 allowed &= new > 0
             allowed &= (new_minima >= 0) & (new_minima <= highest) & ~(minimum_fixed & (more != 0))
@@ -156,5 +186,8 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
             loss = cut.loss(new * unit, new_minima * unit_of_minima)
             better = loss < least
             least = torch.where(better, loss, least)
-            best_steps, best_minima = torch.where(better, new, best_steps), torch.where(better, new_minima, best_minima)
+            best_steps, best_minima = (
+                torch.where(better, new, best_steps),
+                torch.where(better, new_minima, best_minima),
+            )
     return best_steps * unit, best_minima * unit_of_minima

@@ -2,8 +2,8 @@
 
     KL(baseline || candidate) = sum_v p(v) * (log p(v) - log q(v))        in nats, over the whole vocabulary
 
-p is the baseline's distribution of the next token, q the candidate's. Positions that predict a token of the text are
-scored, that is all but the last of each sequence.
+p is the baseline's distribution of the next token, q the candidate's. Positions that predict a
+token of the text are scored, that is all but the last of each sequence.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,8 @@ class Comparison:
 def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
     """Return KL(baseline || candidate) of every row, in nats.
 
-    Log probabilities are float32, their products are summed in float64; what rounding leaves below zero is zero.
+    Log probabilities are float32, their products are summed in float64; what rounding leaves below
+    zero is zero.
 
     Args:
         baseline: finite logits, [T, V].
@@ -60,7 +61,9 @@ def score(baseline: Tensor, candidate: Tensor, tokens: Tensor) -> Comparison:
     return scores(baseline, {"candidate": candidate}, tokens)["candidate"]
 
 
-def scores(baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Comparison]:
+def scores(
+    baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor
+) -> dict[str, Comparison]:
     """Compare several models' logits for one sequence with those of one.
 
     Args:
@@ -79,7 +82,8 @@ def scores(baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor) -
         check_logits(candidate, tokens, name=name)
         if baseline.shape[1] != candidate.shape[1]:
             raise InputError(
-                f"{name}: a vocabulary of {candidate.shape[1]}, the baseline has {baseline.shape[1]}",
+                f"{name}: a vocabulary of {candidate.shape[1]}, the baseline has "
+                f"{baseline.shape[1]}",
                 "compare an artifact with the model it was made from",
             )
     known = token_nll(baseline, tokens)

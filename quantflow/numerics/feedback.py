@@ -1,11 +1,12 @@
 """Error feedback: what is still to be rounded makes up for the errors of what already is.
 
-With a symmetric positive H = (I + U) D (I + U)^T, U strictly upper triangular, and errors e_j of columns j,
+With a symmetric positive H = (I + U) D (I + U)^T, U strictly upper triangular, and errors e_j of
+columns j,
 
     tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2.
 
-Whoever rounds the columns in order can make every term as small as rounding to nearest makes it, by aiming at
-w_j - sum_{i<j} e_i U_ij. Columns are taken in order of the diagonal, the largest first.
+Whoever rounds the columns in order can make every term as small as rounding to nearest makes it, by
+aiming at w_j - sum_{i<j} e_i U_ij. Columns are taken in order of the diagonal, the largest first.
 Source: Chee et al. 2023, arXiv:2307.13304 (LDLQ), which shows that it takes GPTQ's decisions.
 """
 
@@ -31,8 +32,8 @@ BLOCK = 128  # columns whose errors reach the columns after them in one product
 _SUB_BLOCK = 32  # columns within a block, likewise
 DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
 
-# One thread at a time goes from column to column, while others multiply: what is done with a column is so short that two
-# threads would hand the interpreter's lock to each other at every step.
+# One thread at a time goes from column to column, while others multiply: what is done with a column
+# is so short that two threads would hand the interpreter's lock to each other at every step.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -40,12 +41,13 @@ _ONE_AT_A_TIME = threading.Lock()
 class Feedback:
     """How the error of a column reaches the later ones.
 
-    The last column is processed first: a Cholesky factorisation eliminates from the first on, U needs the last one first.
+    The last column is processed first: a Cholesky factorisation eliminates from the first on, U
+    needs the last one first.
 
     Attributes:
         order: [I] int64, the columns from the last to be processed to the first.
-        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; above it the matrix itself, times a
-            power of two; the diagonal has no meaning.
+        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; above it
+            the matrix itself, times a power of two; the diagonal has no meaning.
         diagonal: [I] float64, of that matrix.
         damping: what was added to the diagonal, as the matrix has it.
         share: the same as a fraction of the mean diagonal.
@@ -60,7 +62,9 @@ class Feedback:
     decisions: dict[str, JSON]
 
 
-def checked_hessian(statistics: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, algorithm: str) -> tuple[Tensor, int]:
+def checked_hessian(
+    statistics: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, algorithm: str
+) -> tuple[Tensor, int]:
     """Return hessian_sum and count after looking at them; off its diagonal the sum is looked at when it is copied.
 
     Args:
@@ -73,7 +77,10 @@ def checked_hessian(statistics: Mapping[str, Tensor], weights: Mapping[str, Tens
     """
     for statistic in ("hessian_sum", "count"):
         if statistic not in statistics:
-            raise StatisticsError(f"{next(iter(weights))}: statistic {statistic} is missing", f"measure for {algorithm}")
+            raise StatisticsError(
+                f"{next(iter(weights))}: statistic {statistic} is missing",
+                f"measure for {algorithm}",
+            )
     hessian_sum, tokens = statistics["hessian_sum"], int(statistics["count"])
     for name, weight in weights.items():
         if tuple(hessian_sum.shape) != (weight.shape[-1], weight.shape[-1]):
@@ -84,7 +91,8 @@ def checked_hessian(statistics: Mapping[str, Tensor], weights: Mapping[str, Tens
     diagonal = hessian_sum.diagonal()
     if not torch.isfinite(diagonal).all() or (diagonal < 0).any() or tokens < 0:
         raise StatisticsError(
-            f"{next(iter(weights))}: hessian_sum holds NaN, Inf or a negative diagonal, or count={tokens} is negative",
+            f"{next(iter(weights))}: hessian_sum holds NaN, Inf or a negative diagonal, or "
+            f"count={tokens} is negative",
             "measure again",
         )
     return hessian_sum, tokens
@@ -106,8 +114,10 @@ def feedback_of(
         matrix: [I, I] float32, its diagonal finite and at least zero.
         name: whose it is, for messages.
         statistic: what it is called, likewise.
-        dampings: fractions of the mean diagonal, of which the first that makes it positive definite is added.
-        order: [I] int64, the columns from the last to be processed to the first; None is by ascending diagonal.
+        dampings: fractions of the mean diagonal, of which the first that makes it positive definite
+            is added.
+        order: [I] int64, the columns from the last to be processed to the first; None is by
+            ascending diagonal.
         workers: run blocks; how many there are changes nothing but the time.
         in_place: overwrite it.
 
@@ -118,11 +128,13 @@ def feedback_of(
     dead = diagonal == 0
     # Over the living: how strongly these are damped does not depend on how many others are dead.
     mean = diagonal[~dead].mean().item() if not dead.all() else 1.0
-    # Near 1, by a power of two: the damping is then no subnormal, and other units of the input give the same bits.
+    # Near 1, by a power of two: the damping is then no subnormal, and other units of the input give
+    # the same bits.
     unit = 2.0 ** -min(max(math.frexp(mean)[1], -120), 120)
     if order is None:
         order = torch.argsort(diagonal, descending=True, stable=True).flip(0)
-    # A dead channel has a zero row and column: damping alone makes it positive, and independent of all others.
+    # A dead channel has a zero row and column: damping alone makes it positive, and independent of
+    # all others.
     pivots = diagonal[order] * unit
     lower = (matrix.mul_(unit) if in_place else matrix * unit).float().contiguous()
     if not reorder_(lower, order, workers=workers):
@@ -137,12 +149,22 @@ def feedback_of(
                 lower[columns.stop :, columns] /= roots[columns]
                 corner = lower[columns, columns]
                 corner.copy_((corner / roots[columns]).tril() + corner.triu(1))
-            decisions: dict[str, JSON] = {"damping": damping, "attempts": attempt, "dead_channels": int(dead.sum())}
+            decisions: dict[str, JSON] = {
+                "damping": damping,
+                "attempts": attempt,
+                "dead_channels": int(dead.sum()),
+            }
             return Feedback(
-                order=order, lower=lower, diagonal=pivots, damping=damping * mean, share=damping, decisions=decisions
+                order=order,
+                lower=lower,
+                diagonal=pivots,
+                damping=damping * mean,
+                share=damping,
+                decisions=decisions,
             )
     raise StatisticsError(
-        f"{name}: {statistic} is not positive definite with a damping of {dampings[-1]} times its mean diagonal",
+        f"{name}: {statistic} is not positive definite with a damping of {dampings[-1]} times "
+        "its mean diagonal",
         "the statistic is damaged; measure again",
     )
 
@@ -156,7 +178,9 @@ def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
     for part in rows:
         last = first + len(part)
         for columns in groups.spans(order.numel(), BLOCK):
-            work[:, first:last].index_copy_(0, place[columns], part[:, columns].T.contiguous().float())
+            work[:, first:last].index_copy_(
+                0, place[columns], part[:, columns].T.contiguous().float()
+            )
         first = last
     return work
 
@@ -165,19 +189,29 @@ def per_row(pieces: Sequence[tuple[Grid, slice]]) -> tuple[Tensor, Tensor | None
     """Return the scales and zero points of rows of some grids, one below the other and transposed, [G, R] float32 each."""
     parts = [(*grid.rows(rows), rows.stop - rows.start) for grid, rows in pieces]
     scales = torch.cat([scale.expand(count, -1).T for scale, _, count in parts], dim=1)  # [G, R]
-    zero_points = [zero_point.float().expand(count, -1).T for _, zero_point, count in parts if zero_point is not None]
+    zero_points = [
+        zero_point.float().expand(count, -1).T
+        for _, zero_point, count in parts
+        if zero_point is not None
+    ]
     return scales, torch.cat(zero_points, dim=1) if zero_points else None
 
 
 def round_columns_(
-    work: Tensor, scales: Tensor, zero_points: Tensor | None, *, scheme: TensorScheme, feedback: Feedback
+    work: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    *,
+    scheme: TensorScheme,
+    feedback: Feedback,
 ) -> Tensor:
     """Round rows of weights column by column, each making up for the errors of the columns before it.
 
     Everything is transposed, so that a column of the weights is contiguous.
 
     Args:
-        work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards weight - rounded weight.
+        work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards weight -
+            rounded weight.
         scales: [G, R], of groups in the order of the weights.
         zero_points: likewise, or None.
         scheme: any.
@@ -194,7 +228,8 @@ def round_columns_(
     for stop in range(columns, 0, -BLOCK):
         start = max(0, stop - BLOCK)
         target = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
-        within = lower[start:stop, start:stop].T.contiguous()  # [B, B]: row i says what reaches column i
+        # [B, B]: row i says what reaches column i
+        within = lower[start:stop, start:stop].T.contiguous()
         with _ONE_AT_A_TIME:
             for end in range(stop - start, 0, -_SUB_BLOCK):
                 begin = max(0, end - _SUB_BLOCK)

@@ -1,17 +1,21 @@
 """The grid that a weight is rounded to: its scales and zero points, from the range of the original weight.
 
-The range is the weight's own, or, where it is known how much each input matters, the multiple of it that loses least: a
-range cut a little short costs its largest elements something and gives all others a finer step. Float8 has no finer step to
-give: its points are as dense, relative to their size, at any scale but in the last binade. There it is wider ranges, up to
-twice, that are tried: they move the points between those of a binade, so that the elements that count lie near them, and
-cut nothing. Float4 has so few points that either may help: from two thirds of the range to the 3/2 of it that puts its end on 4
-instead of 6. Of scales that are powers of two, the next on either side are tried.
+The range is the weight's own, or, where it is known how much each input matters, the multiple of it
+that loses least: a range cut a little short costs its largest elements something and gives all
+others a finer step. Float8 has no finer step to give: its points are as dense, relative to their
+size, at any scale but in the last binade. There it is wider ranges, up to twice, that are tried:
+they move the points between those of a binade, so that the elements that count lie near them, and
+cut nothing. Float4 has so few points that either may help: from two thirds of the range to the 3/2
+of it that puts its end on 4 instead of 6. Of scales that are powers of two, the next on either side
+are tried.
 
-Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: one side has a point more, at 2 bits two points and not one. Where
-the range is searched, the side is chosen too: a negative scale puts a group's largest magnitude on the longer side where it
-is that of a positive weight. Sources: `quant_tensor_sym` of AutoRound, `auto_round/data_type/int.py`; Q4_0 of llama.cpp.
+Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: one side has a point more, at 2 bits
+two points and not one. Where the range is searched, the side is chosen too: a negative scale puts a
+group's largest magnitude on the longer side where it is that of a positive weight. Sources:
+`quant_tensor_sym` of AutoRound, `auto_round/data_type/int.py`; Q4_0 of llama.cpp.
 
-Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v, gate/up).
+Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v,
+gate/up).
 """
 
 import functools
@@ -51,8 +55,10 @@ class TensorRange:
     """What some rows of a weight say of the one scale that it shares with others.
 
     Attributes:
-        low, high: the smallest and the largest value, [] float32 each; -amax and amax when symmetric.
-        errors: where the scheme's rule searches, the squared error under each candidate, [C] float64.
+        low, high: the smallest and the largest value, [] float32 each; -amax and amax when
+            symmetric.
+        errors: where the scheme's rule searches, the squared error under each candidate, [C]
+            float64.
     """
 
     low: Tensor
@@ -65,10 +71,13 @@ class Grid:
     """The scale and zero_point of one weight, as `QTensor` holds them.
 
     Attributes:
-        scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative only where `either_sign`.
+        scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative
+            only where `either_sign`.
         zero_point: as scale, int8, or float32 where the scheme has minima; None when symmetric.
-        zero_groups: how many scales stand for zeros only; these scales are 1, or what a global_scale makes of it.
-        global_scale: [1] float32, as `QTensor` holds it; one for all weights of a group, so that an engine may fuse them.
+        zero_groups: how many scales stand for zeros only; these scales are 1, or what a
+            global_scale makes of it.
+        global_scale: [1] float32, as `QTensor` holds it; one for all weights of a group, so that an
+            engine may fuse them.
     """
 
     scale: Tensor
@@ -86,8 +95,8 @@ class Grid:
 def either_sign(scheme: LinearScheme) -> bool:
     """Return whether the scales of a scheme's weights may be negative where a search chooses them.
 
-    Not of 8 bits, whose longer side is longer by a 128th. Not where inputs are quantized too: an engine's integer kernel may
-    read scales as unsigned (docs/backends.md says which).
+    Not of 8 bits, whose longer side is longer by a 128th. Not where inputs are quantized too: an
+    engine's integer kernel may read scales as unsigned (docs/backends.md says which).
     """
     weights = scheme.weights
     narrow = weights.kind == "int" and weights.code_bits < 8 and weights.symmetric
@@ -106,11 +115,13 @@ def weight_grids(
     """Return the grid of every weight of a group.
 
     Args:
-        weights: name -> [O, I], any float dtype; not modified. `groups.row_units` of them are converted at a time.
+        weights: name -> [O, I], any float dtype; not modified. `groups.row_units` of them are
+            converted at a time.
         scheme: per_tensor, per_channel, per_group or per_block.
         scale_dtype: the dtype in which the layout stores scales.
-        importance: [I], at least zero; when given, each scale of a scheme that is not per_tensor comes from the multiple of
-            its range that makes sum_j importance_j * (rounded_j - weight_j)^2 smallest, over all rows of a block.
+        importance: [I], at least zero; when given, each scale of a scheme that is not per_tensor
+            comes from the multiple of its range that makes sum_j importance_j * (rounded_j -
+            weight_j)^2 smallest, over all rows of a block.
         either_sign: as the function of this name says of the scheme; not read without importance.
         workers: run units of rows; how many there are changes nothing but the time.
 
@@ -120,10 +131,17 @@ def weight_grids(
     """
     for name, weight in weights.items():
         if weight.ndim != 2 or weight.numel() == 0:
-            raise InputError(f"{name}: weight is {list(weight.shape)}, [O, I] is needed", "list the layer under `ignore`")
+            raise InputError(
+                f"{name}: weight is {list(weight.shape)}, [O, I] is needed",
+                "list the layer under `ignore`",
+            )
         groups.group_size_for(scheme, weight.shape[1], name=name)
     global_scale = _global_scale(weights, scheme, workers)
-    units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight, multiple=scheme.block_rows)]
+    units = [
+        (name, rows)
+        for name, weight in weights.items()
+        for rows in groups.row_units(weight, multiple=scheme.block_rows)
+    ]
 
     def bounds(unit: tuple[str, slice]) -> TensorRange:
         return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
@@ -143,14 +161,19 @@ def weight_grids(
 
     if scheme.granularity == "per_tensor" and units:
         ranges = workers.map(bounds, units)
-        return {name: shared_grid(ranges, scheme=scheme, scale_dtype=scale_dtype) for name in weights}  # of its own memory
+        # of its own memory
+        return {
+            name: shared_grid(ranges, scheme=scheme, scale_dtype=scale_dtype) for name in weights
+        }
     parts: dict[str, list[Grid]] = {name: [] for name in weights}
     for (name, _), part in zip(units, workers.map(grid, units), strict=True):
         parts[name].append(part)
     return {name: _joined(of_rows) for name, of_rows in parts.items()}
 
 
-def _global_scale(weights: Mapping[str, Tensor], scheme: TensorScheme, workers: Workers) -> Tensor | None:
+def _global_scale(
+    weights: Mapping[str, Tensor], scheme: TensorScheme, workers: Workers
+) -> Tensor | None:
     """Return the global_scale that all weights share, None where the scheme has none."""
     if scheme.scale_format != "e4m3" or not weights:
         return None
@@ -177,15 +200,20 @@ def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> TensorRange
     rule = scheme.scale_rule
     errors = None
     if rule is not None and rule.value == "OPT":
-        errors = device_scales.candidate_errors(weight, rule, target=device_scales.target_of(scheme.float8))
+        errors = device_scales.candidate_errors(
+            weight, rule, target=device_scales.target_of(scheme.float8)
+        )
     return TensorRange(low=low.min(), high=high.max(), errors=errors)
 
 
-def shared_grid(bounds: Sequence[TensorRange], *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+def shared_grid(
+    bounds: Sequence[TensorRange], *, scheme: TensorScheme, scale_dtype: torch.dtype
+) -> Grid:
     """Return the one grid of everything whose ranges are given, scale [1, 1].
 
     Args:
-        bounds: as `bounds_of` returns them, at least one; in any order, but for errors, which are added up in it.
+        bounds: as `bounds_of` returns them, at least one; in any order, but for errors, which are
+            added up in it.
         scheme: per_tensor.
         scale_dtype: the dtype in which the layout stores scales.
     """
@@ -195,9 +223,13 @@ def shared_grid(bounds: Sequence[TensorRange], *, scheme: TensorScheme, scale_dt
     if not errors or scheme.scale_rule is None:
         return _grid(low, high, scheme=scheme, scale_dtype=scale_dtype)
     total = functools.reduce(torch.add, errors)  # [C]
-    scale = device_scales.scale_from_errors(total, scheme.scale_rule, target=device_scales.target_of(scheme.float8))
+    scale = device_scales.scale_from_errors(
+        total, scheme.scale_rule, target=device_scales.target_of(scheme.float8)
+    )
     return Grid(
-        scale=affine.stored_scale(scale.reshape(1, 1), scheme, scale_dtype), zero_point=None, zero_groups=int((high == 0).sum())
+        scale=affine.stored_scale(scale.reshape(1, 1), scheme, scale_dtype),
+        zero_point=None,
+        zero_groups=int((high == 0).sum()),
     )
 
 
@@ -214,7 +246,8 @@ def _joined(parts: Sequence[Grid]) -> Grid:
 
 def _range(name: str, weight: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest value of each group, each [O, G] float32; -amax and amax when symmetric."""
-    split = groups.to_groups(weight.float(), groups.group_size_for(scheme, weight.shape[1]))  # [O, G, g]
+    # [O, G, g]
+    split = groups.to_groups(weight.float(), groups.group_size_for(scheme, weight.shape[1]))
     # amax and amin hand NaN on; torch.aminmax along a dimension is twenty times slower than both.
     if scheme.symmetric:
         high = split.abs().amax(dim=-1)
@@ -222,7 +255,9 @@ def _range(name: str, weight: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, 
     else:
         low, high = split.amin(dim=-1), split.amax(dim=-1)
     if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
-        raise InputError(f"{name}: weight holds NaN or Inf", "the checkpoint is damaged; download it again")
+        raise InputError(
+            f"{name}: weight holds NaN or Inf", "the checkpoint is damaged; download it again"
+        )
     return low, high
 
 
@@ -240,10 +275,13 @@ def _unit_grid(
     weight = weight.float()
     bounds = _range(name, weight, scheme=scheme)
     if scheme.scale_rule is not None:  # it says which scale, whatever the inputs are
-        return _ruled_grid(weight, bounds[1], scheme.scale_rule, scheme=scheme, scale_dtype=scale_dtype)
+        return _ruled_grid(
+            weight, bounds[1], scheme.scale_rule, scheme=scheme, scale_dtype=scale_dtype
+        )
     if scheme.granularity == "per_block":
         blocks = groups.spans(len(weight), scheme.block_rows)
-        amax = torch.stack([bounds[1][rows].amax(dim=0) for rows in blocks])  # [ceil(O / block_rows), G]
+        # [ceil(O / block_rows), G]
+        amax = torch.stack([bounds[1][rows].amax(dim=0) for rows in blocks])
         grid = _grid(-amax, amax, scheme=scheme, scale_dtype=scale_dtype)
         grid = replace(grid, scale=groups.expand_rows(grid.scale, scheme.block_rows, len(weight)))
         amax = groups.expand_rows(amax, scheme.block_rows, len(weight))
@@ -255,24 +293,49 @@ def _unit_grid(
     if scheme.block is not None and scheme.block.dependent:
         scale, zero_point = block_grids.searched(weight, importance, scheme=scheme)
         return replace(grid, scale=scale, zero_point=zero_point)
-    return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype, either_sign=either_sign)
+    return _search(
+        weight,
+        bounds,
+        grid,
+        importance,
+        scheme=scheme,
+        scale_dtype=scale_dtype,
+        either_sign=either_sign,
+    )
 
 
-def _ruled_grid(weight: Tensor, amax: Tensor, rule: Rule, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+def _ruled_grid(
+    weight: Tensor, amax: Tensor, rule: Rule, *, scheme: TensorScheme, scale_dtype: torch.dtype
+) -> Grid:
     """Return the grid of some rows of a weight [O, I], whose scales per channel follow a rule.  amax: [O, 1]."""
     target = device_scales.target_of(scheme.float8)
-    scale = device_scales.weight_scale(weight, rule, target=target, arithmetic=scheme.scale_arithmetic).reshape(-1, 1)
-    return Grid(scale=affine.stored_scale(scale, scheme, scale_dtype), zero_point=None, zero_groups=int((amax == 0).sum()))
+    scale = device_scales.weight_scale(
+        weight, rule, target=target, arithmetic=scheme.scale_arithmetic
+    ).reshape(-1, 1)
+    return Grid(
+        scale=affine.stored_scale(scale, scheme, scale_dtype),
+        zero_point=None,
+        zero_groups=int((amax == 0).sum()),
+    )
 
 
 def _grid(
-    low: Tensor, high: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype, global_scale: Tensor | None = None
+    low: Tensor,
+    high: Tensor,
+    *,
+    scheme: TensorScheme,
+    scale_dtype: torch.dtype,
+    global_scale: Tensor | None = None,
 ) -> Grid:
     amax = torch.maximum(high, -low)
     zero_groups = int((amax == 0).sum())
     if scheme.symmetric:
-        scale = affine.stored_scale(affine.scale_from_amax(amax, scheme), scheme, scale_dtype, global_scale=global_scale)
-        return Grid(scale=scale, zero_point=None, zero_groups=zero_groups, global_scale=global_scale)
+        scale = affine.stored_scale(
+            affine.scale_from_amax(amax, scheme), scheme, scale_dtype, global_scale=global_scale
+        )
+        return Grid(
+            scale=scale, zero_point=None, zero_groups=zero_groups, global_scale=global_scale
+        )
     scale, _ = affine.scale_and_zero_point_from_range(low, high, scheme)
     scale = affine.stored_scale(scale, scheme, scale_dtype)
     # The zero_point follows the scale that a loader will see, not the one before its rounding.
@@ -292,13 +355,16 @@ def _search(
 ) -> Grid:
     """Return the best grid over _MULTIPLES of the range, scale by scale; of equals the whole range, then the first.
 
-    The whole range has a positive scale; the multiples have the sign that puts the largest magnitude on the longer side.
+    The whole range has a positive scale; the multiples have the sign that puts the largest
+    magnitude on the longer side.
     """
     split = groups.to_groups(weight, weight.shape[1] // whole.scale.shape[1])  # [O, G, g]
     matters = importance.float().reshape(split.shape[1:])  # [G, g]
     scratch = torch.empty_like(split)
-    # The smallest value is the largest magnitude, that of zeros too: the longer side is where it is.
-    sign = torch.where(split.amin(dim=-1) == bounds[0], 1.0, -1.0) if either_sign else None  # [O, G]
+    # The smallest value is the largest magnitude, that of zeros too: the longer side is where it
+    # is.
+    # [O, G]
+    sign = torch.where(split.amin(dim=-1) == bounds[0], 1.0, -1.0) if either_sign else None
     best, least = whole, _loss(split, whole, matters, scratch=scratch, scheme=scheme)
     for multiple in _multiples(scheme):
         ends = (bounds[0] * multiple, bounds[1] * multiple)
@@ -311,11 +377,15 @@ def _search(
         zero_point = best.zero_point
         if zero_point is not None and grid.zero_point is not None:
             zero_point = torch.where(better, grid.zero_point, zero_point)
-        best = replace(best, scale=torch.where(better, grid.scale, best.scale), zero_point=zero_point)
+        best = replace(
+            best, scale=torch.where(better, grid.scale, best.scale), zero_point=zero_point
+        )
     return best
 
 
-def _loss(split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme: TensorScheme) -> Tensor:
+def _loss(
+    split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme: TensorScheme
+) -> Tensor:
     """Return the weighted squared error of rounding to a grid, [O, G], of a block in each of its rows.
 
     split, scratch: [O, G, g].
@@ -328,5 +398,7 @@ def _loss(split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme
     loss = error.mul_(scale).sub_(split).square_().mul_(matters).sum(dim=-1)
     if scheme.block_rows == 1:
         return loss
-    blocks = torch.stack([loss[rows].sum(dim=0) for rows in groups.spans(len(loss), scheme.block_rows)])
+    blocks = torch.stack(
+        [loss[rows].sum(dim=0) for rows in groups.spans(len(loss), scheme.block_rows)]
+    )
     return groups.expand_rows(blocks, scheme.block_rows, len(loss))

@@ -1,14 +1,17 @@
 """Outputs of a linear in blocks, between which nothing is known of their gradients.
 
-The sum of g^T g over the gradients by O outputs is [O, O]: 0.8 GB for 13,824 of them. Kept are its blocks on the diagonal, one
-below the other, [O, W]: row o holds the products of output o with those of its own block. Up to `MOST` outputs are one block,
-and the sum is whole. More are cut into equal blocks of a multiple of `ALIGNED`, so that few heads are cut; a last block of
-fewer outputs leaves zeros at the end of its rows.
+The sum of g^T g over the gradients by O outputs is [O, O]: 0.8 GB for 13,824 of them. Kept are its
+blocks on the diagonal, one below the other, [O, W]: row o holds the products of output o with those
+of its own block. Up to `MOST` outputs are one block, and the sum is whole. More are cut into equal
+blocks of a multiple of `ALIGNED`, so that few heads are cut; a last block of fewer outputs leaves
+zeros at the end of its rows.
 
-What rounding the rows of one block costs then does not depend on the rows of another: they are rounded by themselves.
+What rounding the rows of one block costs then does not depend on the rows of another: they are
+rounded by themselves.
 
-What is lost: on the example model, whose linears have 256 to 1024 outputs, W4A16 has a mean KLD of 0.00783 with whole sums and
-of 0.00828 with `MOST` = 256 (benchmarks/accuracy.py --models tiny-llama --only "best: W4A16 g128"); gptq, without any, 0.01009.
+What is lost: on the example model, whose linears have 256 to 1024 outputs, W4A16 has a mean KLD of
+0.00783 with whole sums and of 0.00828 with `MOST` = 256 (benchmarks/accuracy.py --models tiny-llama
+--only "best: W4A16 g128"); gptq, without any, 0.01009.
 """
 
 import torch
@@ -46,7 +49,9 @@ def block_of(sums: Tensor, rows: slice) -> Tensor:
 
 def diagonal_of(sums: Tensor) -> Tensor:
     """Return the sums of squares of every output.  sums: [O, W]; returns [O]."""
-    return torch.cat([sums.new_empty(0), *(block_of(sums, rows).diagonal() for rows in blocks(sums.shape[0]))])
+    return torch.cat(
+        [sums.new_empty(0), *(block_of(sums, rows).diagonal() for rows in blocks(sums.shape[0]))]
+    )
 
 
 def scale_(sums: Tensor, factors: Tensor) -> Tensor:
@@ -70,7 +75,10 @@ def cut(sums: Tensor, part: slice) -> Tensor:
     found = sums.new_zeros(count, width(count))
     for old in blocks(sums.shape[0]):
         for new in blocks(count):
-            first, stop = max(old.start, part.start + new.start), min(old.stop, part.start + new.stop)
+            first, stop = (
+                max(old.start, part.start + new.start),
+                min(old.stop, part.start + new.stop),
+            )
             if first < stop:
                 mine = slice(first - part.start - new.start, stop - part.start - new.start)
                 theirs = slice(first - old.start, stop - old.start)

@@ -2,10 +2,10 @@
 
     error = sqrt(tr(E H E^T) / tr(W H W^T)) = ||X E^T|| / ||X W^T||,    E = W - Q,    H = X^T X
 
-Each trace is a product with H, and two of them over all rows, round to nearest's and the original's, would cost a good part of
-what GPTQ itself does. So errors are those of `ROWS` rows of a weight, evenly spaced and the same for all
-three; of them they are exact. Whether *anything* differs from plain round to nearest is looked at over all rows, up to the
-first that does.
+Each trace is a product with H, and two of them over all rows, round to nearest's and the
+original's, would cost a good part of what GPTQ itself does. So errors are those of `ROWS` rows of a
+weight, evenly spaced and the same for all three; of them they are exact. Whether *anything* differs
+from plain round to nearest is looked at over all rows, up to the first that does.
 """
 
 import math
@@ -48,7 +48,8 @@ class SecondMoment:
         total = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for span in groups.spans(ordered.shape[1], _BLOCK):
             part, rest = ordered[:, span], slice(span.stop, None)
-            beyond = part @ self.upper[span, span].triu(1).T  # what pairs of columns add, each pair once
+            # what pairs of columns add, each pair once
+            beyond = part @ self.upper[span, span].triu(1).T
             beyond += ordered[:, rest] @ self.upper[span, rest].T
             own = part * self.diagonal[span].float()
             total += (part.double() * (2 * beyond.double() + own.double())).sum(dim=1)
@@ -63,7 +64,8 @@ def moment_of(feedback: Feedback) -> SecondMoment:
 def working_bytes(features: int) -> int:
     """Return the most memory that comparing one linear takes, in bytes: a unit, or nine float32 of each of `ROWS` rows.
 
-    Those are the rows and their errors in two ways, all of these side by side and in the moment's order.
+    Those are the rows and their errors in two ways, all of these side by side and in the moment's
+    order.
     """
     return max(groups.unit_bytes(features), 9 * 4 * ROWS * features)
 
@@ -86,31 +88,45 @@ def compared(
         workers: run linears; how many there are changes nothing but the time.
 
     Returns:
-        name -> `output_error` and `output_error_rtn`, as this module's docstring says, None where the output is zero and
-        its error is not; `same_as_rtn`, whether every qvalue, scale and zero point is that of plain round to nearest.
+        name -> `output_error` and `output_error_rtn`, as this module's docstring says, None where
+        the output is zero and its error is not; `same_as_rtn`, whether every qvalue, scale and zero
+        point is that of plain round to nearest.
     """
     if not weights:
         return {}
     scheme = next(iter(results.values())).scheme
     shared: dict[str, Grid] = {}
-    if scheme.granularity in ("per_tensor", "per_block") or scheme.scale_format == "e4m3":  # rows have no scales of their own
+    # rows have no scales of their own
+    if scheme.granularity in ("per_tensor", "per_block") or scheme.scale_format == "e4m3":
         shared = weight_grids(weights, scheme, scale_dtype=scale_dtype, workers=workers)
 
     def nearest(name: str, rows: slice | Tensor) -> QTensor:
         part = {name: weights[name][rows]}
-        grids = {name: _grid_rows(shared[name], rows)} if shared else weight_grids(part, scheme, scale_dtype=scale_dtype)
+        grids = (
+            {name: _grid_rows(shared[name], rows)}
+            if shared
+            else weight_grids(part, scheme, scale_dtype=scale_dtype)
+        )
         return rounded(part, grids, scheme)[name]
 
     def one(name: str) -> dict[str, JSON]:
         weight, result = weights[name], results[name]
         rows = sampled_rows(weight.shape[0], most=ROWS, device=weight.device)
         exact = weight[rows].float()
-        errors = [made.dequantize().sub_(exact) for made in (_rows(result, rows), nearest(name, rows))]
-        power, error, error_rtn = moment.powers(torch.cat([exact, *errors])).reshape(3, -1).sum(dim=1).tolist()  # [3, R]
+        errors = [
+            made.dequantize().sub_(exact) for made in (_rows(result, rows), nearest(name, rows))
+        ]
+        # [3, R]
+        power, error, error_rtn = (
+            moment.powers(torch.cat([exact, *errors])).reshape(3, -1).sum(dim=1).tolist()
+        )
         return {
             "output_error": _ratio(error, power),
             "output_error_rtn": _ratio(error_rtn, power),
-            "same_as_rtn": all(_equal(_rows(result, part), nearest(name, part)) for part in groups.row_units(weight)),
+            "same_as_rtn": all(
+                _equal(_rows(result, part), nearest(name, part))
+                for part in groups.row_units(weight)
+            ),
         }
 
     return dict(zip(weights, workers.map(one, weights), strict=True))
@@ -139,7 +155,12 @@ def _grid_rows(grid: Grid, rows: slice | Tensor) -> Grid:
 def _rows(weight: QTensor, rows: slice | Tensor) -> QTensor:
     """Return some rows of a quantized weight."""
     grid = _grid_rows(Grid(scale=weight.scale, zero_point=weight.zero_point, zero_groups=0), rows)
-    return QTensor(qvalue=weight.qvalue[rows], scale=grid.scale, zero_point=grid.zero_point, scheme=weight.scheme)
+    return QTensor(
+        qvalue=weight.qvalue[rows],
+        scale=grid.scale,
+        zero_point=grid.zero_point,
+        scheme=weight.scheme,
+    )
 
 
 def _equal(mine: QTensor, other: QTensor) -> bool:
@@ -148,4 +169,8 @@ def _equal(mine: QTensor, other: QTensor) -> bool:
         mine.qvalue.view(torch.uint8), other.qvalue.view(torch.uint8)
     ):
         return False
-    return mine.zero_point is None or other.zero_point is None or torch.equal(mine.zero_point, other.zero_point)
+    return (
+        mine.zero_point is None
+        or other.zero_point is None
+        or torch.equal(mine.zero_point, other.zero_point)
+    )

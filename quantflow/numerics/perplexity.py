@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from quantflow.core.groups import spans
 from quantflow.errors import InputError
 
-# Logits in work at once: 4 MiB in float32. The C library maps larger blocks anew each time, and touching fresh pages takes
-# three times as long as the arithmetic. Rows do not depend on each other, so it changes no bit.
+# Logits in work at once: 4 MiB in float32. The C library maps larger blocks anew each time, and
+# touching fresh pages takes three times as long as the arithmetic. Rows do not depend on each
+# other, so it changes no bit.
 _AT_ONCE = 2**20
 
 # token ids [S] int64 -> logits [S, V]
@@ -42,9 +43,15 @@ def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
         name: whose logits they are, for the message.
 
     Raises:
-        InputError: shapes differ, nothing to predict, a token outside the vocabulary, a logit that is not finite.
+        InputError: shapes differ, nothing to predict, a token outside the vocabulary, a logit that
+            is not finite.
     """
-    if tokens.ndim != 1 or logits.ndim != 2 or logits.shape[0] != tokens.shape[0] or tokens.shape[0] < 2:
+    if (
+        tokens.ndim != 1
+        or logits.ndim != 2
+        or logits.shape[0] != tokens.shape[0]
+        or tokens.shape[0] < 2
+    ):
         raise InputError(
             f"{name}: logits {list(logits.shape)} for tokens {list(tokens.shape)}",
             "give logits [S, V] for token ids [S], S at least 2",
@@ -55,12 +62,14 @@ def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
             f"{name}: token ids span {low}..{high}, the vocabulary has {logits.shape[1]}",
             "use the model's own tokenizer",
         )
-    finite = torch.cat([torch.isfinite(logits[rows]).all(dim=-1) for rows in row_blocks(logits)])  # [S]
+    # [S]
+    finite = torch.cat([torch.isfinite(logits[rows]).all(dim=-1) for rows in row_blocks(logits)])
     if not finite.all():
         position = int((~finite).nonzero()[0])
         raise InputError(
             f"{name}: logits at position {position} hold NaN or Inf",
-            "the weights or scales are damaged, or the dtype overflows; verify the artifact and try dtype float32",
+            "the weights or scales are damaged, or the dtype overflows; verify the artifact and "
+            "try dtype float32",
         )
 
 

@@ -1,12 +1,14 @@
 """Products of matrices on the CPU, by what is fast there.
 
-float32: by oneDNN where there is AVX-512, by what torch takes otherwise. torch takes MKL, which leaves AVX-512 alone on CPUs
-that are not Intel's; on an AMD CPU that has it oneDNN takes half the time.
-Both are float32 throughout and differ in the order of their sums, which for one shape on one thread is always the same. oneDNN
-is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows repay: for calibration text, not for a token at a time.
+float32: by oneDNN where there is AVX-512, by what torch takes otherwise. torch takes MKL, which
+leaves AVX-512 alone on CPUs that are not Intel's; on an AMD CPU that has it oneDNN takes half the
+time. Both are float32 throughout and differ in the order of their sums, which for one shape on one
+thread is always the same. oneDNN is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows
+repay: for calibration text, not for a token at a time.
 
-bfloat16: oneDNN needs AVX-512 for it, and what torch takes without is several times slower than float32. There matrices are
-widened: products of two bfloat16 are exact in float32, so both ways differ in the order of their sums alone.
+bfloat16: oneDNN needs AVX-512 for it, and what torch takes without is several times slower than
+float32. There matrices are widened: products of two bfloat16 are exact in float32, so both ways
+differ in the order of their sums alone.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -51,8 +53,15 @@ def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
 class _Widened(TorchFunctionMode):
     """Computes `linear` of bfloat16 on the CPU in float32, of a part of the weight's rows at a time, and rounds once."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear and len(args) > 1 and args[0].dtype == torch.bfloat16 and args[0].device.type == "cpu":
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            function is functional.linear
+            and len(args) > 1
+            and args[0].dtype == torch.bfloat16
+            and args[0].device.type == "cpu"
+        ):
             return _linear(*args, **kwargs or {})
         return function(*args, **kwargs or {})
 

@@ -13,29 +13,43 @@ from quantflow.numerics.grid import Grid
 
 
 def rounded(
-    weights: Mapping[str, Tensor], grids: Mapping[str, Grid], scheme: TensorScheme, *, workers: Workers = SEQUENTIAL
+    weights: Mapping[str, Tensor],
+    grids: Mapping[str, Grid],
+    scheme: TensorScheme,
+    *,
+    workers: Workers = SEQUENTIAL,
 ) -> dict[str, QTensor]:
     """Return the weights of a group, rounded.
 
     Args:
-        weights: name -> [O, I], any float dtype, finite; not modified. `groups.row_units` of them are converted at a time.
+        weights: name -> [O, I], any float dtype, finite; not modified. `groups.row_units` of them
+            are converted at a time.
         grids: name -> its grid, as `weight_grids` makes them for this scheme.
         scheme: any.
         workers: run units of rows; how many there are changes nothing but the time.
     """
     dtype = qvalue_dtype(scheme)
     qvalues = {
-        name: torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name, weight in weights.items()
+        name: torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+        for name, weight in weights.items()
     }
 
     def quantize(unit: tuple[str, slice]) -> None:
         name, rows = unit
         scale, zero_point = grids[name].rows(rows)
-        split = groups.to_groups(weights[name][rows].float(), weights[name].shape[1] // scale.shape[1])  # [O, G, g]
+        # [O, G, g]
+        split = groups.to_groups(
+            weights[name][rows].float(), weights[name].shape[1] // scale.shape[1]
+        )
         zero_point = None if zero_point is None else zero_point[..., None]
-        qvalues[name][rows] = affine.quantize(split, scale[..., None], zero_point, scheme).flatten(1)
+        qvalues[name][rows] = affine.quantize(split, scale[..., None], zero_point, scheme).flatten(
+            1
+        )
 
-    workers.map(quantize, [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)])
+    workers.map(
+        quantize,
+        [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)],
+    )
     return {
         name: QTensor(
             qvalue=qvalues[name],

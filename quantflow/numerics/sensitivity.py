@@ -1,14 +1,15 @@
 """What rounding a weight is expected to cost the whole model: the KL divergence, from the Fisher information of its linear.
 
-Near the original model a change e [O, I] of a weight changes the output of token t by e x_t, and the divergence of all tokens
-by about 1/2 sum_t sum_o g_to^2 (e_o x_t)^2, g the gradient of the model's own loss by the output. Rounding errors of different
-columns are taken to be independent, and the sum over tokens of g_o^2 x_i^2 to be the product of a factor per row and one per
-column, whose sums over rows and columns were measured (`quantflow.observers.fisher`):
+Near the original model a change e [O, I] of a weight changes the output of token t by e x_t, and
+the divergence of all tokens by about 1/2 sum_t sum_o g_to^2 (e_o x_t)^2, g the gradient of the
+model's own loss by the output. Rounding errors of different columns are taken to be independent,
+and the sum over tokens of g_o^2 x_i^2 to be the product of a factor per row and one per column,
+whose sums over rows and columns were measured (`quantflow.observers.fisher`):
 
     divergence  ~  1/2 sum_oi e_oi^2 F_o A_i / mean(F)      in nats, over all tokens
 
-Source: LeCun et al. 1990, "Optimal brain damage"; Dong et al. 2019, arXiv:1911.03852 (HAWQ-V2), which chooses bits of layers
-by second derivatives times squared rounding errors.
+Source: LeCun et al. 1990, "Optimal brain damage"; Dong et al. 2019, arXiv:1911.03852 (HAWQ-V2),
+which chooses bits of layers by second derivatives times squared rounding errors.
 """
 
 import torch
@@ -20,7 +21,8 @@ from quantflow.errors import StatisticsError
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 
-ROWS = 512  # of a weight that are looked at, evenly spaced: enough for a sum over rows; part of the result
+# of a weight that are looked at, evenly spaced: enough for a sum over rows; part of the result
+ROWS = 512
 
 
 def sampled_rows(count: int, *, most: int = ROWS, device: torch.device | None = None) -> Tensor:
@@ -46,7 +48,8 @@ def predicted_divergence(
         scheme: int, per channel or per group.
         name: of the linear, for messages.
         row_factors: [O], the sum over tokens of the squared gradient by each output.
-        column_factors: [I], the sum over tokens of each squared input times the mean squared gradient of the token.
+        column_factors: [I], the sum over tokens of each squared input times the mean squared
+            gradient of the token.
         scale_dtype: the dtype in which the layout stores scales.
         either_sign: whether they may be negative (`quantflow.numerics.grid.either_sign`).
 
@@ -58,14 +61,22 @@ def predicted_divergence(
     rows = sampled_rows(row_factors.numel())
     if weight.shape != (rows.numel(), column_factors.numel()):
         raise StatisticsError(
-            f"{name}: weight is {list(weight.shape)}, its factors are [{row_factors.numel()}] and [{column_factors.numel()}]",
+            f"{name}: weight is {list(weight.shape)}, its factors are [{row_factors.numel()}] "
+            f"and [{column_factors.numel()}]",
             "measure this model",
         )
     chosen = row_factors[rows]
     if not chosen.sum() > 0 or not column_factors.sum() > 0:
         return 0.0
-    importance = column_factors / column_factors.mean() + 0.01  # damped as gptq's: an unseen channel still matters a little
-    grids = weight_grids({name: weight}, scheme, scale_dtype=scale_dtype, importance=importance, either_sign=either_sign)
+    # damped as gptq's: an unseen channel still matters a little
+    importance = column_factors / column_factors.mean() + 0.01
+    grids = weight_grids(
+        {name: weight},
+        scheme,
+        scale_dtype=scale_dtype,
+        importance=importance,
+        either_sign=either_sign,
+    )
     error = rounded({name: weight}, grids, scheme)[name].dequantize() - weight.float()  # [R, I]
     total = torch.zeros((), dtype=torch.float64)
     for part in groups.row_units(error):

@@ -2,8 +2,9 @@
 
     x @ W.T  =  (x / s) @ (W * s).T
 
-The division is folded into what x comes from, so the model computes the same function with no extra step: a norm multiplies
-by weights of its own, which are divided; a linear that x is a multiple of, channel by channel, has its rows divided.
+The division is folded into what x comes from, so the model computes the same function with no extra
+step: a norm multiplies by weights of its own, which are divided; a linear that x is a multiple of,
+channel by channel, has its rows divided.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,8 @@ from quantflow.core.result import JSON
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, StatisticsError
 
-# Beyond four decades a channel is damaged rather than large, and float16 norms run out of exponents.
+# Beyond four decades a channel is damaged rather than large, and float16 norms run out of
+# exponents.
 SMALLEST, LARGEST = 1e-4, 1e4
 
 _DIVIDED = ("channel_amax", "min_val", "max_val", "abs_sum", "rows", "seen_min", "seen_max")
@@ -28,11 +30,13 @@ class Absorber:
     """What the factors of a fold are divided out of: a norm, or a linear.
 
     Attributes:
-        norm_weight: [I], in the dtype in which it is stored; the norm multiplies by it (not by 1 + it). None for a linear.
-        repeats: how many heads of the fold's input come from one head of the linear's output; these share their factors.
+        norm_weight: [I], in the dtype in which it is stored; the norm multiplies by it (not by 1 +
+            it). None for a linear.
+        repeats: how many heads of the fold's input come from one head of the linear's output; these
+            share their factors.
         head_dim: features of a head.
-        exact: the linear has values that are stored in fewer bits than they are computed in, such as a bias: factors are
-            powers of two, by which nothing is rounded.
+        exact: the linear has values that are stored in fewer bits than they are computed in, such
+            as a bias: factors are powers of two, by which nothing is rounded.
     """
 
     norm_weight: Tensor | None = None
@@ -58,8 +62,8 @@ class Fold:
         weights: name -> [O, I], float; not modified.
         schemes: name -> how it will be quantized.
         scale_dtypes: name -> the dtype in which its layout stores scales.
-        statistics: of the input, by their names; `rows` are some of its rows, [R, I], and `seen_min` and `seen_max` [I] its
-            range in other text than theirs.
+        statistics: of the input, by their names; `rows` are some of its rows, [R, I], and
+            `seen_min` and `seen_max` [I] its range in other text than theirs.
     """
 
     weights: Mapping[str, Tensor]
@@ -76,7 +80,10 @@ class Fold:
             InputError: the fold is empty, or its linears read inputs of different widths.
         """
         if not self.weights:
-            raise InputError("transforms: the fold has no linears", "fold at least one linear that reads the norm")
+            raise InputError(
+                "transforms: the fold has no linears",
+                "fold at least one linear that reads the norm",
+            )
         norm = self.absorber.norm_weight
         features = next(iter(self.weights.values())).shape[-1] if norm is None else norm.shape[0]
         for name, weight in self.weights.items():
@@ -100,12 +107,18 @@ class Fold:
         value, linear = self.statistics.get(name), next(iter(self.weights))
         if value is None:
             raise StatisticsError(
-                f"{linear}|input|{name}: the measurement does not hold it", f"measure again with --stats that include {name}"
+                f"{linear}|input|{name}: the measurement does not hold it",
+                f"measure again with --stats that include {name}",
             )
-        known = tuple(size for size, wanted in zip(value.shape, shape, strict=False) if wanted is not None or size == 0)
+        known = tuple(
+            size
+            for size, wanted in zip(value.shape, shape, strict=False)
+            if wanted is not None or size == 0
+        )
         if value.ndim != len(shape) or known != tuple(size for size in shape if size is not None):
             raise StatisticsError(
-                f"{linear}: {name} is {list(value.shape)}, the fold needs {list(shape)}", "measure with this model"
+                f"{linear}: {name} is {list(value.shape)}, the fold needs {list(shape)}",
+                "measure with this model",
             )
         return value
 
@@ -115,9 +128,12 @@ class Smoothing:
     """What a fold needs.
 
     Attributes:
-        factors: [I] float32, positive; the linears' columns are multiplied by them, what they read is divided by them.
-        divisors: what the absorber's outputs are divided by: the factors, or for shared heads one of each.
-        norm_weight: [I], the norm's new weight in its stored dtype; norm_weight * factors is the old weight. None for a linear.
+        factors: [I] float32, positive; the linears' columns are multiplied by them, what they read
+            is divided by them.
+        divisors: what the absorber's outputs are divided by: the factors, or for shared heads one
+            of each.
+        norm_weight: [I], the norm's new weight in its stored dtype; norm_weight * factors is the
+            old weight. None for a linear.
     """
 
     factors: Tensor
@@ -141,9 +157,10 @@ class Outcome:
 def fitted(wanted: Tensor, *, absorber: Absorber, carries: Tensor) -> Smoothing:
     """Return the factors nearest to those wanted that the absorber can hold.
 
-    A norm is stored in its own dtype, often bfloat16, so its new weight is rounded first and the factors are what it was
-    really divided by. A channel keeps factor 1 when it carries nothing, when its norm weight is zero, and when the new norm
-    weight would leave the normal range of the dtype.
+    A norm is stored in its own dtype, often bfloat16, so its new weight is rounded first and the
+    factors are what it was really divided by. A channel keeps factor 1 when it carries nothing,
+    when its norm weight is zero, and when the new norm weight would leave the normal range of the
+    dtype.
 
     Args:
         wanted: [I], positive where `carries`; shared as the absorber shares.
@@ -168,7 +185,8 @@ def apply_(absorber: nn.Module, linears: Iterable[nn.Linear], *, smoothing: Smoo
     """Fold `smoothing` into an absorber and the linears that read it; modifies their weights in place.
 
     Args:
-        absorber: a norm with `weight` [I], or a linear with `weight` [C, K]; maybe with `bias`, which is divided too.
+        absorber: a norm with `weight` [I], or a linear with `weight` [C, K]; maybe with `bias`,
+            which is divided too.
         linears: each weight [O, I]; the product is rounded to the weight's dtype.
         smoothing: what a transform made for them.
     """
@@ -189,7 +207,8 @@ def apply_again_(weight: Tensor, *, columns: Tensor | None, divisors: Tensor | N
 
     Args:
         weight: [O, I] float32.
-        columns: [I], the product of the factors of what it reads; None where nothing was folded there.
+        columns: [I], the product of the factors of what it reads; None where nothing was folded
+            there.
         divisors: [O], that of the divisors of what it puts out, likewise.
     """
     if divisors is not None:
@@ -201,8 +220,8 @@ def apply_again_(weight: Tensor, *, columns: Tensor | None, divisors: Tensor | N
 def smooth_statistics(stats: Mapping[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
     """Return the statistics of a fold's input as they would have been measured after smoothing.
 
-    amax is taken again from the channels; a histogram cannot be divided per channel and is dropped, as is an amax
-    without channels. Shapes and dtypes stay.
+    amax is taken again from the channels; a histogram cannot be divided per channel and is dropped,
+    as is an amax without channels. Shapes and dtypes stay.
 
     Args:
         stats: statistic name -> tensor, of one input; not modified.
@@ -220,7 +239,9 @@ def smooth_statistics(stats: Mapping[str, Tensor], factors: Tensor) -> dict[str,
         elif name == "count":
             smoothed[name] = value
         elif name not in _DERIVED_OR_DROPPED:
-            raise StatisticsError(f"smoothing: statistic {name} has no rule for it", "measure without it")
+            raise StatisticsError(
+                f"smoothing: statistic {name} has no rule for it", "measure without it"
+            )
     if "amax" in stats and "channel_amax" in smoothed:
         smoothed["amax"] = smoothed["channel_amax"].amax()
     elif "amax" in stats and "min_val" in smoothed and "max_val" in smoothed:
@@ -239,6 +260,8 @@ def column_amax(weights: Mapping[str, Tensor], *, features: int) -> Tensor:
     for name, weight in weights.items():
         of_columns = weight.abs().amax(dim=0).float()
         if not torch.isfinite(of_columns).all():
-            raise InputError(f"{name}: weight holds NaN or Inf", "the checkpoint is damaged; download it again")
+            raise InputError(
+                f"{name}: weight holds NaN or Inf", "the checkpoint is damaged; download it again"
+            )
         amax = torch.maximum(amax, of_columns)
     return amax

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from quantflow.errors import StatisticsError
 
-LARGER, SMALLER, ADDED = "maximum", "minimum", "added"  # of ranks that saw other samples; written into unified measurements
-JOINED, ONCE, FOLDED = "concatenated", "taken once", "folded"  # of cards that hold other channels of the same samples
+# of ranks that saw other samples; written into unified measurements
+LARGER, SMALLER, ADDED = "maximum", "minimum", "added"
+# of cards that hold other channels of the same samples
+JOINED, ONCE, FOLDED = "concatenated", "taken once", "folded"
 
 
 def _alone(channels: int) -> tuple[int, ...]:
@@ -35,12 +37,14 @@ class Statistic:
     Attributes:
         name: in measurement files.
         fold: LARGER, SMALLER or ADDED: how ranks that saw other samples merge theirs.
-        cards: JOINED, ONCE or FOLDED: how cards that hold other channels of the same samples merge theirs; None where the
-            whole does not follow from the parts, and `remedy` says what to do instead.
+        cards: JOINED, ONCE or FOLDED: how cards that hold other channels of the same samples merge
+            theirs; None where the whole does not follow from the parts, and `remedy` says what to
+            do instead.
         dtype: of the tensor.
         shape: of the tensor, from the number of channels C.
         cut: the part of some channels; None where it does not follow from the whole.
-        maximum_of: the statistic whose channels this is the maximum of, so that a part has its own where that one is there.
+        maximum_of: the statistic whose channels this is the maximum of, so that a part has its own
+            where that one is there.
         diagonal: of a matrix, the values that cannot be negative; None for any other statistic.
         negative: whether its values are at most 0, others are at least 0.
         remedy: what to do where `cards` is None.
@@ -72,7 +76,8 @@ class Statistic:
         return self.dtype.itemsize * prod(self.shape(channels))
 
 
-COUNT = Statistic(name="count", fold=ADDED, cards=ONCE, dtype=torch.int64)  # of every sum, and of what a router sends
+# of every sum, and of what a router sends
+COUNT = Statistic(name="count", fold=ADDED, cards=ONCE, dtype=torch.int64)
 
 
 def table(*statistics: Statistic) -> Mapping[str, Statistic]:
@@ -103,13 +108,16 @@ def finite_rows(x: Tensor, features: int | None, *, observer: str) -> Tensor:
     """
     shape = list(x.shape)
     if not x.is_floating_point() or x.ndim == 0:
-        raise StatisticsError(f"{observer}: {x.dtype} {shape}, expected float [..., features]", "observe activations")
+        raise StatisticsError(
+            f"{observer}: {x.dtype} {shape}, expected float [..., features]", "observe activations"
+        )
     if features is not None and x.shape[-1] != features:
         raise StatisticsError(
             f"{observer}: input {shape} has {x.shape[-1]} features, the observer {features}",
             "use an observer per tensor",
         )
-    rows = x.detach().float().flatten(0, -2) if x.ndim > 1 else x.detach().float()[None]  # [N, features]
+    # [N, features]
+    rows = x.detach().float().flatten(0, -2) if x.ndim > 1 else x.detach().float()[None]
     if rows.numel() and not all(torch.isfinite(end) for end in torch.aminmax(rows)):
         raise StatisticsError(
             f"{observer}: input {shape} holds {_describe_non_finite(rows)}",
@@ -123,24 +131,33 @@ def _describe_non_finite(rows: Tensor) -> str:
 
 
 def checked_state(
-    state: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]], *, observer: str
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]],
+    *,
+    observer: str,
 ) -> tuple[Tensor, ...]:
     """Return the tensors of a state in the order of `expected`.
 
     Args:
         state: statistic name -> tensor.
-        expected: statistic name -> (dtype, shape); None is a size that is free but the same wherever it is None.
+        expected: statistic name -> (dtype, shape); None is a size that is free but the same
+            wherever it is None.
         observer: its name, for the message.
 
     Raises:
-        StatisticsError: a statistic is missing or superfluous, has another dtype or shape, or is not finite.
+        StatisticsError: a statistic is missing or superfluous, has another dtype or shape, or is
+            not finite.
     """
     if set(state) != set(expected):
-        raise StatisticsError(f"{observer}: state has {sorted(state)}, expected {sorted(expected)}", "measure again")
+        raise StatisticsError(
+            f"{observer}: state has {sorted(state)}, expected {sorted(expected)}", "measure again"
+        )
     free: set[int] = set()
     for name, (dtype, shape) in expected.items():
         value = state[name]
-        matches = value.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
+        matches = value.ndim == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, value.shape, strict=True)
+        )
         if value.dtype != dtype or not matches:
             raise StatisticsError(
                 f"{observer}: {name} is {value.dtype} {list(value.shape)}, expected {dtype} "
@@ -148,8 +165,11 @@ def checked_state(
                 "measure again",
             )
         free.update(have for want, have in zip(shape, value.shape, strict=True) if want is None)
-        if value.numel() and not all(torch.isfinite(end) for end in torch.aminmax(value)):  # no copy of a matrix
-            raise StatisticsError(f"{observer}: {name} holds {_describe_non_finite(value)}", "measure again")
+        # no copy of a matrix
+        if value.numel() and not all(torch.isfinite(end) for end in torch.aminmax(value)):
+            raise StatisticsError(
+                f"{observer}: {name} holds {_describe_non_finite(value)}", "measure again"
+            )
     if len(free) > 1:
         raise StatisticsError(f"{observer}: the state has {sorted(free)} features", "measure again")
     return tuple(state[name] for name in expected)
@@ -162,7 +182,9 @@ def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
         StatisticsError: naming the statistic and its lowest value.
     """
     if value.numel() and value.min() < 0:
-        raise StatisticsError(f"{observer}: {name} holds {value.min().item()}, it is at least 0", "measure again")
+        raise StatisticsError(
+            f"{observer}: {name} holds {value.min().item()}, it is at least 0", "measure again"
+        )
 
 
 def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, observer: str) -> None:
@@ -180,7 +202,10 @@ def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, obser
         StatisticsError: naming the largest value.
     """
     parts = torch.split(rows, [len(held) for held in squares], dim=1)
-    finite = [torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all() for part, held in zip(parts, squares, strict=True)]
+    finite = [
+        torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all()
+        for part, held in zip(parts, squares, strict=True)
+    ]
     if not torch.stack(finite).all():  # one answer of a device for all parts
         raise StatisticsError(
             f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",

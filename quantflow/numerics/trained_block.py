@@ -16,9 +16,11 @@ class TrainedBlock:
 
     Attributes:
         samples: how many sequences there are, at least 1.
-        running: takes linear -> weight [O, I] float32; a context in which the layer runs with these, and whose value runs a
-            sequence, as it comes from the quantized layers before. Gradients flow to the weights where they are enabled.
-        target: returns what the original layer makes of a sequence as it comes from the original layers before, [1, S, H].
+        running: takes linear -> weight [O, I] float32; a context in which the layer runs with
+            these, and whose value runs a sequence, as it comes from the quantized layers before.
+            Gradients flow to the weights where they are enabled.
+        target: returns what the original layer makes of a sequence as it comes from the original
+            layers before, [1, S, H].
     """
 
     samples: int

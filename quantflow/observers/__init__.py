@@ -1,12 +1,13 @@
 """What to remember about a tensor while data flows, one class per file, small enough to merge over ranks.
 
-An observer is shown samples (`update`), folds in what another one saw (`merge`), and is a dict of named tensors
-(`state`, `from_state`); the names are the statistic names in measurement files. It refuses NaN and Inf. The state is where
-the observer was made (`Device.factories`), and so are its samples. An unseen observer is all zeros, and merging it changes
-nothing.
+An observer is shown samples (`update`), folds in what another one saw (`merge`), and is a dict of
+named tensors (`state`, `from_state`); the names are the statistic names in measurement files. It
+refuses NaN and Inf. The state is where the observer was made (`Device.factories`), and so are its
+samples. An unseen observer is all zeros, and merging it changes nothing.
 
-Each class says what others have to know of its statistics (`STATISTICS`): how ranks merge them, how cards cut and join them,
-their bytes. `quantflow/measurements` and `quantflow/planning` ask here, and a statistic that no observer has is refused.
+Each class says what others have to know of its statistics (`STATISTICS`): how ranks merge them, how
+cards cut and join them, their bytes. `quantflow/measurements` and `quantflow/planning` ask here,
+and a statistic that no observer has is refused.
 
 | observer     | statistics                    | merge over ranks                |
 |--------------|-------------------------------|---------------------------------|
@@ -95,11 +96,17 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
 )
 
 STATISTICS: Mapping[str, Statistic] = MappingProxyType(
-    {name: statistic for observer in OBSERVERS.values() for name, statistic in observer.STATISTICS.items()}
+    {
+        name: statistic
+        for observer in OBSERVERS.values()
+        for name, statistic in observer.STATISTICS.items()
+    }
 )
-ON_THE_WAY_BACK = frozenset({"gradient", "guided_input"})  # sites that are seen while gradients are taken
+# sites that are seen while gradients are taken
+ON_THE_WAY_BACK = frozenset({"gradient", "guided_input"})
 MEASURED = (AmaxObserver, ChannelAmaxObserver, MinMaxObserver, MeanAbsObserver, HistogramObserver)
-DEFAULT = tuple(observer.NAME for observer in MEASURED)  # what measure runs where nothing is asked for
+# what measure runs where nothing is asked for
+DEFAULT = tuple(observer.NAME for observer in MEASURED)
 
 
 def observer_named(name: str) -> type[Observer]:
@@ -120,7 +127,9 @@ def statistic_named(name: str) -> Statistic:
         StatisticsError: no observer has it.
     """
     if name not in STATISTICS:
-        raise StatisticsError(f"statistic {name!r}: no observer has it, so none says how it merges", "measure again")
+        raise StatisticsError(
+            f"statistic {name!r}: no observer has it, so none says how it merges", "measure again"
+        )
     return STATISTICS[name]
 
 
@@ -162,5 +171,11 @@ def observers_for(needs: Iterable[str]) -> tuple[str, ...]:
     wanted = set(needs)
     if not wanted <= set(STATISTICS):
         unknown = sorted(wanted - set(STATISTICS))
-        raise UsageError(f"statistics {unknown} are unknown", f"use some of {', '.join(sorted(STATISTICS))}")
-    return tuple(name for name, observer in OBSERVERS.items() if wanted & (set(observer.STATISTICS) - {COUNT.name}))
+        raise UsageError(
+            f"statistics {unknown} are unknown", f"use some of {', '.join(sorted(STATISTICS))}"
+        )
+    return tuple(
+        name
+        for name, observer in OBSERVERS.items()
+        if wanted & (set(observer.STATISTICS) - {COUNT.name})
+    )

@@ -15,7 +15,8 @@ AMAX = Statistic(name="amax", fold=LARGER, cards=FOLDED, maximum_of="channel_ama
 class AmaxObserver:
     """Largest |x| seen.
 
-    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (amax 0) is neutral.
+    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (amax 0)
+    is neutral.
 
     Args:
         features: size of the last dimension of every x, or None for any.
@@ -66,6 +67,8 @@ class AmaxObserver:
             StatisticsError: the state is not one of this observer's.
         """
         observer = cls()
-        (observer._amax,) = statistics.checked_state(state, {"amax": (torch.float32, ())}, observer=cls.NAME)
+        (observer._amax,) = statistics.checked_state(
+            state, {"amax": (torch.float32, ())}, observer=cls.NAME
+        )
         statistics.refuse_negative(observer._amax, "amax", observer=cls.NAME)
         return observer

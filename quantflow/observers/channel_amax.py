@@ -9,13 +9,16 @@ from torch import Tensor
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import JOINED, LARGER, Statistic, part_of, per_channel
 
-CHANNEL_AMAX = Statistic(name="channel_amax", fold=LARGER, cards=JOINED, shape=per_channel, cut=part_of)
+CHANNEL_AMAX = Statistic(
+    name="channel_amax", fold=LARGER, cards=JOINED, shape=per_channel, cut=part_of
+)
 
 
 class ChannelAmaxObserver:
     """Largest |x| seen in each feature.
 
-    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (zeros) is neutral.
+    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (zeros)
+    is neutral.
 
     Args:
         features: size C of the last dimension of every x.
@@ -45,7 +48,9 @@ class ChannelAmaxObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._channel_amax.shape, other._channel_amax.shape, observer=self.NAME)
+        statistics.refuse_other_shape(
+            self._channel_amax.shape, other._channel_amax.shape, observer=self.NAME
+        )
         self._channel_amax = torch.maximum(self._channel_amax, other._channel_amax)
 
     @classmethod

@@ -13,8 +13,8 @@ from quantflow.numerics.statistics import COUNT, Statistic
 class CountObserver:
     """How many rows were seen, whatever they hold.
 
-    Algebra: merge is associative and commutative, exactly; an unseen observer (0) is neutral. Not idempotent: what is merged
-    twice counts twice.
+    Algebra: merge is associative and commutative, exactly; an unseen observer (0) is neutral. Not
+    idempotent: what is merged twice counts twice.
 
     Args:
         features: size of the last dimension of every x, or None for any.
@@ -35,7 +35,9 @@ class CountObserver:
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
         """
-        self._count = self._count + statistics.finite_rows(x, self._features, observer=self.NAME).shape[0]
+        self._count = (
+            self._count + statistics.finite_rows(x, self._features, observer=self.NAME).shape[0]
+        )
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""
@@ -63,6 +65,8 @@ class CountObserver:
             StatisticsError: the state is not one of this observer's.
         """
         observer = cls()
-        (observer._count,) = statistics.checked_state(state, {"count": (torch.int64, ())}, observer=cls.NAME)
+        (observer._count,) = statistics.checked_state(
+            state, {"count": (torch.int64, ())}, observer=cls.NAME
+        )
         statistics.refuse_negative(observer._count, "count", observer=cls.NAME)
         return observer

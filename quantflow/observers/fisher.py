@@ -10,24 +10,30 @@ from quantflow.core import groups
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
-_ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
+# whose float64 copy a core's cache holds; part of the result's last digits, because it orders the
+# sum
+_ROWS_AT_ONCE = 32
 
 
-SQUARE_SUM = Statistic(name="square_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of)
+SQUARE_SUM = Statistic(
+    name="square_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of
+)
 
 
 class FisherObserver:
     """Sum of squares of each channel, in float64, and how many samples it is over.
 
-    It is shown two tensors of a linear: the gradient of the loss by its output, [..., O], and its input, each token of it
-    times the root mean square of that gradient, [..., I]. Rounding errors e [O, I] of the weight then cost, summed over the
-    tokens, about 1/2 sum_oi e_oi^2 F_o A_i / mean(F) nats, F and A the two sums: the mean of g_o^2 x_i^2 over tokens is
-    taken to be a product of one factor per row and one per column, as the sums over rows and over columns have it.
+    It is shown two tensors of a linear: the gradient of the loss by its output, [..., O], and its
+    input, each token of it times the root mean square of that gradient, [..., I]. Rounding errors e
+    [O, I] of the weight then cost, summed over the tokens, about 1/2 sum_oi e_oi^2 F_o A_i /
+    mean(F) nats, F and A the two sums: the mean of g_o^2 x_i^2 over tokens is taken to be a product
+    of one factor per row and one per column, as the sums over rows and over columns have it.
 
-    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order. The count is exact.
-    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
-    Source: the diagonal of the Fisher information as a weight of squared errors is Optimal Brain Damage's (LeCun et al.
-    1990); one factor per row and one per column is K-FAC's (Martens, Grosse 2015, arXiv:1503.05671), here of diagonals.
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
+    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    twice. Source: the diagonal of the Fisher information as a weight of squared errors is Optimal
+    Brain Damage's (LeCun et al. 1990); one factor per row and one per column is K-FAC's (Martens,
+    Grosse 2015, arXiv:1503.05671), here of diagonals.
 
     Args:
         features: size C of the last dimension of every x.
@@ -59,7 +65,9 @@ class FisherObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._square_sum.shape, other._square_sum.shape, observer=self.NAME)
+        statistics.refuse_other_shape(
+            self._square_sum.shape, other._square_sum.shape, observer=self.NAME
+        )
         self._square_sum = self._square_sum + other._square_sum
         self._count = self._count + other._count
 

@@ -23,16 +23,18 @@ GRADIENT_SUM = Statistic(
 class GradientObserver:
     """Sum of g^T g over all samples, and how many there were.
 
-    It is shown the gradient of the loss by a linear's output, [..., O]. With the second moment of the linear's input it makes
-    up the Kronecker-factored Fisher information of its weight: what rounding errors cost, the whole model considered.
+    It is shown the gradient of the loss by a linear's output, [..., O]. With the second moment of
+    the linear's input it makes up the Kronecker-factored Fisher information of its weight: what
+    rounding errors cost, the whole model considered.
 
     The sum is float32 and whole up to 2048 outputs; of more it is that of blocks of outputs, [O, W]
-    (quantflow/numerics/output_blocks.py). A product is rounded once and added, as in the Hessian of an input. Of gradients in
-    bfloat16 it is one of bfloat16, rounded to it: an entry of the sum is then off by 2^-9 at most, independently of the others.
+    (quantflow/numerics/output_blocks.py). A product is rounded once and added, as in the Hessian of
+    an input. Of gradients in bfloat16 it is one of bfloat16, rounded to it: an entry of the sum is
+    then off by 2^-9 at most, independently of the others.
 
-    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order. The count is exact.
-    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
-    Source: Martens and Grosse 2015, arXiv:1503.05671 (K-FAC), section 3.
+    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
+    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    twice. Source: Martens and Grosse 2015, arXiv:1503.05671 (K-FAC), section 3.
 
     Args:
         features: size C of the last dimension of every x.
@@ -52,14 +54,17 @@ class GradientObserver:
         """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
 
         Raises:
-            StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing is taken in.
+            StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing
+                is taken in.
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         parts = output_blocks.blocks(self._features)
         diagonal = [torch.zeros(part.stop - part.start, device=rows.device) for part in parts]
         if self._sum is not None:
             diagonal = [output_blocks.block_of(self._sum, part).diagonal() for part in parts]
-        statistics.refuse_overflow(rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME)
+        statistics.refuse_overflow(
+            rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME
+        )
         factors = x.detach().reshape(rows.shape) if x.dtype == torch.bfloat16 else rows
         made = [(factors[:, part].T @ factors[:, part]).float() for part in parts]
         if self._sum is None and len(made) == 1:
@@ -96,7 +101,9 @@ class GradientObserver:
         return {"gradient_sum": self._whole(), "count": self._count}
 
     def _whole(self) -> Tensor:
-        return torch.zeros(self._shape, device=self._count.device) if self._sum is None else self._sum
+        return (
+            torch.zeros(self._shape, device=self._count.device) if self._sum is None else self._sum
+        )
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -109,8 +116,15 @@ class GradientObserver:
         Raises:
             StatisticsError: the state is not one of this observer's.
         """
-        count = state["gradient_sum"].shape[0] if "gradient_sum" in state and state["gradient_sum"].ndim else 0
-        expected = {"gradient_sum": (torch.float32, (count, output_blocks.width(count))), "count": (torch.int64, ())}
+        count = (
+            state["gradient_sum"].shape[0]
+            if "gradient_sum" in state and state["gradient_sum"].ndim
+            else 0
+        )
+        expected = {
+            "gradient_sum": (torch.float32, (count, output_blocks.width(count))),
+            "count": (torch.int64, ()),
+        }
         gradient_sum, seen = statistics.checked_state(state, expected, observer=cls.NAME)
         diagonal = output_blocks.diagonal_of(gradient_sum)
         statistics.refuse_negative(diagonal, "the diagonal of gradient_sum", observer=cls.NAME)

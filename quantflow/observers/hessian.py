@@ -11,7 +11,8 @@ from quantflow.numerics import statistics
 from quantflow.numerics.product import operand, product
 from quantflow.numerics.statistics import ADDED, COUNT, Statistic
 
-ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
+# of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
+ROWS = 256
 COLUMNS = 4 * ROWS  # of the sum, that a product has at most; likewise
 
 
@@ -22,27 +23,30 @@ HESSIAN_SUM = Statistic(
     shape=lambda channels: (channels, channels),
     cut=lambda value, part: value[part, part],
     diagonal=Tensor.diagonal,
-    remedy="measure with --stats without hessian; quantize accumulates Hessians itself, on the whole model",
+    remedy="measure with --stats without hessian; quantize accumulates Hessians itself, on the "
+    "whole model",
 )
 
 
 class HessianObserver:
     """Sum of x^T x over all samples, and how many there were.
 
-    The sum is float32: that halves the memory of the largest thing GPTQ needs, and is enough. The product of one call is
-    rounded once and added, so n calls leave an error of about sqrt(n) * 2^-24 in an entry, 7e-7 for 128 of them, of
-    either sign. Errors that are independent make a matrix of a norm at most sqrt(K) times as large, 8e-5 of the diagonal
-    at K = 14336: a hundredth of the damping that GPTQ adds to it. (128 sequences of 2048 tokens at K = 512 were
-    measured at 5e-7 in an entry and at most 4e-6 in norm.)
+    The sum is float32: that halves the memory of the largest thing GPTQ needs, and is enough. The
+    product of one call is rounded once and added, so n calls leave an error of about sqrt(n) *
+    2^-24 in an entry, 7e-7 for 128 of them, of either sign. Errors that are independent make a
+    matrix of a norm at most sqrt(K) times as large, 8e-5 of the diagonal at K = 14336: a hundredth
+    of the damping that GPTQ adds to it. (128 sequences of 2048 tokens at K = 512 were measured at
+    5e-7 in an entry and at most 4e-6 in norm.)
 
-    Only the blocks on and below the diagonal are kept: strips of rows that end at it, half of the whole sum. `state` makes
-    the whole, `take` in little more memory than that. The order of the calls is part of the result's last digits: one call
-    per sequence, in sample order, is the canonical one.
+    Only the blocks on and below the diagonal are kept: strips of rows that end at it, half of the
+    whole sum. `state` makes the whole, `take` in little more memory than that. The order of the
+    calls is part of the result's last digits: one call per sequence, in sample order, is the
+    canonical one.
 
-    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order. The count is exact.
-    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
-    Source: Frantar et al. 2022, arXiv:2210.17323, section 3. Its H = 2 X X^T; GPTQ does not see a constant factor,
-    so the 2 is dropped here.
+    Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
+    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    twice. Source: Frantar et al. 2022, arXiv:2210.17323, section 3. Its H = 2 X X^T; GPTQ does not
+    see a constant factor, so the 2 is dropped here.
 
     Args:
         features: size K of the last dimension of every x.
@@ -55,7 +59,8 @@ class HessianObserver:
     def __init__(self, features: int) -> None:
         """Start with nothing seen; the first samples take the memory, 2 * K * (K + 256) bytes."""
         self._features = features
-        self._strips: list[Tensor] = []  # [rows, stop] each, rows start..stop of the sum; none when unseen
+        # [rows, stop] each, rows start..stop of the sum; none when unseen
+        self._strips: list[Tensor] = []
         self._count = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -67,14 +72,20 @@ class HessianObserver:
         """Take in samples.  x: [..., K], any float dtype; each of its rows counts one.
 
         Raises:
-            StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing is taken in.
+            StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing
+                is taken in.
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         strips = self._strips or _zeros(self._features, device=rows.device)
-        diagonal = [strip[:, span].diagonal() for span, strip in zip(spans(self._features, ROWS), strips, strict=True)]
-        statistics.refuse_overflow(rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME)
-        # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold as
-        # merges do.
+        diagonal = [
+            strip[:, span].diagonal()
+            for span, strip in zip(spans(self._features, ROWS), strips, strict=True)
+        ]
+        statistics.refuse_overflow(
+            rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME
+        )
+        # A product that is rounded once and then added loses less than one that grows in the sum,
+        # and updates then fold as merges do.
         for columns in spans(self._features, COLUMNS):
             right = _turned(rows, columns)
             for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
@@ -100,7 +111,8 @@ class HessianObserver:
 
     def divide_(self, factors: Tensor) -> None:
         """Make this the observer that had seen every x / factors.  factors: [K] float32, not zero."""
-        for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):  # none when unseen
+        # none when unseen
+        for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):
             strip /= factors[span, None]
             strip /= factors[: span.stop]
 
@@ -127,7 +139,9 @@ class HessianObserver:
     def _state(self, strips: Iterable[Tensor]) -> dict[str, Tensor]:
         size, device = self._features, self._count.device
         return {
-            "hessian_sum": _whole(strips, size, device=device) if self._strips else torch.zeros(size, size, device=device),
+            "hessian_sum": _whole(strips, size, device=device)
+            if self._strips
+            else torch.zeros(size, size, device=device),
             "count": self._count,
         }
 
@@ -144,10 +158,14 @@ class HessianObserver:
         """
         expected = {"hessian_sum": (torch.float32, (None, None)), "count": (torch.int64, ())}
         hessian_sum, count = statistics.checked_state(state, expected, observer=cls.NAME)
-        statistics.refuse_negative(hessian_sum.diagonal(), "the diagonal of hessian_sum", observer=cls.NAME)
+        statistics.refuse_negative(
+            hessian_sum.diagonal(), "the diagonal of hessian_sum", observer=cls.NAME
+        )
         statistics.refuse_negative(count, "count", observer=cls.NAME)
         observer = cls(hessian_sum.shape[0])
-        observer._strips = [hessian_sum[span, : span.stop].clone() for span in spans(observer._features, ROWS)]
+        observer._strips = [
+            hessian_sum[span, : span.stop].clone() for span in spans(observer._features, ROWS)
+        ]
         observer._count = count
         return observer
 
@@ -155,10 +173,11 @@ class HessianObserver:
 def shrink_(hessian_sum: Tensor) -> None:
     """Add the mean of its diagonal to a Hessian's diagonal: what was seen then counts half, that all features are alike half.
 
-    Of few samples most directions of the input were not seen, and what was seen of the others is largely chance. With as many
-    samples as features GPTQ makes up for rounding errors along chance; shrunk it is better than round to nearest for any
-    number of samples (benchmarks/expert_tokens.py). A sum of nothing stays one of nothing.
-    Source: Ledoit and Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices", with one half as
+    Of few samples most directions of the input were not seen, and what was seen of the others is
+    largely chance. With as many samples as features GPTQ makes up for rounding errors along chance;
+    shrunk it is better than round to nearest for any number of samples
+    (benchmarks/expert_tokens.py). A sum of nothing stays one of nothing. Source: Ledoit and Wolf
+    2004, "A well-conditioned estimator for large-dimensional covariance matrices", with one half as
     the intensity.
 
     Args:
@@ -180,7 +199,10 @@ def observer_bytes(features: int) -> int:
 
 
 def _zeros(features: int, *, device: torch.device) -> list[Tensor]:
-    return [torch.zeros(span.stop - span.start, span.stop, device=device) for span in spans(features, ROWS)]
+    return [
+        torch.zeros(span.stop - span.start, span.stop, device=device)
+        for span in spans(features, ROWS)
+    ]
 
 
 def _turned(rows: Tensor, columns: slice) -> Tensor:
@@ -196,7 +218,8 @@ def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
 def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
     """Return the sum, [features, features], from its strips, the last one first.
 
-    So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages, not all of them.
+    So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages,
+    not all of them.
     """
     whole = torch.empty(features, features, device=device)
     for strip in strips:

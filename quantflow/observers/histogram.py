@@ -1,9 +1,10 @@
 """How often each magnitude occurs: what a scale that clips outliers is made from.
 
-The edges are fixed: every binade from 2^-40 to 2^24 is cut into 8 equal parts, so edge k is
-2^(k // 8 - 40) * (1 + (k % 8) / 8). Bin 0 holds everything below 2^-40, zero included; the last bin everything from
-2^24 on. A value on an edge belongs to the bin above it. The bin of a float32 is then its exponent and the top three
-bits of its mantissa: no logarithm, hence no rounding, and the same bin on every machine.
+The edges are fixed: every binade from 2^-40 to 2^24 is cut into 8 equal parts, so edge k is 2^(k //
+8 - 40) * (1 + (k % 8) / 8). Bin 0 holds everything below 2^-40, zero included; the last bin
+everything from 2^24 on. A value on an edge belongs to the bin above it. The bin of a float32 is
+then its exponent and the top three bits of its mantissa: no logarithm, hence no rounding, and the
+same bin on every machine.
 """
 
 import math
@@ -24,7 +25,8 @@ HIGHEST_EXPONENT = 24
 PARTS_PER_BINADE = 8
 BINS = (HIGHEST_EXPONENT - LOWEST_EXPONENT) * PARTS_PER_BINADE + 2
 
-_AT_ONCE = 1 << 17  # elements: a core's cache holds them; counts are exact, so it changes nothing but the time
+# elements: a core's cache holds them; counts are exact, so it changes nothing but the time
+_AT_ONCE = 1 << 17
 _MANTISSA_BITS_DROPPED = 23 - PARTS_PER_BINADE.bit_length() + 1
 _FIRST_CODE = (127 + LOWEST_EXPONENT) * PARTS_PER_BINADE  # exponent and top mantissa bits of 2^-40
 
@@ -37,14 +39,16 @@ def upper_edge(index: int) -> float:
     return math.ldexp(1 + part / PARTS_PER_BINADE, LOWEST_EXPONENT + binade)
 
 
-COUNTS = Statistic(name="counts", fold=ADDED, cards=FOLDED, dtype=torch.int64, shape=lambda _: (BINS,))
+COUNTS = Statistic(
+    name="counts", fold=ADDED, cards=FOLDED, dtype=torch.int64, shape=lambda _: (BINS,)
+)
 
 
 class HistogramObserver:
     """Counts of |x| of a whole tensor in fixed bins.
 
-    Algebra: merge is associative and commutative, exactly; an unseen observer (zeros) is neutral. Not idempotent: what
-    is merged twice counts twice.
+    Algebra: merge is associative and commutative, exactly; an unseen observer (zeros) is neutral.
+    Not idempotent: what is merged twice counts twice.
 
     Args:
         features: size of the last dimension of every x, or None for any.
@@ -99,15 +103,17 @@ class HistogramObserver:
             StatisticsError: the state is not one of this observer's.
         """
         observer = cls()
-        (observer._counts,) = statistics.checked_state(state, {"counts": (torch.int64, (BINS,))}, observer=cls.NAME)
+        (observer._counts,) = statistics.checked_state(
+            state, {"counts": (torch.int64, (BINS,))}, observer=cls.NAME
+        )
         statistics.refuse_negative(observer._counts, "counts", observer=cls.NAME)
         return observer
 
     def points(self) -> tuple[Tensor, Tensor]:
         """Return what stands for the values that were seen: magnitudes, ascending, and how many each of them counts for.
 
-        Four at equal distances in every bin, [4 * (BINS - 2) + 1] float32 and float64 each; what is below the first edge is
-        zero, and what is beyond the last one is left out.
+        Four at equal distances in every bin, [4 * (BINS - 2) + 1] float32 and float64 each; what is
+        below the first edge is zero, and what is beyond the last one is left out.
         """
         edges = torch.tensor([upper_edge(index) for index in range(BINS - 1)])
         low, width = edges[:-1, None], edges.diff()[:, None]
@@ -118,8 +124,9 @@ class HistogramObserver:
     def percentile(self, q: float) -> float:
         """Return a magnitude that at least q percent of the values do not exceed; 0 when unseen.
 
-        It is the upper edge of the bin that holds the exact percentile p (the smallest value with at least q percent of
-        all values at or below it): p < result <= 9/8 * p for p of 2^-40 or more, and result = 2^-40 for a smaller p.
+        It is the upper edge of the bin that holds the exact percentile p (the smallest value with
+        at least q percent of all values at or below it): p < result <= 9/8 * p for p of 2^-40 or
+        more, and result = 2^-40 for a smaller p.
 
         Args:
             q: percent, 0 to 100.
@@ -129,7 +136,9 @@ class HistogramObserver:
             StatisticsError: the percentile lies beyond the last edge, 2^24.
         """
         if not 0 <= q <= 100:
-            raise UsageError(f"percentile {q} is not within 0..100", "give it in percent, such as 99.9")
+            raise UsageError(
+                f"percentile {q} is not within 0..100", "give it in percent, such as 99.9"
+            )
         total = int(self._counts.sum())
         if total == 0:
             return 0.0

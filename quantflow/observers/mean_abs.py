@@ -10,17 +10,22 @@ from quantflow.core import groups
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
-_ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
+# whose float64 copy a core's cache holds; part of the result's last digits, because it orders the
+# sum
+_ROWS_AT_ONCE = 32
 
 
-ABS_SUM = Statistic(name="abs_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of)
+ABS_SUM = Statistic(
+    name="abs_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of
+)
 
 
 class MeanAbsObserver:
     """Sum of |x| in each feature, in float64, and how many samples it is over.
 
-    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order. The count is exact.
-    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
+    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    twice.
 
     Args:
         features: size C of the last dimension of every x.

@@ -1,6 +1,7 @@
 """The range of each input feature, widened to hold zero: what an asymmetric scale is made from.
 
-Per feature and not per tensor, so that smoothing can still be applied to it; the tensor's range is its reduction.
+Per feature and not per tensor, so that smoothing can still be applied to it; the tensor's range is
+its reduction.
 """
 
 from collections.abc import Mapping
@@ -13,17 +14,20 @@ from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import JOINED, LARGER, SMALLER, Statistic, part_of, per_channel
 
-MIN_VAL = Statistic(name="min_val", fold=SMALLER, cards=JOINED, shape=per_channel, cut=part_of, negative=True)
+MIN_VAL = Statistic(
+    name="min_val", fold=SMALLER, cards=JOINED, shape=per_channel, cut=part_of, negative=True
+)
 MAX_VAL = Statistic(name="max_val", fold=LARGER, cards=JOINED, shape=per_channel, cut=part_of)
 
 
 class MinMaxObserver:
     """Smallest and largest x seen in each feature, never above and never below zero respectively.
 
-    Quantization widens a range to hold zero anyway (zero must be exact); doing it here makes an unseen observer
-    neutral.
+    Quantization widens a range to hold zero anyway (zero must be exact); doing it here makes an
+    unseen observer neutral.
 
-    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (zeros) is neutral.
+    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (zeros)
+    is neutral.
 
     Args:
         features: size C of the last dimension of every x.
@@ -46,8 +50,10 @@ class MinMaxObserver:
         """
         rows = statistics.finite_rows(x, self._min_val.numel(), observer=self.NAME)
         if rows.numel():
-            low, high = rows.amin(dim=0), rows.amax(dim=0)  # torch.aminmax(dim=0) is ten times slower than both
-            # + 0.0 makes -0.0 into 0.0: which of the two a minimum returns depends on the order, and files are compared.
+            # torch.aminmax(dim=0) is ten times slower than both
+            low, high = rows.amin(dim=0), rows.amax(dim=0)
+            # + 0.0 makes -0.0 into 0.0: which of the two a minimum returns depends on the order,
+            # and files are compared.
             self._min_val = torch.minimum(self._min_val, low) + 0.0
             self._max_val = torch.maximum(self._max_val, high) + 0.0
 
@@ -86,7 +92,8 @@ class MinMaxObserver:
         min_val, max_val = statistics.checked_state(state, expected, observer=cls.NAME)
         if (min_val > 0).any() or (max_val < 0).any():
             raise StatisticsError(
-                f"{cls.NAME}: min_val up to {min_val.max().item()}, max_val down to {max_val.min().item()}, the range holds 0",
+                f"{cls.NAME}: min_val up to {min_val.max().item()}, max_val down to "
+                f"{max_val.min().item()}, the range holds 0",
                 "measure again",
             )
         observer = cls(min_val.numel())

@@ -1,7 +1,7 @@
 """Some of a linear's input rows as they are: what a search of smoothing factors tries its candidates on.
 
-A static range that is tried on text which it was taken from clips nothing, whatever the factors are. So there the rows
-are of some calls, and the range of each feature is of the others.
+A static range that is tried on text which it was taken from clips nothing, whatever the factors
+are. So there the rows are of some calls, and the range of each feature is of the others.
 """
 
 import torch
@@ -15,13 +15,15 @@ NAME = "rows"
 class RowSample:
     """Rows at equal distances out of each call's.
 
-    It lives for one layer and is in no measurement: its rows are worth as much as the text that they come from.
-    The order of the calls is the order of the rows: one call per sequence, in sample order, is the canonical one.
+    It lives for one layer and is in no measurement: its rows are worth as much as the text that
+    they come from. The order of the calls is the order of the rows: one call per sequence, in
+    sample order, is the canonical one.
 
     Args:
         features: size K of the last dimension of every x.
         each: how many rows are kept of a call, all of one that has fewer.
-        apart: of that many calls the second gives rows, and the others ranges; 1 takes rows of all of them.
+        apart: of that many calls the second gives rows, and the others ranges; 1 takes rows of all
+            of them.
     """
 
     def __init__(self, features: int, *, each: int, apart: int = 1) -> None:
@@ -45,7 +47,9 @@ class RowSample:
                 self._ranges = [torch.stack([seen.amin(0), seen.amax(0)])]  # [2, K]
             return
         count = min(self._each, len(rows))
-        chosen = (torch.arange(count, device=rows.device) * 2 + 1) * len(rows) // (2 * max(1, count))
+        chosen = (
+            (torch.arange(count, device=rows.device) * 2 + 1) * len(rows) // (2 * max(1, count))
+        )
         self._kept.append(rows[chosen])
 
     def state(self) -> dict[str, Tensor]:
@@ -54,5 +58,9 @@ class RowSample:
         Where only the first call has been, which gives a range, there are no rows.
         """
         rows = torch.cat(self._kept) if self._kept else torch.zeros(0, self._features)
-        ranges = {name: ends for pair in self._ranges for name, ends in zip(("seen_min", "seen_max"), pair, strict=True)}
+        ranges = {
+            name: ends
+            for pair in self._ranges
+            for name, ends in zip(("seen_min", "seen_max"), pair, strict=True)
+        }
         return {NAME: rows, **ranges}

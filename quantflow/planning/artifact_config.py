@@ -11,10 +11,13 @@ FORMAT = FORMATS[DEFAULT]
 _HEADS = ("lm_head", "embed_out")
 
 
-def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, names: Collection[str]) -> dict[str, Any]:
+def artifact_config(
+    config: Mapping[str, Any], graph: Graph, plan: Plan, *, names: Collection[str]
+) -> dict[str, Any]:
     """Return the content of an artifact's config.json.
 
-    Nothing of the source's is changed but for a head that is quantized: no embedding can be tied to that.
+    Nothing of the source's is changed but for a head that is quantized: no embedding can be tied to
+    that.
 
     Args:
         config: the source's.
@@ -38,11 +41,13 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
 def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[str]) -> list[str]:
     """Return the linears that are not quantized, by their source names; those outside the layers by all that loaders know.
 
-    A head that is tied to the embedding is among them: it is a linear of the model without a tensor.
+    A head that is tied to the embedding is among them: it is a linear of the model without a
+    tensor.
 
     Args:
         graph: the model's linears.
-        quantized: those that are quantized: source names, or all their names where a folder's may not be the graph's.
+        quantized: those that are quantized: source names, or all their names where a folder's may
+            not be the graph's.
         names: the tensors of the folder.
     """
     modules, heads = module_names(graph), list(_HEADS)
@@ -50,10 +55,17 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
     if graph.family.discovered:
         inside += graph.others
         heads += [graph.family.head]
-    left = [name for name in inside if name not in quantized and modules.get(name, name) not in quantized]
+    left = [
+        name
+        for name in inside
+        if name not in quantized and modules.get(name, name) not in quantized
+    ]
     if not any(head in quantized for head in heads):
-        stored = {name.rpartition(".")[0] for name in names}  # a bias alone, where the head is the embedding
-        left += [name for name in dict.fromkeys(heads) if name in stored] or [graph.family.head_place]
+        # a bias alone, where the head is the embedding
+        stored = {name.rpartition(".")[0] for name in names}
+        left += [name for name in dict.fromkeys(heads) if name in stored] or [
+            graph.family.head_place
+        ]
     return left
 
 
@@ -62,5 +74,7 @@ def module_names(graph: Graph) -> dict[str, str]:
     found = {graph.family.head: graph.family.head_place}
     if graph.family.discovered:
         for layer in graph.layers:
-            found |= {name: layer.module(name) for name in (*layer.linears, *layer.routers, *layer.idle)}
+            found |= {
+                name: layer.module(name) for name in (*layer.linears, *layer.routers, *layer.idle)
+            }
     return {name: module for name, module in found.items() if module != name}

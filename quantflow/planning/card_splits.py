@@ -1,9 +1,10 @@
 """Whether a quantized model can be cut over 2, 4 or 8 cards: what does not divide, by name.
 
-A linear behind a norm, or one of several that runtimes fuse, is cut by its rows (each card computes some outputs), any other
-by its columns (each card takes some inputs), as Megatron does and every runtime since. Heads go whole; key and value heads
-that are fewer than the cards are copied, as runtimes do, where the cards are a multiple of them.
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+A linear behind a norm, or one of several that runtimes fuse, is cut by its rows (each card computes
+some outputs), any other by its columns (each card takes some inputs), as Megatron does and every
+runtime since. Heads go whole; key and value heads that are fewer than the cards are copied, as
+runtimes do, where the cards are a multiple of them. Source: Shoeybi et al. 2019, "Megatron-LM",
+section 3.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ from quantflow.planning.sizes import ModelSize
 SIZES = (1, 2, 4, 8)
 
 
-def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int) -> list[tuple[str, str]]:
+def obstacles(
+    model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int
+) -> list[tuple[str, str]]:
     """Return what keeps the model from being cut over `size` cards: (name, the two numbers that do not divide)."""
     found = []
     if units_of(model.heads, cards=size, card=0) is None:
@@ -30,7 +33,9 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
                 rows, columns = model.infos[f"{name}.weight"].shape
                 scheme = schemes[name]
                 by_rows = group.norm is not None or group.fused
-                why = _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
+                why = (
+                    _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
+                )
                 if why is not None:
                     found.append((name, why))
     return found

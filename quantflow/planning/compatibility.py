@@ -17,7 +17,9 @@ Transforms = Sequence[tuple[str, Mapping[str, Any]]]  # name and options of each
 
 def goes_with(scheme: LinearScheme) -> str:
     """Return the algorithms that go with a scheme, as a sentence has them: `rtn, rtn_mse or gptq`."""
-    names = [name for name, algorithm in ALGORITHMS.items() if algorithm.SUPPORTS.scheme(scheme) is None]
+    names = [
+        name for name, algorithm in ALGORITHMS.items() if algorithm.SUPPORTS.scheme(scheme) is None
+    ]
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
@@ -53,12 +55,16 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
     """
     family = graph.family
     if graph.sparse and supports.mixtures is not None:
-        raise supports.mixtures.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
+        raise supports.mixtures.error(
+            f"{name}: {method} of a {family.model_type}", family=family.model_type
+        )
     if family.discovered and supports.centred_norms is not None:
         told = f"{name}: {method} of a {family.model_type}, whose norms are not known to commute with rotations"
         raise UnsupportedError(told, "leave it out; smoothquant and awq go with every family")
     if family.residual is None and family.mixture is None and supports.centred_norms is not None:
-        raise supports.centred_norms.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
+        raise supports.centred_norms.error(
+            f"{name}: {method} of a {family.model_type}", family=family.model_type
+        )
     if ranks > 1 and supports.ranks is not None:
         raise supports.ranks.error(f"{name}: {method} with --ranks {ranks}")
 
@@ -77,7 +83,13 @@ def check_tuning(name: str, scheme: LinearScheme, *, transforms: Transforms) -> 
 
 
 def check_transforms(
-    name: str, algorithm: str, transforms: Transforms, *, observer: str | None, histograms: bool, chosen: bool
+    name: str,
+    algorithm: str,
+    transforms: Transforms,
+    *,
+    observer: str | None,
+    histograms: bool,
+    chosen: bool,
 ) -> None:
     """Refuse transforms that do not go with how weights and static inputs are quantized.
 
@@ -95,12 +107,16 @@ def check_transforms(
     for transform, _ in transforms:
         supports = KNOWN[transform].SUPPORTS
         if histograms and supports.histograms is not None:
-            raise supports.histograms.error(f"{name}: input_observer={observer!r} with transform {transform}")
+            raise supports.histograms.error(
+                f"{name}: input_observer={observer!r} with transform {transform}"
+            )
         rotating = supports_of(algorithm).rotations
         if rotating is not None and transform in ROTATIONS:
             raise rotating.error(f"{name}: {algorithm} with transform {transform}")
         if chosen and supports.chosen_schemes is not None:
-            raise supports.chosen_schemes.error(f"{name}: target_bpw or max_kld with transform {transform}")
+            raise supports.chosen_schemes.error(
+                f"{name}: target_bpw or max_kld with transform {transform}"
+            )
 
 
 def mixing_inputs(
@@ -123,19 +139,34 @@ def mixing_inputs(
         algorithm: as recipes name it.
 
     Raises:
-        UsageError: together with another transform, whose factors do not go through what is mixed, or with learned rounding.
+        UsageError: together with another transform, whose factors do not go through what is mixed,
+            or with learned rounding.
     """
-    turns = [(transform, ROTATIONS[transform], options) for transform, options in transforms if transform in ROTATIONS]
+    turns = [
+        (transform, ROTATIONS[transform], options)
+        for transform, options in transforms
+        if transform in ROTATIONS
+    ]
     mixing = [(transform, turn) for transform, turn, options in turns if options[turn.MIXES_INPUTS]]
     if not mixing:
         return dict(schemes)
     (rotation, turn), *_ = mixing
-    methods = [(transform, KNOWN[transform].SUPPORTS) for transform, _ in transforms] + [(algorithm, supports_of(algorithm))]
+    methods = [(transform, KNOWN[transform].SUPPORTS) for transform, _ in transforms] + [
+        (algorithm, supports_of(algorithm))
+    ]
     for method, supports in methods:
         if supports.mixed_inputs is not None:
-            raise supports.mixed_inputs.error(f"{name}: {rotation} with {turn.MIXES_INPUTS}: true and {method}")
+            raise supports.mixed_inputs.error(
+                f"{name}: {rotation} with {turn.MIXES_INPUTS}: true and {method}"
+            )
     found = dict(schemes)
-    for linear in (one for layer in graph.layers for group in layer.groups if group.gated for one in group.linears):
+    for linear in (
+        one
+        for layer in graph.layers
+        for group in layer.groups
+        if group.gated
+        for one in group.linears
+    ):
         scheme, block = schemes[linear], turn.block_of(shapes[f"{linear}.weight"][1])
         if scheme is not None and block > 1:
             found[linear] = replace(scheme, rotation=block)

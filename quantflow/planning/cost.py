@@ -1,10 +1,11 @@
 """The cost model: memory and disk of each stage, from shapes and the recipe alone, one function per stage.
 
-They describe the largest of a stage's processes, without what Python and its libraries take (`Need.peak` adds it):
-export's proof runs in a process of its own, each rank of measure is one.
+They describe the largest of a stage's processes, without what Python and its libraries take
+(`Need.peak` adds it): export's proof runs in a process of its own, each rank of measure is one.
 
-Below the stages are the parts of a model while they run. What belongs to a method is asked of the method: algorithms and
-transforms say what their mathematics takes (`working_bytes`), observers what their states and updates do.
+Below the stages are the parts of a model while they run. What belongs to a method is asked of the
+method: algorithms and transforms say what their mathematics takes (`working_bytes`), observers what
+their states and updates do.
 """
 
 import math
@@ -37,13 +38,18 @@ from quantflow.planning.sizes import (
 from quantflow.transforms import TRANSFORMS
 
 FILES_BASE = 240_000_000  # a process with Python, torch and quantflow: 237 to 239 MB
-MODEL_BASE = 360_000_000  # and transformers' model code, which only a stage that runs the model imports: 354 to 362 MB
-LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB
+# and transformers' model code, which only a stage that runs the model imports: 354 to 362 MB
+MODEL_BASE = 360_000_000
+# code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB
+LIBRARIES = 30_000_000
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # that files are copied, compared and decoded through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
-READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
-UNIT = 1 << 20  # weights of such a unit: its float32 copies stay near the core, and Python's share of the time is small
+# units of file to file beyond the workers' own, since a unit waits for the disk before it computes
+READERS = 2
+# weights of such a unit: its float32 copies stay near the core, and Python's share of the time is
+# small
+UNIT = 1 << 20
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
 
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
@@ -54,7 +60,8 @@ class Need:
     """What a stage takes, in bytes.
 
     Attributes:
-        moments: the largest of these counts: memory beside the process itself, and of each unit that runs at once.
+        moments: the largest of these counts: memory beside the process itself, and of each unit
+            that runs at once.
         result: files that stay.
         scratch: files that are removed at the end of the stage.
         base: the process itself, once it has imported what the stage uses.
@@ -74,10 +81,11 @@ class Need:
 def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
     """Return what measure takes: a layer in float32, a sequence's forward per worker, statistics; hidden states are on disk.
 
-    Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
-    until all are there; then they are in memory together, but for matrices, which are read one at a time. Where gradients are
-    measured too, what enters each layer waits on disk for the way back, on which a sequence's sums of products of gradients
-    are beside those of all before it.
+    Without statistics no layer runs, unless there are experts, whose tokens are counted. Each
+    layer's statistics wait on disk until all are there; then they are in memory together, but for
+    matrices, which are read one at a time. Where gradients are measured too, what enters each layer
+    waits on disk for the way back, on which a sequence's sums of products of gradients are beside
+    those of all before it.
     """
     ids = 8 * sum(lengths)
     if not stats and not model.sparse:
@@ -85,8 +93,14 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
-    forwards, backwards = [name for name in stats if not of_gradients(name)], [name for name in stats if of_gradients(name)]
-    small = sum(statistics_bytes(layer, [name for name in stats if not holds_matrix(name)]) for layer in model.layers)
+    forwards, backwards = (
+        [name for name in stats if not of_gradients(name)],
+        [name for name in stats if of_gradients(name)],
+    )
+    small = sum(
+        statistics_bytes(layer, [name for name in stats if not holds_matrix(name)])
+        for layer in model.layers
+    )
     matrix = max(matrix_bytes(layer, stats) for layer in model.layers)
     largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
     growing = max(live_bytes(layer, forwards) for layer in model.layers)
@@ -97,7 +111,8 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * (small + matrix), 0),
     )
-    scratch = hidden + max(hidden, statistics)  # two generations while layers run; at the end one, and what layers found
+    # two generations while layers run; at the end one, and what layers found
+    scratch = hidden + max(hidden, statistics)
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
@@ -113,15 +128,19 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
 def need_choice(model: ModelSize) -> Need:
     """Return what choosing schemes takes: per worker rows of the widest weight, as stored, in float32, rounded, their error."""
     widest = max(k for layer in model.layers for _, _, k in layer.groups)
-    return Need(stage="choose", base=FILES_BASE, moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),))
+    return Need(
+        stage="choose",
+        base=FILES_BASE,
+        moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),),
+    )
 
 
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
     """Return what quantize takes layer by layer.
 
-    The calibration text runs through the layer while the Hessians grow, half of each; transforms compare their candidates;
-    then each group is quantized with its whole Hessian and the halves of the groups after it; then the quantized layer,
-    beside what its file will hold, runs again.
+    The calibration text runs through the layer while the Hessians grow, half of each; transforms
+    compare their candidates; then each group is quantized with its whole Hessian and the halves of
+    the groups after it; then the quantized layer, beside what its file will hold, runs again.
     """
     longest = max(lengths, default=CANARY_TOKENS)
     hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
@@ -131,13 +150,17 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     forward = forward_bytes(model, longest)
     inputs = inputs_bytes(model, plan, longest) if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
-    folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)  # one sequence more, being added up
+    # one sequence more, being added up
+    folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)
     layer = layer_in_memory(model.layer) if plan.in_float32 else layer_as_stored(model)
     parts = 0 if plan.in_float32 else parts_bytes(model, longest)
     moments = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
-        *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
+        *(
+            (LIBRARIES + layer + halves + 2 * kept + fixed, each)
+            for fixed, each in _searching(model, plan)
+        ),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
         *((LIBRARIES + fixed, each) for fixed, each in tuning_moments(model, plan, longest)),
@@ -148,7 +171,11 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     )
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
-    result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
+    result = (
+        sum(encoded)
+        + head_file_bytes(model, plan.head)
+        + (model.outside if plan.rotation is not None else 0)
+    )
     scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
     return Need(stage="quantize", moments=moments, result=result, scratch=scratch)
 
@@ -156,8 +183,12 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
     algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
-    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
-    return Need(stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result)
+    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
+        model, plan.head
+    )
+    return Need(
+        stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result
+    )
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
@@ -165,19 +196,26 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
     The proof of a canary holds one quantized layer, and after the last of them the head as stored.
     """
-    layers, outside = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache), outside_bytes(model, plan.head)
+    layers, outside = (
+        layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache),
+        outside_bytes(model, plan.head),
+    )
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
     base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
         running = installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
-        proof = max(installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head))
+        proof = max(
+            installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head)
+        )
         moments = (*moments, (LIBRARIES + proof, 0))
     return Need(stage="export", base=base, moments=moments, result=outside + sum(layers) - linked)
 
 
-def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
+def need_validate(
+    model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None
+) -> Need:
     """Return what validate takes: a layer in float32, heads, and per worker a window's forward and logits.
 
     One of the models has its head quantized where `head` says so.
@@ -205,7 +243,8 @@ def _rounding(algorithm: str) -> Moment:
 def inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
     """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians.
 
-    Of an expert they are those of the tokens that are sent to it, unless the policy shows it every token.
+    Of an expert they are those of the tokens that are sent to it, unless the policy shows it every
+    token.
     """
     every = fed_by(plan.experts) == "all"
     features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
@@ -225,7 +264,9 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
         for _, outputs, k in folds(model.layer):
             hessian = HESSIAN_SUM.nbytes(k) if HESSIAN_SUM.name in reads else 0
             fixed, one = (
-                TRANSFORMS[name].working_bytes(k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers)
+                TRANSFORMS[name].working_bytes(
+                    k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers
+                )
                 for workers in (0, 1)
             )
             moments.append((hessian + fixed, one - fixed))
@@ -235,8 +276,9 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
 def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     """Each group while its Hessian is made whole from its half, and then while it is quantized.
 
-    What its algorithm takes, the weights from this group on, qvalues and what they are encoded to, what the groups before
-    it were encoded to, and the halves of the Hessians that are left. The Hessian is overwritten by the last of its schemes.
+    What its algorithm takes, the weights from this group on, qvalues and what they are encoded to,
+    what the groups before it were encoded to, and the halves of the Hessians that are left. The
+    Hessian is overwritten by the last of its schemes.
     """
     moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
@@ -251,7 +293,8 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
             each = max(each, 2 * groups.unit_bytes(k))
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
-        factor += gradient_bytes(outputs) if plan.needs_gradients else 0  # read now, let go of with the group
+        # read now, let go of with the group
+        factor += gradient_bytes(outputs) if plan.needs_gradients else 0
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.learned is None:
@@ -262,8 +305,9 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
 def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
     """Each group while it is quantized: what is held beside its algorithm's work, its rows of all linears, its features.
 
-    Held are the weights from this group on, its Hessian whole, the halves of those that are left, cut weights
-    where ranges are cut, and while rounding is learned what the groups before it begin with.
+    Held are the weights from this group on, its Hessian whole, the halves of those that are left,
+    cut weights where ranges are cut, and while rounding is learned what the groups before it begin
+    with.
     """
     found, done = [], 0
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
@@ -282,7 +326,11 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
 
 def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:
     """Weights that are cut, in float32, and the blocks of the Hessian that say where."""
-    sizes = [(scheme.weights.group_size or features) for name in names if (scheme := plan.schemes[name]) is not None]
+    sizes = [
+        (scheme.weights.group_size or features)
+        for name in names
+        if (scheme := plan.schemes[name]) is not None
+    ]
     return FLOAT * features * (rows + max(sizes, default=0))
 
 
@@ -298,8 +346,15 @@ def installed_bytes(model: ModelSize) -> int:
 
 def installing_bytes(model: ModelSize, plan: Plan) -> int:
     """The same while its largest linear is dequantized, beside its qvalues of one byte."""
-    names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
-    return installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)
+    names = (
+        name
+        for names, _, _ in model.layer.groups
+        for name in names
+        if plan.schemes[name] is not None
+    )
+    return installed_bytes(model) + max(
+        (elements_of(model.infos[f"{name}.weight"]) for name in names), default=0
+    )
 
 
 def layer_in_memory(layer: LayerSize) -> int:
@@ -338,10 +393,12 @@ def embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
 def forward_bytes(model: ModelSize, tokens: int) -> int:
     """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
 
-    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and one's input and output.
+    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and
+    one's input and output.
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
+    # q, its rotation, k and v, both repeated over the heads
+    attention = 3 * queries + 2 * keys + 2 * queries
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
     return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
 
@@ -349,8 +406,9 @@ def forward_bytes(model: ModelSize, tokens: int) -> int:
 def backward_bytes(model: ModelSize, tokens: int) -> int:
     """What a sequence's forward through a layer keeps for its way back, and the gradients that are under way then.
 
-    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and both again repeated over the
-    heads, and an MLP the tensors between its linears; and every linear its input.
+    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and
+    both again repeated over the heads, and an MLP the tensors between its linears; and every linear
+    its input.
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
@@ -360,17 +418,28 @@ def backward_bytes(model: ModelSize, tokens: int) -> int:
 
 def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> int:
     """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
-    return head_in_memory(model, head) + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+    return (
+        head_in_memory(model, head)
+        + FLOAT * HEAD_ROWS * model.hidden
+        + 2 * FLOAT * tokens * model.vocabulary
+    )
 
 
 def way_back_bytes(model: ModelSize, tokens: int, *, copies: int) -> int:
     """What a thread has of a sequence's way back through the head: rows of it, thrice, and copies of a part's logits."""
-    return FLOAT * (3 * HEAD_ROWS * model.hidden + copies * min(tokens, logit_rows(model.vocabulary)) * model.vocabulary)
+    return FLOAT * (
+        3 * HEAD_ROWS * model.hidden
+        + copies * min(tokens, logit_rows(model.vocabulary)) * model.vocabulary
+    )
 
 
 def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
     """The head as stored; one that is quantized while it is unpacked: as stored, and twice a byte for each weight."""
-    return model.head[1] if head is None else head_file_bytes(model, head) + 2 * elements_of(model.infos[head.tensor])
+    return (
+        model.head[1]
+        if head is None
+        else head_file_bytes(model, head) + 2 * elements_of(model.infos[head.tensor])
+    )
 
 
 def statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
@@ -381,7 +450,9 @@ def statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
     total = 0
     for names, outputs, features in layer.groups:
         total += 2 * len(names) * state_bytes(AmaxObserver.NAME, features)
-        total += sum(state_bytes(name, seen) for name in stats for seen in _seen(name, outputs, features))
+        total += sum(
+            state_bytes(name, seen) for name in stats for seen in _seen(name, outputs, features)
+        )
     return total
 
 
@@ -434,9 +505,14 @@ def gradient_bytes(outputs: Sequence[int]) -> int:
 def started_bytes(plan: Plan, names: Sequence[str], outputs: Sequence[int], features: int) -> int:
     """Qvalues of linears that share an input and wait to be learned from, a byte each, their scales and zero points."""
     quantized = [
-        (scheme, rows) for name, rows in zip(names, outputs, strict=True) if (scheme := plan.schemes[name]) is not None
+        (scheme, rows)
+        for name, rows in zip(names, outputs, strict=True)
+        if (scheme := plan.schemes[name]) is not None
     ]
-    return sum(rows * (features + 5 * (features // (scheme.weights.group_size or features))) for scheme, rows in quantized)
+    return sum(
+        rows * (features + 5 * (features // (scheme.weights.group_size or features)))
+        for scheme, rows in quantized
+    )
 
 
 def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
@@ -451,7 +527,9 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
     started = weights + 5 * scales
     widest = max(k for _, _, k in model.layer.groups)
     algorithm = BLOCK_ALGORITHMS[plan.method]
-    none, one = (algorithm.working_bytes(weights, scales, widest=widest, workers=count) for count in (0, 1))
+    none, one = (
+        algorithm.working_bytes(weights, scales, widest=widest, workers=count) for count in (0, 1)
+    )
     run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
     return [(held + started + none, one - none + run), (held + 3 * started, 0)]
 
@@ -459,7 +537,8 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
 def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
     """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
 
-    Of a part of a sequence a worker has both models' logits, the gradient, and what stands between them.
+    Of a part of a sequence a worker has both models' logits, the gradient, and what stands between
+    them.
     """
     if plan.tune is None:
         return []
@@ -475,8 +554,9 @@ def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int,
 def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:
     """Files while scales are tuned: the layers as they were and what smoothed them, hidden states, and what is tuned, twice.
 
-    Of every sequence there is what enters the first layer and what leaves the last one, twice while that is written; of
-    those of a step what enters each layer, and a gradient on either side of one.
+    Of every sequence there is what enters the first layer and what leaves the last one, twice while
+    that is written; of those of a step what enters each layer, and a gradient on either side of
+    one.
 
     Args:
         model: its sizes.
@@ -490,13 +570,29 @@ def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers:
     some = hidden_bytes(model, sorted(lengths)[-plan.tune.sequences :])
     count = len(model.layers)
     if plan.smoothings:
-        layers += count * FLOAT * sum(len(names) * k + sum(outputs) for names, outputs, k in model.layer.groups)
-    return layers + 3 * hidden_bytes(model, lengths) + (count + 3) * some + 2 * tune.state_bytes(scales) * count
+        layers += (
+            count
+            * FLOAT
+            * sum(len(names) * k + sum(outputs) for names, outputs, k in model.layer.groups)
+        )
+    return (
+        layers
+        + 3 * hidden_bytes(model, lengths)
+        + (count + 3) * some
+        + 2 * tune.state_bytes(scales) * count
+    )
 
 
 def _weights_and_scales(model: ModelSize, plan: Plan) -> tuple[int, int]:
     """Return how many weights of the largest layer are quantized, and how many scales they have."""
-    started = sum(started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups)
-    names = [name for linears, _, _ in model.layer.groups for name in linears if plan.schemes[name] is not None]
+    started = sum(
+        started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups
+    )
+    names = [
+        name
+        for linears, _, _ in model.layer.groups
+        for name in linears
+        if plan.schemes[name] is not None
+    ]
     weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in names)
     return weights, (started - weights) // 5

@@ -1,11 +1,12 @@
 """Memory of a device other than the CPU, by stage: what its tensors take there at once, from shapes and the recipe alone.
 
-One sequence is under way at a time, and of elementwise work as much as `groups.AT_ONCE` units. What is in host memory, files,
-hidden states and what is written, is what `quantflow.planning.cost` plans, whose formulas these are made of; it plans the
-CPU's work too, so that the host of a device takes less than it says.
+One sequence is under way at a time, and of elementwise work as much as `groups.AT_ONCE` units. What
+is in host memory, files, hidden states and what is written, is what `quantflow.planning.cost`
+plans, whose formulas these are made of; it plans the CPU's work too, so that the host of a device
+takes less than it says.
 
-Tensors are what counts. The device's runtime takes some hundred megabytes beside them, and its allocator keeps what is between
-them; a limit that is given leaves room for both.
+Tensors are what counts. The device's runtime takes some hundred megabytes beside them, and its
+allocator keeps what is between them; a limit that is given leaves room for both.
 
     need = measure_on_device(model, lengths=[2048] * 32, stats=("amax",), dtype=torch.float32)
     allow_on_device(need, resources, device)                                        # before a weight is read
@@ -52,7 +53,9 @@ class DeviceNeed:
         return max(self.moments.values()) + WORKSPACE_BYTES
 
 
-def measure_on_device(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype) -> DeviceNeed:
+def measure_on_device(
+    model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype
+) -> DeviceNeed:
     """Return what measure takes: a layer, a sequence's forward, its statistics beside those of all before it.
 
     Args:
@@ -63,29 +66,41 @@ def measure_on_device(model: ModelSize, *, lengths: Sequence[int], stats: Sequen
     """
     longest, size = max(lengths, default=0), dtype.itemsize
     layer = size * model.layer.elements
-    forwards, backwards = [name for name in stats if not of_gradients(name)], [name for name in stats if of_gradients(name)]
+    forwards, backwards = (
+        [name for name in stats if not of_gradients(name)],
+        [name for name in stats if of_gradients(name)],
+    )
     growing = max(cost.live_bytes(each, forwards) for each in model.layers)
-    running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(model, forwards, longest)
+    running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(
+        model, forwards, longest
+    )
     moments = {
         "a sequence runs": layer + 2 * growing + running,
-        "statistics are taken": layer + growing + max(cost.statistics_bytes(each, forwards) for each in model.layers),
+        "statistics are taken": layer
+        + growing
+        + max(cost.statistics_bytes(each, forwards) for each in model.layers),
     }
     if goes_back(stats):
         sums = max(cost.statistics_bytes(each, backwards) for each in model.layers)
         back = cost.backward_bytes(model, longest) + cost.watching_bytes(model, backwards, longest)
-        moments["gradients leave the head"] = model.head[1] + cost.way_back_bytes(model, longest, copies=3)
+        moments["gradients leave the head"] = model.head[1] + cost.way_back_bytes(
+            model, longest, copies=3
+        )
         moments["a gradient goes back"] = layer + 2 * sums + back
     return DeviceNeed(stage="measure", moments=moments)
 
 
-def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1) -> DeviceNeed:
+def quantize_on_device(
+    model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1
+) -> DeviceNeed:
     """Return what quantize takes on the path that the plan takes.
 
     Args:
         model: its sizes.
         plan: of the artifact.
         lengths: tokens of each calibration sequence.
-        ranks: that share the work of a layer, with a device each; what one gets from another is beside its own inputs.
+        ranks: that share the work of a layer, with a device each; what one gets from another is
+            beside its own inputs.
     """
     if plan.file_to_file:
         return _files(plan)
@@ -98,7 +113,8 @@ def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int], 
     folding = folding_bytes(widest, longest) if plan.needs_hessian else 0
     folding += FLOAT * longest * widest if plan.needs_text and ranks > 1 else 0
     layer = cost.layer_in_memory(model.layer) if plan.in_float32 else cost.layer_as_stored(model)
-    converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]  # one linear, while it multiplies
+    # one linear, while it multiplies
+    converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]
     forward = cost.forward_bytes(model, longest)
     moments = {
         "a sequence runs": layer + halves + kept + inputs + max(folding, forward + converted),
@@ -110,12 +126,18 @@ def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int], 
         reads = HESSIAN_SUM.name in TRANSFORMS[name].needs(options)
         for _, outputs, k in cost.folds(model.layer):
             rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if reads else 0
-            taken = TRANSFORMS[name].working_bytes(k, rows, options=options, samples=samples, workers=1)
+            taken = TRANSFORMS[name].working_bytes(
+                k, rows, options=options, samples=samples, workers=1
+            )
             more = _units_beyond_the_first(rows, k)
             moments[f"{name} of {k} features"] = layer + halves + 2 * kept + hessian + taken + more
     for index, (held, rows, k) in enumerate(cost.groups_in_turn(model, plan)):
         algorithm = ALGORITHMS[plan.algorithm]
-        taken = algorithm.working_bytes(k, rows, workers=_units(rows, k), in_place=True) if algorithm.ON_DEVICE else 0
+        taken = (
+            algorithm.working_bytes(k, rows, workers=_units(rows, k), in_place=True)
+            if algorithm.ON_DEVICE
+            else 0
+        )
         moments[f"group {index}"] = held + taken + rows * k
     for index, (fixed, each) in enumerate(cost.learning_moments(model, plan, longest)):
         moments[f"learning {index}"] = fixed + each
@@ -125,7 +147,12 @@ def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int], 
 
 
 def validate_on_device(
-    model: ModelSize, *, lengths: Sequence[int], models: int, dtype: torch.dtype, head: HeadPlan | None = None
+    model: ModelSize,
+    *,
+    lengths: Sequence[int],
+    models: int,
+    dtype: torch.dtype,
+    head: HeadPlan | None = None,
 ) -> DeviceNeed:
     """Return what validate takes: a layer, the heads, a window's forward and the logits of all models.
 
@@ -140,7 +167,8 @@ def validate_on_device(
     largest = model.layer.largest[0]
     logits = FLOAT * longest * model.vocabulary
     moments = {
-        "a window runs": size * model.layer.elements + cost.forward_bytes(model, longest) * size // FLOAT,
+        "a window runs": size * model.layer.elements
+        + cost.forward_bytes(model, longest) * size // FLOAT,
         "a quantized layer is put in place": size * model.layer.elements + (1 + FLOAT) * largest,
         "logits are compared": (models - 1) * model.head[1]
         + cost.head_in_memory(model, head)
@@ -166,9 +194,11 @@ def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> i
     if limit is not None and need.peak > limit:
         moment = max(need.moments, key=lambda name: need.moments[name])
         raise ResourceError(
-            f"{need.stage}: tensors take {need.peak} bytes ({text_of(need.peak)}) of {device.name} where {moment}, "
+            f"{need.stage}: tensors take {need.peak} bytes ({text_of(need.peak)}) of "
+            f"{device.name} where {moment}, "
             f"{limit} ({text_of(limit)}) {why}",
-            f"give --max-device-memory {round_up(need.peak)} or more where it has as much, shorter sequences, or --device cpu",
+            f"give --max-device-memory {round_up(need.peak)} or more where it has as much, "
+            "shorter sequences, or --device cpu",
         )
     return need.peak
 
@@ -178,7 +208,10 @@ def _files(plan: Plan) -> DeviceNeed:
     threads = process_memory.usable_cores() + cost.READERS
     names = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
     units = -(-cost.UNIT // groups.UNIT_ELEMENTS)
-    unit = max(ALGORITHMS[name].working_bytes(0, 0, workers=units) for name in names) + cost.UNIT_FILES * cost.UNIT
+    unit = (
+        max(ALGORITHMS[name].working_bytes(0, 0, workers=units) for name in names)
+        + cost.UNIT_FILES * cost.UNIT
+    )
     return DeviceNeed(stage="quantize", moments={"rows are rounded": threads * unit})
 
 

@@ -8,7 +8,14 @@ from quantflow.numerics import output_blocks
 from quantflow.observers import goes_back
 from quantflow.observers.gradient import GradientObserver
 from quantflow.planning.plan import Plan
-from quantflow.planning.sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
+from quantflow.planning.sizes import (
+    FLOAT,
+    ModelSize,
+    elements_of,
+    head_file_bytes,
+    layer_bytes,
+    outside_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,9 @@ class Rounding:
 
     def seconds(self, rows: int, columns: int) -> float:
         """Return the seconds of one worker."""
-        return self.cubic * columns**3 + self.linear * rows * columns + self.square * rows * columns**2
+        return (
+            self.cubic * columns**3 + self.linear * rows * columns + self.square * rows * columns**2
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +39,11 @@ class Speed:
 
     Attributes:
         cores: workers in host memory.
-        units: sequences, or groups of linears, that are under way at once where layers run: the cores, or 1 on a device.
+        units: sequences, or groups of linears, that are under way at once where layers run: the
+            cores, or 1 on a device.
         ahead: a layer is read while the one before it runs, as on a device.
-        read, written, hashed: seconds per byte; read ends where layers run, written includes the wait for the disk.
+        read, written, hashed: seconds per byte; read ends where layers run, written includes the
+            wait for the disk.
         token: seconds of one token through one layer in float32, at the probe's sequence length.
         run: the same in the dtype in which measure and validate run layers.
         observed: seconds of an input's element under each observer.
@@ -62,28 +73,48 @@ class Speed:
         if not stats and not model.sparse:
             return hashing
         tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
-        passes = 4 if goes_back(stats) else 1  # each layer again, and its gradients take two forwards' products
+        # each layer again, and its gradients take two forwards' products
+        passes = 4 if goes_back(stats) else 1
         running = passes * self.run * tokens * len(model.layers)
-        running += tokens * features * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
+        running += (
+            tokens
+            * features
+            * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
+        )
         if GradientObserver.NAME in stats:
-            widths = [width for layer in model.layers for _, outputs, _ in layer.groups for width in outputs]
-            running += tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
+            widths = [
+                width
+                for layer in model.layers
+                for _, outputs, _ in layer.groups
+                for width in outputs
+            ]
+            running += (
+                tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
+            )
         hidden = 2 * self.written * FLOAT * model.between * tokens * len(model.layers)
         return hashing + self._while_read(model, running / self.units) + hidden
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Return the seconds of quantize, on the path that the plan takes."""
         head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
-        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
+            model, plan.head
+        )
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
             weights = head + sum(layer.elements for layer in model.layers)
-            return max(self.read * model.stored + self.rounded[plan.name] * weights / self.units, writing)
+            return max(
+                self.read * model.stored + self.rounded[plan.name] * weights / self.units, writing
+            )
         tokens, work, rounds = sum(lengths), self.rounded[plan.name] * head, 0.0
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
-                rows = sum(width for name, width in zip(names, outputs, strict=True) if plan.schemes[name] is not None)
+                rows = sum(
+                    width
+                    for name, width in zip(names, outputs, strict=True)
+                    if plan.schemes[name] is not None
+                )
                 if rounding is not None:
                     rounds += rounding.seconds(rows, k)
                     work += self.hessian * share * tokens * k * k
@@ -97,11 +128,19 @@ class Speed:
         if plan.tune is not None:
             tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
             runs += tuned  # and the head: the original's logits, and the other's there and back
-            work += tuned * self.token * tokens / max(1, len(lengths)) * model.head[0] / model.layer.elements
+            work += (
+                tuned
+                * self.token
+                * tokens
+                / max(1, len(lengths))
+                * model.head[0]
+                / model.layer.elements
+            )
         work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
         rounders = self.units if ALGORITHMS[plan.algorithm].ON_DEVICE else self.cores
         working = work / self.units + rounds / rounders
-        return self.read * model.stored + self._while_read(model, working) + writing  # all weights are looked at first
+        # all weights are looked at first
+        return self.read * model.stored + self._while_read(model, working) + writing
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
@@ -113,7 +152,9 @@ class Speed:
         """Return the seconds of validate: three models over every window, and their heads."""
         tokens = sum(lengths)
         head = self.run * model.head[0] / max(layer.elements for layer in model.layers)
-        return 3 * self._while_read(model, (self.run * len(model.layers) + head) * tokens / self.units)
+        return 3 * self._while_read(
+            model, (self.run * len(model.layers) + head) * tokens / self.units
+        )
 
     def _while_read(self, model: ModelSize, working: float) -> float:
         """Return the seconds of reading all layers and working on them."""

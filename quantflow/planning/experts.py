@@ -13,7 +13,8 @@ Too seldom is fewer tokens from the router than the recipe's `expert_tokens`, or
                        nearest, unless it is damped (benchmarks/expert_tokens.py)
     100                for a static input: of n tokens in random order the next one exceeds the largest with probability 1 / n
 
-What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy; a transform that cuts ranges for rtn reads some.
+What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy; a transform that cuts
+ranges for rtn reads some.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ class Policy:
         return max(PER_FEATURE * features if self.weights else 0, FOR_RANGE if self.inputs else 0)
 
 
-def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inputs: bool) -> Policy | None:
+def policy_for(
+    name: str, *, policy: str, tokens: int | None, weights: bool, inputs: bool
+) -> Policy | None:
     """Return the policy of an artifact of a mixture, None where its experts are quantized without statistics.
 
     Args:
@@ -71,10 +74,15 @@ def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inp
     """
     if policy == SHARE_MAX and weights:
         raise UsageError(
-            f"{name}: experts share_max with an algorithm that reads statistics of each expert's inputs",
+            f"{name}: experts share_max with an algorithm that reads statistics of each expert's "
+            "inputs",
             "share_max is about static inputs alone; use error, all, damp or rtn",
         )
-    return Policy(name=policy, tokens=tokens, weights=weights, inputs=inputs) if weights or inputs else None
+    return (
+        Policy(name=policy, tokens=tokens, weights=weights, inputs=inputs)
+        if weights or inputs
+        else None
+    )
 
 
 def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
@@ -85,7 +93,9 @@ def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
     """
     if graph.sparse:
         raise UnsupportedError(
-            f"{name}: a {graph.family.model_type} on {ranks} ranks; its experts are calibrated by one process", "use --ranks 1"
+            f"{name}: a {graph.family.model_type} on {ranks} ranks; its experts are calibrated "
+            "by one process",
+            "use --ranks 1",
         )
 
 

@@ -91,7 +91,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
         plan = plan_from(summary)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: plan: {type(error).__name__}: {error}", _AGAIN) from error
-    schemes = {name: None if scheme is None else scheme_words(scheme) for name, scheme in plan.schemes.items()}
+    schemes = {
+        name: None if scheme is None else scheme_words(scheme)
+        for name, scheme in plan.schemes.items()
+    }
     head = {} if plan.head is None else {"head": plan.head.as_json()}
     return {**summary, "plan": {**summary["plan"], "schemes": schemes, **head}}
 
@@ -105,7 +108,10 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
     plan = summary["plan"]
     return Plan(
         name=summary["recipe"]["name"],
-        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
+        schemes={
+            name: None if data is None else scheme_from(data)
+            for name, data in plan["schemes"].items()
+        },
         algorithm=plan["learned"]["start"] if "learned" in plan else plan["algorithm"],
         learned=SignRound(**plan["learned"]) if "learned" in plan else None,
         tune=Tune(**plan[TUNE]) if TUNE in plan else None,
@@ -135,7 +141,11 @@ def float8_of(plan: Plan) -> dict[str, Any] | None:
     for scheme in plan.quantized.values():
         parts += [scheme.weights, scheme.input]
     flavours = sorted(
-        {part.float8 for part in parts if part is not None and part.kind == "float" and part.float8 in FLOAT8_FLAVOURS}
+        {
+            part.float8
+            for part in parts
+            if part is not None and part.kind == "float" and part.float8 in FLOAT8_FLAVOURS
+        }
     )
     return {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None
 

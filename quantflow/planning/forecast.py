@@ -4,8 +4,8 @@ Reads    the model's headers and config.json; with a probe the weights of one la
 Writes   nothing
 Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family, or a probe without the device
 
-The numbers are those that the stages check before they begin (quantflow/planning/cost.py). Calibration text is taken to fill
-all its samples, which is the most that it can.
+The numbers are those that the stages check before they begin (quantflow/planning/cost.py).
+Calibration text is taken to fill all its samples, which is the most that it can.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +28,20 @@ from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
-from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
-from quantflow.planning.device_memory import DeviceNeed, measure_on_device, quantize_on_device, validate_on_device
+from quantflow.planning.cost import (
+    Need,
+    need_export,
+    need_files,
+    need_layers,
+    need_measure,
+    need_validate,
+)
+from quantflow.planning.device_memory import (
+    DeviceNeed,
+    measure_on_device,
+    quantize_on_device,
+    validate_on_device,
+)
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan, resolve
@@ -48,8 +60,10 @@ from quantflow.planning.sizes import (
 )
 
 CARD = 3000  # bytes of README.md
-PER_TENSOR = 420  # bytes of the manifest about each source tensor, and about each linear's errors and decisions
-Probe = Callable[..., Speed]  # quantflow.planning.probe.probe, which imports what a plan without it need not wait for
+# bytes of the manifest about each source tensor, and about each linear's errors and decisions
+PER_TENSOR = 420
+# quantflow.planning.probe.probe, which imports what a plan without it need not wait for
+Probe = Callable[..., Speed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +72,10 @@ class PlanJob:
 
     Attributes:
         recipe: its model, artifacts, calibration, validation and limits.
-        measured: artifacts that need no statistics get a measurement as well, as `quantflow run` gives it to all.
-        probe: reads, runs and quantizes parts of one layer on the recipe's device to say how long everything takes; None reads
-            no weight and needs no device.
+        measured: artifacts that need no statistics get a measurement as well, as `quantflow run`
+            gives it to all.
+        probe: reads, runs and quantizes parts of one layer on the recipe's device to say how long
+            everything takes; None reads no weight and needs no device.
         folder: where the run would write.
     """
 
@@ -73,7 +88,8 @@ class PlanJob:
 def run(job: PlanJob) -> dict[str, Any]:
     """Return the plan as plain data; `quantflow plan` makes tables of it."""
     recipe = job.recipe
-    device = HOST if job.probe is None else open_device(recipe.compute.device)  # memory is planned without the device
+    # memory is planned without the device
+    device = HOST if job.probe is None else open_device(recipe.compute.device)
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
@@ -81,11 +97,23 @@ def run(job: PlanJob) -> dict[str, Any]:
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
     plans = [resolve(entry, graph, shapes, measured=job.measured) for entry in recipe.quantize]
     lengths = _calibration_lengths(recipe, config)
-    stats = recipe.measure.stats if recipe.measure.stats is not None else statistics_for(recipe.quantize)
+    stats = (
+        recipe.measure.stats
+        if recipe.measure.stats is not None
+        else statistics_for(recipe.quantize)
+    )
     speed = None
     if job.probe is not None:
         dtype = RUNNING[recipe.compute.dtype]
-        speed = job.probe(checkpoint, graph, plans, length=max(lengths), folder=job.folder, device=device, dtype=dtype)
+        speed = job.probe(
+            checkpoint,
+            graph,
+            plans,
+            length=max(lengths),
+            folder=job.folder,
+            device=device,
+            dtype=dtype,
+        )
     stages = _stages(job, model, plans, lengths, stats, speed)
     limit, why = memory_limit(recipe.resources, resident=process_memory.usage().resident)
     return {
@@ -97,52 +125,86 @@ def run(job: PlanJob) -> dict[str, Any]:
             "bytes": model.stored,
         },
         "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
-        "calibration": {"samples": len(lengths), "sequence_length": max(lengths), "observers": list(stats)},
+        "calibration": {
+            "samples": len(lengths),
+            "sequence_length": max(lengths),
+            "observers": list(stats),
+        },
         "stages": stages,
         "artifacts": [_artifact(checkpoint, graph, model, plan, recipe) for plan in plans],
         "total": {
             "peak_memory": max((stage["peak_memory"] for stage in stages), default=0),
-            "disk": sum(stage["result"] for stage in stages) + max((stage["scratch"] for stage in stages), default=0),
+            "disk": sum(stage["result"] for stage in stages)
+            + max((stage["scratch"] for stage in stages), default=0),
             "seconds": sum(stage["seconds"] for stage in stages) if speed else None,
         },
     }
 
 
 def _stages(
-    job: PlanJob, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
+    job: PlanJob,
+    model: ModelSize,
+    plans: Sequence[Plan],
+    lengths: Sequence[int],
+    stats: Sequence[str],
+    speed: Speed | None,
 ) -> list[dict[str, Any]]:
     """Return what each stage of the run takes, in the order in which they run."""
     recipe, stages, dtype = job.recipe, [], RUNNING[job.recipe.compute.dtype]
-    windows = [recipe.validate.sequence_length] * -(-recipe.validate.tokens // recipe.validate.sequence_length)
+    windows = [recipe.validate.sequence_length] * -(
+        -recipe.validate.tokens // recipe.validate.sequence_length
+    )
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
         seconds = None if speed is None else speed.measure(model, share, stats)
         there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
-        stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds, there=there))
+        stages.append(
+            _stage(
+                "measure",
+                None,
+                need_measure(model, lengths=share, stats=stats),
+                job,
+                seconds,
+                there=there,
+            )
+        )
     for plan in plans:
         used = plan.text(lengths)
-        need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
+        need = (
+            need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
+        )
         seconds = None if speed is None else speed.quantize(model, plan, used)
         there = quantize_on_device(model, plan, lengths=used)
         stages.append(_stage("quantize", plan.name, need, job, seconds, there=there))
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
         seconds = None if speed is None else speed.export(model, plan)
         stages.append(_stage("export", plan.name, need, job, seconds))
-        if job.measured or recipe.validate.text is not None:  # `run` takes the shipped text where none is named
+        # `run` takes the shipped text where none is named
+        if job.measured or recipe.validate.text is not None:
             need = need_validate(model, lengths=windows, models=3, head=plan.head)
             seconds = None if speed is None else speed.validate(model, windows)
-            there = validate_on_device(model, lengths=windows, models=3, dtype=dtype, head=plan.head)
+            there = validate_on_device(
+                model, lengths=windows, models=3, dtype=dtype, head=plan.head
+            )
             stages.append(_stage("validate", plan.name, need, job, seconds, there=there))
     return stages
 
 
 def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
     longest = int(getattr(text_config(config), "max_position_embeddings", None) or 2048)
-    return [recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)] * recipe.calibration.samples
+    return [
+        recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)
+    ] * recipe.calibration.samples
 
 
 def _stage(
-    name: str, artifact: str | None, need: Need, job: PlanJob, seconds: float | None, *, there: DeviceNeed | None = None
+    name: str,
+    artifact: str | None,
+    need: Need,
+    job: PlanJob,
+    seconds: float | None,
+    *,
+    there: DeviceNeed | None = None,
 ) -> dict[str, Any]:
     """Return what a stage takes; where it is refused, the least that it needs and the reason.
 
@@ -154,13 +216,23 @@ def _stage(
         seconds: how long; None is not known.
         there: memory of the device, of a stage that runs layers; told where the recipe names one.
     """
-    about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
+    about = {
+        "stage": name,
+        "artifact": artifact,
+        "result": need.result,
+        "scratch": need.scratch,
+        "seconds": seconds,
+    }
     if job.recipe.compute.device != "cpu":
         about["device_memory"] = None if there is None else there.peak
         limit = job.recipe.resources.max_device_memory
         if there is not None and limit is not None and there.peak > parse_size(limit):
             told = f"tensors of {name} take {there.peak} bytes on {job.recipe.compute.device}, --max-device-memory is {limit}"
-            return about | {"peak_memory": need.peak(base=need.base, workers=1), "workers": 1, "refused": told}
+            return about | {
+                "peak_memory": need.peak(base=need.base, workers=1),
+                "workers": 1,
+                "refused": told,
+            }
     try:
         allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
     except ResourceError as error:
@@ -169,14 +241,20 @@ def _stage(
     return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "refused": None}
 
 
-def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, Any]:
+def _artifact(
+    checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe
+) -> dict[str, Any]:
     """Return what an artifact will be: bytes, bits per weight, coverage, schemes, and how it can be cut."""
     weights = bits = 0
     for linear, scheme in plan.quantized.items():
         info = _weight(model, plan, linear)
         weights += elements_of(info)
         bits += 8 * quantized_bytes(linear, scheme, info)
-    covered = [model.infos[name] for linear in plan.quantized if (name := f"{linear}.weight") in model.infos]
+    covered = [
+        model.infos[name]
+        for linear in plan.quantized
+        if (name := f"{linear}.weight") in model.infos
+    ]
     return {
         "name": plan.name,
         "head": None if plan.head is None else plan.head.scheme.name,
@@ -187,32 +265,47 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "transforms": [transform for transform, _ in plan.transforms],
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",
-        "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
-        "tensor_bytes": outside_bytes(model, plan.head) + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
+        "output_bytes": output_bytes(
+            checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)
+        ),
+        "tensor_bytes": outside_bytes(model, plan.head)
+        + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
             "weights": sum(map(elements_of, covered)) / sum(map(elements_of, model.infos.values())),
             "bytes": sum(info.nbytes for info in covered) / model.stored,
         },
         "schemes": _scheme_table(graph, model, plan),
-        "tensor_parallel": {str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES},
+        "tensor_parallel": {
+            str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES
+        },
     }
 
 
-def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int) -> int:
+def output_bytes(
+    checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int
+) -> int:
     """Return the bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
     schemes = plan.quantized
     replaced = {f"{linear}.weight" for linear in schemes}
-    specs: dict[str, Spec] = {name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced}
+    specs: dict[str, Spec] = {
+        name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced
+    }
     for linear, scheme in schemes.items():
         specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
     for layer in graph.layers if plan.kv_cache is not None else ():
-        specs |= FORMAT.kv_tensor_specs(layer.attention or layer.prefix, plan.kv_cache, model.kv_heads)
+        specs |= FORMAT.kv_tensor_specs(
+            layer.attention or layer.prefix, plan.kv_cache, model.kv_heads
+        )
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
     config = len(readable_json(artifact_config(checkpoint.config, graph, plan, names=model.infos)))
-    copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
+    copied = [
+        name
+        for name in checkpoint.files
+        if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)
+    ]
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)
     manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
     return weights + config + side + manifest + CARD
@@ -221,20 +314,30 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
 def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
     """Return the source's weight of a linear; of a tied head the embedding's."""
     head = plan.head
-    return model.infos[head.tensor if head is not None and head.linear == linear else f"{linear}.weight"]
+    return model.infos[
+        head.tensor if head is not None and head.linear == linear else f"{linear}.weight"
+    ]
 
 
 def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
     """Return tensors and their schemes; equal linears of several layers or experts are one row, as are the tensors outside."""
     rows: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for layer in graph.layers:
-        experts = {name: group.expert for group in layer.groups if group.expert for name in group.linears}
+        experts = {
+            name: group.expert for group in layer.groups if group.expert for name in group.linears
+        }
         for linear in (*layer.linears, *layer.routers):
             info, scheme = model.infos[f"{linear}.weight"], plan.schemes.get(linear)
             after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
             words = "copied" if scheme is None else _words(scheme)
             place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))
-            key = (place, info.shape, "copied, a router" if linear in layer.routers else words, info.nbytes, after)
+            key = (
+                place,
+                info.shape,
+                "copied, a router" if linear in layer.routers else words,
+                info.nbytes,
+                after,
+            )
             rows.setdefault(key, []).append((layer.index, number))
     table = [
         {
@@ -253,9 +356,15 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
         table.append(_head_row(model, plan.head))
         linears.add(f"{plan.head.linear}.weight")
     past = tuple(f"{layer.prefix}." for layer in graph.layers if layer.skipped)
-    rest = [info for name, info in model.infos.items() if name not in linears and not name.startswith(past)]
+    rest = [
+        info
+        for name, info in model.infos.items()
+        if name not in linears and not name.startswith(past)
+    ]
     copied = {
-        "layers that text goes past": [info for name, info in model.infos.items() if name.startswith(past)],
+        "layers that text goes past": [
+            info for name, info in model.infos.items() if name.startswith(past)
+        ],
         "embeddings, heads": [info for info in rest if len(info.shape) > 1],
         "norms, biases": [info for info in rest if len(info.shape) <= 1],
     }

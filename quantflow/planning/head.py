@@ -3,10 +3,11 @@
     <o>/head.safetensors    what it becomes, as the artifact holds it
     <o>/head.json           its record, as of a layer (quantflow/quantizing/file_to_file.py)
 
-Whatever the layers do, the head goes from file to file in units of rows: no statistics are taken of what enters it, so
-neither its algorithm nor its scheme may need any. A head that is tied to the embedding is quantized from the embedding's
-rows and becomes a tensor of its own beside it; config.json then says that the two are not tied. Of a model that is rotated
-it is the rotated head that is quantized.
+Whatever the layers do, the head goes from file to file in units of rows: no statistics are taken of
+what enters it, so neither its algorithm nor its scheme may need any. A head that is tied to the
+embedding is quantized from the embedding's rows and becomes a tensor of its own beside it;
+config.json then says that the two are not tied. Of a model that is rotated it is the rotated head
+that is quantized.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +22,8 @@ from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.planning.requirements import override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
-_MODULE = "lm_head"  # as every family's module calls it, and checkpoints that were saved under the module's name
+# as every family's module calls it, and checkpoints that were saved under the module's name
+_MODULE = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,11 @@ class HeadPlan:
 
 
 def head_of(
-    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, ignored: Collection[str] = ()
+    entry: Quantize,
+    graph: Graph,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    ignored: Collection[str] = (),
 ) -> HeadPlan | None:
     """Return what becomes of the head, None where the entry leaves it as it is.
 
@@ -62,8 +68,8 @@ def head_of(
         ignored: what the entry's `ignore` names.
 
     Raises:
-        UsageError: the scheme or algorithm needs statistics, its groups do not divide the head's input, or `ignore` names
-            the head.
+        UsageError: the scheme or algorithm needs statistics, its groups do not divide the head's
+            input, or `ignore` names the head.
         SchemeError: a group size, and a scheme without groups.
         InputError: the checkpoint has neither a head nor an embedding.
     """
@@ -77,7 +83,11 @@ def head_of(
     algorithm, features = _algorithm(entry.name, entry.head, scheme), shapes[tensor][1]
     if features % (scheme.weights.group_size or 1):
         told = f"{entry.name}: head: {linear} has {features} inputs, {scheme.name} groups of {scheme.weights.group_size}"
-        raise UsageError(told, "give a group size that divides them, such as --head W4A16:hqq:32, or a scheme without groups")
+        raise UsageError(
+            told,
+            "give a group size that divides them, such as --head W4A16:hqq:32, or a scheme "
+            "without groups",
+        )
     return HeadPlan(linear=linear, tensor=tensor, scheme=scheme, algorithm=algorithm)
 
 
@@ -88,7 +98,9 @@ def names_of(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> tuple[str, st
         InputError: neither a head nor an embedding is there as a matrix.
     """
     family = graph.family
-    linear = next((name for name in (family.head, _MODULE) if f"{name}.weight" in shapes), family.head)
+    linear = next(
+        (name for name in (family.head, _MODULE) if f"{name}.weight" in shapes), family.head
+    )
     for tensor in (f"{linear}.weight", f"{family.embedding}.weight"):
         if len(shapes.get(tensor, ())) == 2:
             return linear, tensor
@@ -106,7 +118,8 @@ def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
     """
     if head is not None and ranks > 1:
         raise UsageError(
-            f"{name}: head {head.scheme.name} with --ranks {ranks}, which cuts the linears of the layers alone",
+            f"{name}: head {head.scheme.name} with --ranks {ranks}, which cuts the linears of "
+            "the layers alone",
             "quantize with one process, or leave the head as it is",
         )
 
@@ -115,25 +128,32 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
     """Return the algorithm that rounds the head.
 
     Raises:
-        UsageError: it is unknown, or it or the scheme needs statistics, or it does not go with float8.
+        UsageError: it is unknown, or it or the scheme needs statistics, or it does not go with
+            float8.
     """
     known = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
     algorithm = head.algorithm or scheme.algorithm
     if algorithm not in (*ALGORITHMS, *COMBINATIONS):
-        raise UsageError(f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
+        raise UsageError(
+            f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, known)
+        )
     if algorithm not in known:
         raise UsageError(
-            f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration text, of which nothing "
+            f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration "
+            "text, of which nothing "
             "is collected for the head",
-            f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, or head: {{algorithm: hqq}}",
+            f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, "
+            "or head: {algorithm: hqq}",
         )
     if scheme.input is not None and scheme.input.measured:
         raise UsageError(
-            f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured for the head",
+            f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured "
+            "for the head",
             "choose one with a dynamic input or none, such as FP8_DYNAMIC, W8A8 or W8A16",
         )
     if algorithm != NEAREST and scheme.weights.kind != "int":
         raise UsageError(
-            f"{name}: head: algorithm {algorithm} with scheme {head.scheme}", f"use algorithm {NEAREST} for float8"
+            f"{name}: head: algorithm {algorithm} with scheme {head.scheme}",
+            f"use algorithm {NEAREST} for float8",
         )
     return algorithm

@@ -1,7 +1,8 @@
 """The quantized KV cache of one entry of a recipe: what it asks for, and what it goes with.
 
-Its scales belong to keys and values as the model makes them, so transforms that change values are refused: what was
-measured is then another tensor. quantflow/quantizing/cache_scales.py makes the scales.
+Its scales belong to keys and values as the model makes them, so transforms that change values are
+refused: what was measured is then another tensor. quantflow/quantizing/cache_scales.py makes the
+scales.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,11 @@ FORMAT = FORMATS[DEFAULT]
 
 
 def kv_cache_of(
-    entry: Quantize, graph: Graph, transforms: Sequence[tuple[str, Mapping[str, Any]]], *, ranks: int
+    entry: Quantize,
+    graph: Graph,
+    transforms: Sequence[tuple[str, Mapping[str, Any]]],
+    *,
+    ranks: int,
 ) -> TensorScheme | None:
     """Return how an entry of the recipe keeps keys and values; None is as they are.
 
@@ -30,7 +35,8 @@ def kv_cache_of(
         ranks: how many cards quantize.
 
     Raises:
-        UsageError: a transform changes the values that were measured, or several cards share the work.
+        UsageError: a transform changes the values that were measured, or several cards share the
+            work.
         UnsupportedError: no loader knows scales in such an attention.
     """
     if entry.kv_cache is None:
@@ -43,9 +49,14 @@ def kv_cache_of(
             "leave kv_cache out: compressed-tensors 0.20 does not look for scales there",
         )
     if ranks > 1:
-        raise UsageError(f"{told} with --ranks {ranks}", "quantize with one process, or leave kv_cache out")
+        raise UsageError(
+            f"{told} with --ranks {ranks}", "quantize with one process, or leave kv_cache out"
+        )
     if entry.float8 not in (None, "e4m3fn") and scheme.kind == "float":
-        raise UsageError(f"{told} with float8={entry.float8}", "use INT8, or leave float8 out: caches hold e4m3fn")
+        raise UsageError(
+            f"{told} with float8={entry.float8}",
+            "use INT8, or leave float8 out: caches hold e4m3fn",
+        )
     for name, options in transforms:
         option = KNOWN[name].CHANGES_VALUES
         if options[option]:
@@ -60,4 +71,6 @@ def kv_names(graph: Graph, scheme: TensorScheme | None) -> tuple[str, ...]:
     """Return the names of all tensors that describe caches in an artifact."""
     if scheme is None:
         return ()
-    return tuple(name for attention in graph.attentions for name in FORMAT.kv_tensor_names(attention))
+    return tuple(
+        name for attention in graph.attentions for name in FORMAT.kv_tensor_names(attention)
+    )

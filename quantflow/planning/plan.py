@@ -7,7 +7,14 @@ from typing import Any, TypeVar
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
 from quantflow.core.block_types import SMALLER
 from quantflow.core.groups import COMMON_SIZES, group_size_for
-from quantflow.core.scheme import MIXTURES, LinearScheme, TensorScheme, preset, scheme_words, with_group_size
+from quantflow.core.scheme import (
+    MIXTURES,
+    LinearScheme,
+    TensorScheme,
+    preset,
+    scheme_words,
+    with_group_size,
+)
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.formats.llama_cpp.mixtures import type_of
@@ -18,7 +25,13 @@ from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.observers.histogram import COUNTS
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning import requirements
-from quantflow.planning.compatibility import KNOWN, check_algorithm, check_model, check_tuning, mixing_inputs
+from quantflow.planning.compatibility import (
+    KNOWN,
+    check_algorithm,
+    check_model,
+    check_tuning,
+    mixing_inputs,
+)
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
@@ -35,11 +48,14 @@ from quantflow.planning.requirements import (
 )
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 
-OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
+# in a quantize folder: what lies outside the layers and is not as in the source
+OUTSIDE = "outside.safetensors"
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-MATRIX = 16  # rows and columns at least that make a tensor one; a convolution has a few weights a channel, a mixer few inputs
+# rows and columns at least that make a tensor one; a convolution has a few weights a channel, a
+# mixer few inputs
+MATRIX = 16
 LEFT_OUT = 0.01  # of the layers' bytes that may stay as they are without a word
 Item = TypeVar("Item")
 
@@ -55,9 +71,11 @@ class Plan:
         tune: how the scales of all layers are tuned together after that; None leaves them.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
-        file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
-            quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
-        experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
+        file_to_file: whether weights go from file to file and the model never runs: one process
+            does that where rows are quantized by themselves and no measurement is given, several
+            cards where they are rounded to nearest.
+        experts: what becomes of undercalibrated experts; None where no expert is quantized by
+            statistics.
         head: what becomes of the head; None leaves it as it is.
         kv_cache: how keys and values are kept; None is as they are.
     """
@@ -86,7 +104,9 @@ class Plan:
         found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
         found |= {} if self.tune is None else {TUNE: tune.VERSION}
-        return found | ({} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION})
+        return found | (
+            {} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION}
+        )
 
     @property
     def quantized(self) -> dict[str, LinearScheme]:
@@ -128,7 +148,8 @@ class Plan:
     def in_float32(self) -> bool:
         """Whether weights of some layer are in float32 while it is quantized.
 
-        Transforms change them, and beside a linear that stays as it is a layer runs as it does in the artifact.
+        Transforms change them, and beside a linear that stays as it is a layer runs as it does in
+        the artifact.
         """
         return bool(self.transforms) or None in self.schemes.values()
 
@@ -152,7 +173,11 @@ class Plan:
     def rows_apart(self) -> int:
         """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
         inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
-        return APART if self.needs_rows and any(scheme is not None and scheme.measured for scheme in inputs) else 1
+        return (
+            APART
+            if self.needs_rows and any(scheme is not None and scheme.measured for scheme in inputs)
+            else 1
+        )
 
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
         """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
@@ -170,17 +195,31 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
-        schemes = {name: None if scheme is None else scheme_words(scheme) for name, scheme in self.schemes.items()}
+        schemes = {
+            name: None if scheme is None else scheme_words(scheme)
+            for name, scheme in self.schemes.items()
+        }
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
         parts = (("learned", self.learned), (TUNE, self.tune))
         more = {key: asdict(part) for key, part in parts if part is not None}
         more |= {} if self.kv_cache is None else {"kv_cache": scheme_words(self.kv_cache)}
-        return {"schemes": schemes, "algorithm": self.method, "transforms": transforms, **head, **more}
+        return {
+            "schemes": schemes,
+            "algorithm": self.method,
+            "transforms": transforms,
+            **head,
+            **more,
+        }
 
 
 def resolve(
-    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True, ranks: int = 1
+    entry: Quantize,
+    graph: Graph,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    measured: bool = True,
+    ranks: int = 1,
 ) -> Plan:
     """Return the plan for one entry of the recipe.
 
@@ -188,20 +227,22 @@ def resolve(
         entry: the recipe's words.
         graph: the model's linears.
         shapes: source tensor name -> shape, from the shard headers.
-        measured: whether a measurement will be given; with one the artifact of one process is proven by running its first
-            tokens.
+        measured: whether a measurement will be given; with one the artifact of one process is
+            proven by running its first tokens.
         ranks: how many cards share the model.
 
     Raises:
-        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
-            not divide a linear's input, nothing is left to quantize, or several cards are to quantize the head.
+        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit,
+            a group size does not divide a linear's input, nothing is left to quantize, or several
+            cards are to quantize the head.
         InputError: a linear of the family that the checkpoint does not have.
-        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs are to be cut, no file holds a
-            scheme, or as `kv_cache_of`.
+        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs
+            are to be cut, no file holds a scheme, or as `kv_cache_of`.
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
-            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
+            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' "
+            "sensitivities are not measured",
             "give one scheme, and overrides where linears need another",
         )
     base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)
@@ -212,10 +253,16 @@ def resolve(
         for scheme in dict.fromkeys(used):
             check_algorithm(entry.name, method, scheme)
         check_model(entry.name, method, supports_of(method), graph=graph, ranks=ranks)
-    layout, kinds = FORMATS[DEFAULT], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
-    layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
+    layout, kinds = (
+        FORMATS[DEFAULT],
+        {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))},
+    )
+    # refuses what no file could hold
+    layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)
     transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
-    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1])
+    schemes = mixing_inputs(
+        entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1]
+    )
     for scheme in dict.fromkeys(used) if tuning is not None else ():
         check_tuning(entry.name, scheme, transforms=transforms)
     if tuning is not None:
@@ -227,23 +274,27 @@ def resolve(
     needs = needs_of(entry, used)
     if COUNTS.name in needs and graph.sparse:
         raise UnsupportedError(
-            f"{entry.name}: input_observer={entry.input_observer!r} of a {graph.family.model_type}; experts share ranges, "
+            f"{entry.name}: input_observer={entry.input_observer!r} of a "
+            f"{graph.family.model_type}; experts share ranges, "
             "not histograms",
             "leave input_observer out",
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
     by_row = all(
-        scheme.weights.granularity in ("per_channel", "per_group", "per_block") and scheme.weights.scale_format != "e4m3"
+        scheme.weights.granularity in ("per_channel", "per_group", "per_block")
+        and scheme.weights.scale_format != "e4m3"
         for scheme in used
     )
     if entry.linears and not (alone and by_row and not (measured or needs)):
         raise UsageError(
             f"{entry.name}: linears are named, and {methods[-1]} with {entry.scheme} runs the model",
-            "round weights alone: --algorithm rtn with W8A16, W4A16 or FP8_DYNAMIC, no transform and no measurement",
+            "round weights alone: --algorithm rtn with W8A16, W4A16 or FP8_DYNAMIC, no transform "
+            "and no measurement",
         )
     if ranks > 1 and any(scheme.weights.scale_format == "e4m3" for scheme in used):
         raise UnsupportedError(
-            f"{entry.name}: scheme {entry.scheme} with --ranks {ranks}; its cards would each choose a global_scale",
+            f"{entry.name}: scheme {entry.scheme} with --ranks {ranks}; its cards would each "
+            "choose a global_scale",
             "quantize in one process, or choose MXFP4, whose scales are of their groups alone",
         )
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
@@ -254,9 +305,15 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else to_nearest),
+        file_to_file=alone
+        and (by_row and not (measured or needs or kv_cache) if ranks == 1 else to_nearest),
         kv_cache=kv_cache,
-        experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
+        experts=_experts(
+            entry,
+            graph,
+            schemes,
+            weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm),
+        ),
         head=head,
         learned=learned,
         tune=tuning,
@@ -268,7 +325,9 @@ def _schemes(
 ) -> dict[str, LinearScheme | None]:
     """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
     ignored = _ignored(entry, shapes)
-    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    schemes: dict[str, LinearScheme | None] = {
+        name: None if name in ignored else base for name in graph.linears
+    }
     adapts = set(schemes) if entry.group_size is None else set()
     for override in entry.overrides:
         for name in matching(override.match, list(graph.linears), f"{entry.name}: overrides"):
@@ -278,19 +337,27 @@ def _schemes(
     for name in adapts:
         scheme = schemes[name]
         features = _features(shapes, name)
-        schemes[name] = None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
-    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
+        schemes[name] = (
+            None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
+        )
+    # for others one is chosen that fits
+    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)
     for name, scheme in schemes.items():
         if scheme is not None:
             features = _features(shapes, name)
             if name in given:
                 group_size_for(scheme.weights, features, name=name)
     if not any(schemes.values()):
-        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
+        raise UsageError(
+            f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize",
+            "ignore fewer",
+        )
     return schemes
 
 
-def _of_mixtures(schemes: Mapping[str, LinearScheme | None], graph: Graph) -> dict[str, LinearScheme | None]:
+def _of_mixtures(
+    schemes: Mapping[str, LinearScheme | None], graph: Graph
+) -> dict[str, LinearScheme | None]:
     """Return the schemes of the linears that were given a mixture, by what they are in a layer."""
     found: dict[str, LinearScheme | None] = {}
     for number, layer in enumerate(graph.layers):
@@ -298,7 +365,9 @@ def _of_mixtures(schemes: Mapping[str, LinearScheme | None], graph: Graph) -> di
             scheme = schemes.get(name)
             if scheme is not None and scheme.name in MIXTURES:
                 module, family = name.removeprefix(f"{layer.prefix}."), graph.family.model_type
-                kind = type_of(scheme.name, module, family=family, layer=number, layers=len(graph.layers))
+                kind = type_of(
+                    scheme.name, module, family=family, layer=number, layers=len(graph.layers)
+                )
                 found[name] = preset(kind)
     return found
 
@@ -312,12 +381,27 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
     """
     size, kind = scheme.weights.group_size, scheme.weights.block
     if kind is not None:
-        return preset(SMALLER[kind.name]) if features % kind.elements and kind.name in SMALLER else scheme
-    if size is None or scheme.weights.granularity != "per_group" or scheme.weights.scale_format != "float":
+        return (
+            preset(SMALLER[kind.name])
+            if features % kind.elements and kind.name in SMALLER
+            else scheme
+        )
+    if (
+        size is None
+        or scheme.weights.granularity != "per_group"
+        or scheme.weights.scale_format != "float"
+    ):
         return scheme
     if features % size == 0:
         return scheme
-    return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
+    return next(
+        (
+            with_group_size(scheme, less)
+            for less in COMMON_SIZES
+            if less < size and features % less == 0
+        ),
+        scheme,
+    )
 
 
 def _too_narrow(scheme: LinearScheme, features: int) -> bool:
@@ -326,7 +410,9 @@ def _too_narrow(scheme: LinearScheme, features: int) -> bool:
     return size is not None and features < MATRIX and features % size != 0
 
 
-def kept_for_few_inputs(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
+def kept_for_few_inputs(
+    plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]
+) -> str | None:
     """Return a sentence about the linears that a preset leaves as they are because their inputs fill no group, or None.
 
     Args:
@@ -339,7 +425,9 @@ def kept_for_few_inputs(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequen
     if not kept:
         return None
     more = f" and {len(kept) - 1} more stay" if kept[1:] else " stays"
-    return f"{plan.name}: {kept[0]}{more} as in the source: fewer than {MATRIX} inputs, no whole group"
+    return (
+        f"{plan.name}: {kept[0]}{more} as in the source: fewer than {MATRIX} inputs, no whole group"
+    )
 
 
 def narrowed(plan: Plan, entry: Quantize) -> str | None:
@@ -350,14 +438,20 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
     if smaller and base_of(entry).weights.block_type in SMALLER and not entry.overrides:
         return f"{plan.name}: a type of blocks of 32 in {smaller} linears, whose inputs 256 does not divide"
     found = [scheme.weights.group_size for scheme in used]
-    counts = {less: found.count(less) for less in COMMON_SIZES if size is not None and less < size and less in found}
+    counts = {
+        less: found.count(less)
+        for less in COMMON_SIZES
+        if size is not None and less < size and less in found
+    }
     if not counts or entry.overrides or entry.mixed:
         return None
     told = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
     return f"{plan.name}: groups {told}, whose inputs {size} does not divide"
 
 
-def left_out(name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbytes: Mapping[str, int]) -> str | None:
+def left_out(
+    name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbytes: Mapping[str, int]
+) -> str | None:
     """Return a warning of matrices in decoder layers that no linear of the graph reads, such as stacked experts; None for none.
 
     Convolutions along the sequence, with a few weights a channel, are no matrices.
@@ -371,14 +465,19 @@ def left_out(name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbyte
     known = {f"{linear}.weight" for linear in (*graph.linears, *graph.routers, *graph.idle)}
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     inside = [tensor for tensor in shapes if tensor.startswith(prefixes)]
-    matrices = [tensor for tensor in inside if len(shapes[tensor]) > 1 and sorted(shapes[tensor])[-2] >= MATRIX]
+    matrices = [
+        tensor
+        for tensor in inside
+        if len(shapes[tensor]) > 1 and sorted(shapes[tensor])[-2] >= MATRIX
+    ]
     left = [tensor for tensor in matrices if tensor not in known]
     size, whole = (sum(nbytes[tensor] for tensor in some) for some in (left, inside))
     if not left or size < LEFT_OUT * whole:
         return None
     more = f" and {len(left) - 1} more" if left[1:] else ""
     return (
-        f"{name}: warning: {left[0]} {list(shapes[left[0]])}{more} are not quantized: {size:,} of the layers' "
+        f"{name}: warning: {left[0]} {list(shapes[left[0]])}{more} are not quantized: {size:,} "
+        "of the layers' "
         f"{whole:,} bytes; no linear reads them, their family multiplies by them in its own way"
     )
 
@@ -386,18 +485,27 @@ def left_out(name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbyte
 def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     """Return the modules that `ignore` names, linears of the layers or not."""
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    return frozenset(name for pattern in entry.ignore for name in matching(pattern, modules, f"{entry.name}: ignore"))
+    return frozenset(
+        name
+        for pattern in entry.ignore
+        for name in matching(pattern, modules, f"{entry.name}: ignore")
+    )
 
 
 def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
     """Return how many inputs a linear has."""
     shape = shapes.get(f"{name}.weight")
     if shape is None:
-        raise InputError(f"{name}.weight: not in the checkpoint", "check that config.json belongs to these weights")
+        raise InputError(
+            f"{name}.weight: not in the checkpoint",
+            "check that config.json belongs to these weights",
+        )
     return shape[1]
 
 
-def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool) -> Policy | None:
+def _experts(
+    entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool
+) -> Policy | None:
     """Return what becomes of undercalibrated experts, None where none is quantized by statistics.
 
     Args:
@@ -406,16 +514,27 @@ def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme |
         schemes: of each linear.
         weights: the algorithm, or a transform that cuts ranges for it, reads statistics.
     """
-    names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
+    names = [
+        name
+        for layer in graph.layers
+        for group in layer.groups
+        if group.expert
+        for name in group.linears
+    ]
     used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
     static = any(scheme.input is not None and scheme.input.measured for scheme in used)
     reads = bool(used) and weights
-    return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
+    return policy_for(
+        entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static
+    )
 
 
 def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) -> bool:
     whole_range = ALGORITHMS[algorithm].TO_NEAREST
-    return any(name == awq.NAME and awq.clips(options, whole_range=whole_range) for name, options in transforms)
+    return any(
+        name == awq.NAME and awq.clips(options, whole_range=whole_range)
+        for name, options in transforms
+    )
 
 
 def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
@@ -425,4 +544,8 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
         UsageError: a pattern matches nothing.
     """
     linears = list(graph.linears)
-    return frozenset(n for each in entry.overrides for n in matching(each.match, linears, f"{entry.name}: overrides"))
+    return frozenset(
+        n
+        for each in entry.overrides
+        for n in matching(each.match, linears, f"{entry.name}: overrides")
+    )

@@ -1,7 +1,7 @@
 """A probe: read one layer, run a sequence through it, round a piece of it, and time each, on the device that will do it.
 
-Sizes are capped, so that the probe takes seconds whatever the model; `quantflow.planning.durations` extrapolates. What
-crosses to a device and back is in the time of what it is for.
+Sizes are capped, so that the probe takes seconds whatever the model; `quantflow.planning.durations`
+extrapolates. What crosses to a device and back is in the time of what it is for.
 """
 
 import hashlib
@@ -35,8 +35,10 @@ from quantflow.planning.plan import Plan
 from quantflow.planning.sizes import FORMAT
 
 TOKENS = 256
-ROWS, COLUMNS = 512, 1024  # of the pieces that GPTQ is timed on, at most; twice of each at the largest
-ON_DEVICE = 8  # times as much of each: a device has latencies that a small piece would make too much of
+# of the pieces that GPTQ is timed on, at most; twice of each at the largest
+ROWS, COLUMNS = 512, 1024
+# times as much of each: a device has latencies that a small piece would make too much of
+ON_DEVICE = 8
 WRITTEN = 32 << 20  # bytes
 
 
@@ -57,7 +59,8 @@ def probe(
         checkpoint: the opened model.
         graph: its linears.
         plans: one per artifact.
-        length: tokens of a calibration sequence; at most TOKENS are run, and on a device ON_DEVICE times as many.
+        length: tokens of a calibration sequence; at most TOKENS are run, and on a device ON_DEVICE
+            times as many.
         folder: on the disk that will be written; a nameless file is written there and gone.
         device: where layers will run.
         dtype: in which measure and validate run them.
@@ -69,7 +72,9 @@ def probe(
     torch.set_num_threads(1)
     try:
         with device.current(), device.deterministic():
-            return _probe(checkpoint, graph, plans, length=length, folder=folder, device=device, dtype=dtype)
+            return _probe(
+                checkpoint, graph, plans, length=length, folder=folder, device=device, dtype=dtype
+            )
     finally:
         torch.set_num_threads(threads)
 
@@ -86,11 +91,23 @@ def _probe(
 ) -> Speed:
     source = Source(checkpoint=checkpoint, config=load_config(checkpoint))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(text_config(source.config).vocab_size, (min(length, TOKENS * _times(device)),), generator=generator)
+    tokens = torch.randint(
+        text_config(source.config).vocab_size,
+        (min(length, TOKENS * _times(device)),),
+        generator=generator,
+    )
     layer = next(layer for layer in graph.layers if layer.groups)
-    stored = sum(info.nbytes for name, info in checkpoint.infos.items() if name.startswith(f"{layer.prefix}."))
+    stored = sum(
+        info.nbytes
+        for name, info in checkpoint.infos.items()
+        if name.startswith(f"{layer.prefix}.")
+    )
     reading, running = _layer(source, graph, tokens, device=device, dtype=torch.float32)
-    run = running if dtype == torch.float32 else _layer(source, graph, tokens, device=device, dtype=dtype)[1]
+    run = (
+        running
+        if dtype == torch.float32
+        else _layer(source, graph, tokens, device=device, dtype=dtype)[1]
+    )
     weight = source.read([f"{layer.linears[0]}.weight"])[f"{layer.linears[0]}.weight"]
     x = device.put(torch.randn(1, len(tokens), weight.shape[1], generator=generator))
     observed = {
@@ -112,11 +129,17 @@ def _probe(
         hessian=observed[HessianObserver.NAME] / weight.shape[1],
         gradient=observed[GradientObserver.NAME] / output_blocks.width(weight.shape[1]),
         rounded={plan.name: _rounded(plan, weight, device) for plan in plans},
-        gptq={plan.name: _gptq(plan, weight, device) for plan in plans if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS},
+        gptq={
+            plan.name: _gptq(plan, weight, device)
+            for plan in plans
+            if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS
+        },
     )
 
 
-def _layer(source: Source, graph: Graph, tokens: Tensor, *, device: Device, dtype: torch.dtype) -> tuple[float, float]:
+def _layer(
+    source: Source, graph: Graph, tokens: Tensor, *, device: Device, dtype: torch.dtype
+) -> tuple[float, float]:
     """Return the seconds of reading the first layer that runs, and of a sequence through it, whose hidden states come back."""
     stream = LayerStream(source, graph, dtype=dtype, device=device)
     (state,) = stream.begin([tokens])
@@ -172,9 +195,16 @@ def _rounded(plan: Plan, weight: Tensor, device: Device) -> float:
     piece = weight[: ROWS * _times(there)].contiguous()
 
     def round_piece() -> None:
-        result = algorithm.quantize_group({"w": there.put(piece)}, scheme, statistics={}, scale_dtype=dtype)["w"]
+        result = algorithm.quantize_group(
+            {"w": there.put(piece)}, scheme, statistics={}, scale_dtype=dtype
+        )["w"]
         if scheme.input is None or not scheme.input.measured:
-            fetched(FORMAT.encode("w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype), there)
+            fetched(
+                FORMAT.encode(
+                    "w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype
+                ),
+                there,
+            )
 
     return _seconds(round_piece, there) / piece.numel()
 
@@ -184,20 +214,38 @@ def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
     scheme = _scheme(plan)
     group = scheme.weights.group_size or 1
     there = device if ALGORITHMS[plan.algorithm].ON_DEVICE else HOST
-    rows, columns = min(ROWS * _times(there), weight.shape[0] // 2), min(2 * COLUMNS * _times(there), weight.shape[1])
+    rows, columns = (
+        min(ROWS * _times(there), weight.shape[0] // 2),
+        min(2 * COLUMNS * _times(there), weight.shape[1]),
+    )
     half = max(group, columns // 2 // group * group)
     columns = columns // group * group
     if half == columns or rows == 0:  # too small for its columns to be told apart
-        return Rounding(cubic=0.0, linear=_one(plan, weight, rows or 1, columns, there) / ((rows or 1) * columns), square=0.0)
+        return Rounding(
+            cubic=0.0,
+            linear=_one(plan, weight, rows or 1, columns, there) / ((rows or 1) * columns),
+            square=0.0,
+        )
     if not there.is_host:
         _one(plan, weight, rows, half, there)  # its libraries begin with their first call
-    small, wide, tall = (_one(plan, weight, r, c, there) for r, c in ((rows, half), (rows, columns), (2 * rows, columns)))
+    small, wide, tall = (
+        _one(plan, weight, r, c, there)
+        for r, c in ((rows, half), (rows, columns), (2 * rows, columns))
+    )
     equations = torch.tensor(
-        [[float(c**3), float(r * c), float(r * c * c)] for r, c in ((rows, half), (rows, columns), (2 * rows, columns))],
+        [
+            [float(c**3), float(r * c), float(r * c * c)]
+            for r, c in ((rows, half), (rows, columns), (2 * rows, columns))
+        ],
         dtype=torch.float64,
     )
     scale = equations.amax(0)  # the unknowns differ by many orders of magnitude
-    solved = torch.linalg.solve(equations / scale, torch.tensor([small, wide, tall], dtype=torch.float64)) / scale
+    solved = (
+        torch.linalg.solve(
+            equations / scale, torch.tensor([small, wide, tall], dtype=torch.float64)
+        )
+        / scale
+    )
     cubic, linear, square = (max(0.0, value) for value in solved.tolist())
     return Rounding(cubic=cubic, linear=linear, square=square)
 
@@ -207,7 +255,10 @@ def _one(plan: Plan, weight: Tensor, rows: int, columns: int, there: Device) -> 
     piece = there.put(weight[:rows, :columns].contiguous())
     x = there.put(torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1)))
     statistics = {HESSIAN_SUM.name: x.T @ x}
-    statistics |= {COUNT.name: torch.tensor(2 * columns), f"w|{GRADIENT_SUM.name}": there.put(torch.eye(rows))}
+    statistics |= {
+        COUNT.name: torch.tensor(2 * columns),
+        f"w|{GRADIENT_SUM.name}": there.put(torch.eye(rows)),
+    }
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
     there.wait()
     begin = time.perf_counter()

@@ -10,11 +10,12 @@
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}           compute: {device, dtype}
 
-Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
-`--set` over the file, the file over QUANT_CONFIG (quantflow/formats/gaudi/quant_config.py), that over these defaults.
+Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are
+applied over `--set`, `--set` over the file, the file over QUANT_CONFIG
+(quantflow/formats/gaudi/quant_config.py), that over these defaults.
 
-A field is the one declaration of a setting (quantflow/settings.py): the key of a recipe and of `--set`, the keyword of
-`quantflow.api`, and the option of the command line, with its help.
+A field is the one declaration of a setting (quantflow/settings.py): the key of a recipe and of
+`--set`, the keyword of `quantflow.api`, and the option of the command line, with its help.
 """
 
 import dataclasses
@@ -49,7 +50,16 @@ POLICIES = (
 RUN_DTYPES = ("float32", "bfloat16")  # of weights and activations while the model runs
 COMPUTING = ("plan", "measure", "quantize", "validate")  # verbs that take a device and a dtype
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
-UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 def kv_cache_flag(text: str | None) -> dict[str, str] | None:
@@ -70,9 +80,14 @@ def head_flag(text: str) -> dict[str, Any]:
     size = rest.pop() if rest and rest[-1].isdecimal() else None
     if len(rest) > 1:
         raise UsageError(
-            f"--head {text}: {len(rest)} words after the scheme", "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64"
+            f"--head {text}: {len(rest)} words after the scheme",
+            "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64",
         )
-    given = {"scheme": scheme, "algorithm": rest[0] if rest else None, "group_size": None if size is None else int(size)}
+    given = {
+        "scheme": scheme,
+        "algorithm": rest[0] if rest else None,
+        "group_size": None if size is None else int(size),
+    }
     return {key: value for key, value in given.items() if value is not None}
 
 
@@ -96,9 +111,9 @@ def names_flag(text: str) -> list[str]:
 class Calibration:
     """The text that measure runs.
 
-    `source` is a .txt, .jsonl or .safetensors file, a folder of .txt files, a data set on the hub, or the name of a shipped
-    text; null is the shipped one. `sequence_length` null is 2048, of shipped texts 512, or what the model has. `pack` null
-    is true for plain and for shipped text.
+    `source` is a .txt, .jsonl or .safetensors file, a folder of .txt files, a data set on the hub,
+    or the name of a shipped text; null is the shipped one. `sequence_length` null is 2048, of
+    shipped texts 512, or what the model has. `pack` null is true for plain and for shipped text.
     """
 
     source: str | None = setting(
@@ -106,8 +121,10 @@ class Calibration:
         flag="--calibration",
         metavar="TEXT",
         help={
-            "measure": "A .txt, .jsonl or .safetensors file, a folder of .txt, a hub data set (default: the shipped text).",
-            "quantize": "Measure first, as stage 1 with this text (default: the shipped one), into --measurement.",
+            "measure": "A .txt, .jsonl or .safetensors file, a folder of .txt, a hub data set "
+            "(default: the shipped text).",
+            "quantize": "Measure first, as stage 1 with this text (default: the shipped one), "
+            "into --measurement.",
         },
     )
     samples: int = setting(
@@ -125,13 +142,17 @@ class Calibration:
         flag="--sequence-length",
         least=2,
         help={
-            "measure": "Tokens per sequence at most (default 2048, of the shipped text 512; the model's at most).",
+            "measure": "Tokens per sequence at most (default 2048, of the shipped text 512; the "
+            "model's at most).",
             "quantize": "Tokens per sequence at most where it measures.",
             "plan": "Tokens of each (default 2048, of the shipped text 512; the model's at most).",
         },
     )
     pack: bool | None = setting(
-        None, flag="--pack/--no-pack", verbs=("measure",), help="Join documents into full sequences (default: those of .txt)."
+        None,
+        flag="--pack/--no-pack",
+        verbs=("measure",),
+        help="Join documents into full sequences (default: those of .txt).",
     )
 
     def __post_init__(self) -> None:
@@ -148,7 +169,11 @@ class Calibration:
     @property
     def shipped(self) -> bool:
         """Whether the text comes with the package."""
-        return self.source is None or Path(self.source).parent == TEXTS or self.source in shipped_texts()
+        return (
+            self.source is None
+            or Path(self.source).parent == TEXTS
+            or self.source in shipped_texts()
+        )
 
     @property
     def usual_length(self) -> int:
@@ -160,11 +185,17 @@ class Calibration:
 class Measure:
     """`tp` of the ranks share a model, null is what the others leave of ranks = tp x dp; `stats` null: what artifacts need.
 
-    `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
+    `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where
+    an artifact asks for it.
     """
 
     ranks: int = setting(
-        1, flag="--ranks", verbs=("measure",), least=1, most=MOST_RANKS, help="Processes (default 1), or torchrun's."
+        1,
+        flag="--ranks",
+        verbs=("measure",),
+        least=1,
+        most=MOST_RANKS,
+        help="Processes (default 1), or torchrun's.",
     )
     tp: int | None = setting(
         None,
@@ -223,7 +254,9 @@ class HeadSettings:
     def __post_init__(self) -> None:
         """Refuse a word that means nothing."""
         if self.scheme not in SCHEME_NAMES:
-            raise UsageError(f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES)))
+            raise UsageError(
+                f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES))
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +283,8 @@ class Tune:
         flag="--tune",
         metavar="STEPS",
         verbs=("quantize",),
-        help="Then tune the scales of the whole model together (default: what good and best do, 0 for others).",
+        help="Then tune the scales of the whole model together (default: what good and best do, "
+        "0 for others).",
     )
     sequences: int = setting(8, help="Sequences of the text in each step.")
 
@@ -258,7 +292,8 @@ class Tune:
         """Refuse counts that are none."""
         if self.steps < 0 or self.sequences < 1:
             raise UsageError(
-                f"tune: steps={self.steps}, sequences={self.sequences}", "give steps from 0 and sequences from 1 on"
+                f"tune: steps={self.steps}, sequences={self.sequences}",
+                "give steps from 0 and sequences from 1 on",
             )
 
 
@@ -279,7 +314,10 @@ class KVCacheSettings:
 
     def __post_init__(self) -> None:
         """Refuse words that mean nothing."""
-        for key, word, known in (("scheme", self.scheme, tuple(NAMES)), ("granularity", self.granularity, GRANULARITIES)):
+        for key, word, known in (
+            ("scheme", self.scheme, tuple(NAMES)),
+            ("granularity", self.granularity, GRANULARITIES),
+        ):
             if word not in known:
                 raise UsageError(f"kv_cache: {key}={word!r}", nearest(word, known))
 
@@ -288,23 +326,27 @@ class KVCacheSettings:
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
-    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `scale_rounding` pow2 makes their
-    stored scales powers of two. `scale_method` derives them as Gaudi's toolkit does, with the hardware scales of gaudi2 or else
-    of gaudi3, and in `scale_arithmetic`, null is exact. `input_observer` chooses the range of static inputs from the measured
-    histogram: `mse` by the squared error, `percentile` up to 99.99 %. `experts` is what becomes of experts that calibration
-    reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read statistics, and 100 for
-    static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
-    of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
-    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
-    keeps keys and values as they are. `signround` is how the algorithm of that name learns. `tune` is how scales are tuned end
-    to end after that; null is not, but where `algorithm` is good or best and weights alone are quantized below 8 bits.
+    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds.
+    `scale_rounding` pow2 makes their stored scales powers of two. `scale_method` derives them as
+    Gaudi's toolkit does, with the hardware scales of gaudi2 or else of gaudi3, and in
+    `scale_arithmetic`, null is exact. `input_observer` chooses the range of static inputs from the
+    measured histogram: `mse` by the squared error, `percentile` up to 99.99 %. `experts` is what
+    becomes of experts that calibration reached with fewer than `expert_tokens`; null is two per
+    input feature for algorithms that read statistics, and 100 for static inputs. `head` null leaves
+    the head as it is. With `target_bpw` (bits per quantized weight of the layers) or `max_kld`
+    (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name gets
+    the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
+    `kv_cache` null keeps keys and values as they are. `signround` is how the algorithm of that name
+    learns. `tune` is how scales are tuned end to end after that; null is not, but where `algorithm`
+    is good or best and weights alone are quantized below 8 bits.
     """
 
     name: str = setting(help="Of the artifact, and of its folder.")
     scheme: str = setting(
         flag="--scheme",
         verbs=("quantize",),
-        help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, NVFP4, MXFP4, MXFP8, W6A16 to W2A16, these _ASYM.",
+        help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, NVFP4, MXFP4, MXFP8, "
+        "W6A16 to W2A16, these _ASYM.",
     )
     algorithm: str | None = setting(
         None,
@@ -313,20 +355,32 @@ class Quantize:
         help="rtn, rtn_mse, hqq, gptq, yaqa, signround, good or best (default: the scheme's).",
     )
     group_size: int | None = setting(
-        None, flag="--group-size", verbs=("quantize", "plan"), help="Input features per scale (default: the scheme's)."
+        None,
+        flag="--group-size",
+        verbs=("quantize", "plan"),
+        help="Input features per scale (default: the scheme's).",
     )
     float8: str | None = setting(None, help="Another flavour for FP8 schemes, such as gaudi2.")
-    scale_rounding: str | None = setting(None, help="pow2 makes the stored scales of FP8 schemes powers of two.")
-    scale_method: str | None = setting(None, help="Scales of FP8 as Gaudi's toolkit derives them, such as maxabs_hw.")
-    scale_arithmetic: str | None = setting(None, help="In which scale_method derives them: exact, BF16, FP16 or FP32.")
-    input_observer: str | None = setting(None, help="Chooses the range of static inputs: mse or percentile.")
+    scale_rounding: str | None = setting(
+        None, help="pow2 makes the stored scales of FP8 schemes powers of two."
+    )
+    scale_method: str | None = setting(
+        None, help="Scales of FP8 as Gaudi's toolkit derives them, such as maxabs_hw."
+    )
+    scale_arithmetic: str | None = setting(
+        None, help="In which scale_method derives them: exact, BF16, FP16 or FP32."
+    )
+    input_observer: str | None = setting(
+        None, help="Chooses the range of static inputs: mse or percentile."
+    )
     transforms: tuple[dict[str, Any], ...] | None = setting(
         None,
         flag="--smoothquant",
         metavar="ALPHA",
         verbs=("quantize",),
         parse=smoothquant_flag,
-        help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as good and best do; none: not at all.",
+        help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as good and "
+        "best do; none: not at all.",
     )
     ignore: tuple[str, ...] = setting(
         (),
@@ -341,7 +395,8 @@ class Quantize:
         flag="--linears",
         metavar="PATTERN",
         verbs=("quantize",),
-        help="Round the weights of these matrices, of any model: a name, or re:... Its code is not run.",
+        help="Round the weights of these matrices, of any model: a name, or re:... Its code is "
+        "not run.",
     )
     signround: SignRound | None = None
     tune: Tune | None = None
@@ -359,13 +414,15 @@ class Quantize:
         metavar="SCHEME[:ALGORITHM[:GROUP]]",
         verbs=("quantize", "plan"),
         parse=head_flag,
-        help="Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it is); a tied one is untied.",
+        help="Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it "
+        "is); a tied one is untied.",
     )
     quantized_inputs: bool | None = setting(
         None,
         flag="--quantized-inputs/--original-inputs",
         verbs=("quantize",),
-        help="Calibrate a layer on the outputs of the quantized layers before it, or of the original ones.",
+        help="Calibrate a layer on the outputs of the quantized layers before it, or of the "
+        "original ones.",
     )
     experts: str = setting(
         "error",
@@ -394,7 +451,9 @@ class Quantize:
         verbs=("quantize",),
         help="Choose schemes for so much mean KL divergence, such as 0.02.",
     )
-    candidates: tuple[Candidate, ...] | None = setting(None, help="Schemes to choose from; null is integers of 2 to 8 bits.")
+    candidates: tuple[Candidate, ...] | None = setting(
+        None, help="Schemes to choose from; null is integers of 2 to 8 bits."
+    )
     expect: str = setting("pass", help="fail where a failing gate is the expected outcome.")
 
     @property
@@ -408,23 +467,38 @@ class Quantize:
         if self.expect not in ("pass", "fail"):
             raise UsageError(f"quantize {self.name!r}: expect={self.expect!r}", "use pass or fail")
         if self.experts not in POLICIES:
-            raise UsageError(f"quantize {self.name!r}: experts={self.experts!r}", nearest(self.experts, POLICIES))
+            raise UsageError(
+                f"quantize {self.name!r}: experts={self.experts!r}", nearest(self.experts, POLICIES)
+            )
         if self.expert_tokens is not None and self.expert_tokens < 0:
-            raise UsageError(f"quantize {self.name!r}: expert_tokens={self.expert_tokens}", "give 0 or more")
+            raise UsageError(
+                f"quantize {self.name!r}: expert_tokens={self.expert_tokens}", "give 0 or more"
+            )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            raise UsageError(f"quantize: name {self.name!r}", "use letters, digits, '.', '_' and '-': it names a folder")
+            raise UsageError(
+                f"quantize: name {self.name!r}",
+                "use letters, digits, '.', '_' and '-': it names a folder",
+            )
         if self.scheme not in SCHEME_NAMES:
             raise UsageError(
-                f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES))
+                f"quantize {self.name!r}: scheme {self.scheme!r} is unknown",
+                nearest(self.scheme, list(SCHEME_NAMES)),
             )
         if self.float8 not in (None, *FLOAT8_FLAVOURS):
-            raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))
+            raise UsageError(
+                f"quantize {self.name!r}: float8={self.float8!r}",
+                nearest(str(self.float8), FLOAT8_FLAVOURS),
+            )
         if self.input_observer not in (None, *INPUT_OBSERVERS):
             words = nearest(str(self.input_observer), INPUT_OBSERVERS)
-            raise UsageError(f"quantize {self.name!r}: input_observer={self.input_observer!r}", words)
+            raise UsageError(
+                f"quantize {self.name!r}: input_observer={self.input_observer!r}", words
+            )
         if self.scale_rounding not in (None, *SCALE_ROUNDINGS):
             words = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
-            raise UsageError(f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words)
+            raise UsageError(
+                f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words
+            )
         self._check_scale_method()
 
     def _check_scale_method(self) -> None:
@@ -434,15 +508,19 @@ class Quantize:
             ("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES),
         ):
             if word not in (None, *known):
-                raise UsageError(f"quantize {self.name!r}: {key}={word!r}", nearest(str(word), known))
+                raise UsageError(
+                    f"quantize {self.name!r}: {key}={word!r}", nearest(str(word), known)
+                )
         if self.scale_method is not None and self.scale_rounding is not None:
             raise UsageError(
-                f"quantize {self.name!r}: scale_method={self.scale_method} beside scale_rounding={self.scale_rounding}",
+                f"quantize {self.name!r}: scale_method={self.scale_method} beside "
+                f"scale_rounding={self.scale_rounding}",
                 "give one of them: a method rounds as it says",
             )
         if self.scale_arithmetic is not None and self.scale_method is None:
             raise UsageError(
-                f"quantize {self.name!r}: scale_arithmetic={self.scale_arithmetic} without scale_method",
+                f"quantize {self.name!r}: scale_arithmetic={self.scale_arithmetic} without "
+                "scale_method",
                 "give both, or neither",
             )
 
@@ -450,14 +528,17 @@ class Quantize:
         """Refuse what schemes cannot be chosen by."""
         if self.target_bpw is not None and self.max_kld is not None:
             raise UsageError(
-                f"quantize {self.name!r}: target_bpw={self.target_bpw} beside max_kld={self.max_kld}", "give one of them"
+                f"quantize {self.name!r}: target_bpw={self.target_bpw} beside "
+                f"max_kld={self.max_kld}",
+                "give one of them",
             )
         for key, value in (("target_bpw", self.target_bpw), ("max_kld", self.max_kld)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UsageError(f"quantize {self.name!r}: {key}={value}", "give a positive number")
         if self.candidates is not None and not (self.mixed and self.candidates):
             raise UsageError(
-                f"quantize {self.name!r}: {len(self.candidates)} candidates, target_bpw={self.target_bpw}",
+                f"quantize {self.name!r}: {len(self.candidates)} candidates, "
+                f"target_bpw={self.target_bpw}",
                 "name at least one, and give target_bpw or max_kld; or leave candidates out",
             )
 
@@ -479,37 +560,52 @@ class Unify:
 class Export:
     """The layout on disk and the largest size of one weight file.
 
-    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf, of weights that were
-    quantized in format dequantized, and of scales in layouts of other programs.
+    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format
+    gguf, of weights that were quantized in format dequantized, and of scales in layouts of other
+    programs.
     """
 
     format: str = setting(
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, mxfp4, ipex or openvino: for other "
+        help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, "
+        "mxfp4, ipex or openvino: for other "
         "programs, gguf: for llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(
-        "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."
+        "4GiB",
+        flag="--shard-size",
+        metavar="SIZE",
+        verbs=("export",),
+        help="Largest weight file (default 4GiB).",
     )
     measure_inputs: bool = setting(
         False,
         flag="--measure-inputs",
         verbs=("export",),
-        help="Measure what rounding inputs costs, so that runtimes may, where quantize ran no model (rtn) too.",
+        help="Measure what rounding inputs costs, so that runtimes may, where quantize ran no "
+        "model (rtn) too.",
     )
     device: str | None = setting(
-        None, flag="--device", verbs=("export",), help="Of format inc: gaudi2, gaudi3, or cpu for its emulation."
+        None,
+        flag="--device",
+        verbs=("export",),
+        help="Of format inc: gaudi2, gaudi3, or cpu for its emulation.",
     )
     scale_method: str | None = setting(
-        None, flag="--scale-method", metavar="NAME", verbs=("export",), help="Of format inc (default maxabs_hw)."
+        None,
+        flag="--scale-method",
+        metavar="NAME",
+        verbs=("export",),
+        help="Of format inc (default maxabs_hw).",
     )
     dtype: str | None = setting(
         None,
         flag="--dtype",
         verbs=("export",),
-        help="bf16, f16 or f32. Of gguf (default: the types of an artifact's linears, or the model's), dequantized (bf16), "
+        help="bf16, f16 or f32. Of gguf (default: the types of an artifact's linears, or the "
+        "model's), dequantized (bf16), "
         "scales of gptq, awq and openvino (f16).",
     )
 
@@ -527,11 +623,18 @@ class Validate:
         flag="--text",
         metavar="TEXT",
         verbs=("validate",),
-        help="Evaluation text, as --calibration takes it; not the calibration text (default: a shipped one).",
+        help="Evaluation text, as --calibration takes it; not the calibration text (default: a "
+        "shipped one).",
     )
-    tokens: int = setting(32768, flag="--tokens", verbs=("validate",), least=2, help="Tokens of it (default 32768).")
+    tokens: int = setting(
+        32768, flag="--tokens", verbs=("validate",), least=2, help="Tokens of it (default 32768)."
+    )
     sequence_length: int = setting(
-        512, flag="--sequence-length", verbs=("validate",), least=2, help="Tokens per window (default 512)."
+        512,
+        flag="--sequence-length",
+        verbs=("validate",),
+        least=2,
+        help="Tokens per window (default 512).",
     )
     gate: str = setting(
         "auto",
@@ -547,16 +650,28 @@ class Validate:
         metavar="NAMES",
         verbs=("validate",),
         parse=names_flag,
-        help="Tasks of lm-eval, comma-separated, shipped ones (small_piqa) or YAML files: both models answer them.",
+        help="Tasks of lm-eval, comma-separated, shipped ones (small_piqa) or YAML files: both "
+        "models answer them.",
     )
     limit: int | None = setting(
-        None, flag="--limit", verbs=("validate",), least=1, help="Documents of each task (default: all)."
+        None,
+        flag="--limit",
+        verbs=("validate",),
+        least=1,
+        help="Documents of each task (default: all).",
     )
     shots: int | None = setting(
-        None, flag="--shots", verbs=("validate",), least=0, help="Examples before each question (default: the task's)."
+        None,
+        flag="--shots",
+        verbs=("validate",),
+        least=0,
+        help="Examples before each question (default: the task's).",
     )
     chat_template: bool = setting(
-        False, flag="--chat-template", verbs=("validate",), help="Ask in the tokenizer's chat template."
+        False,
+        flag="--chat-template",
+        verbs=("validate",),
+        help="Ask in the tokenizer's chat template.",
     )
     ranks: int = setting(
         1,
@@ -572,7 +687,8 @@ class Validate:
         metavar="PROBES",
         verbs=("validate",),
         least=16,
-        help="Also say where the loss is and what would mend it, by at most so many runs with some linear swapped.",
+        help="Also say where the loss is and what would mend it, by at most so many runs with "
+        "some linear swapped.",
     )
     allow_inconclusive: bool = setting(
         False,
@@ -584,7 +700,8 @@ class Validate:
         False,
         flag="--exact",
         verbs=("validate",),
-        help="Judge it with inputs that the scheme leaves alone as they are, as `generate --exact` runs it.",
+        help="Judge it with inputs that the scheme leaves alone as they are, as `generate "
+        "--exact` runs it.",
     )
 
     def __post_init__(self) -> None:
@@ -596,7 +713,8 @@ class Validate:
 class Resources:
     """What each process may hold in memory and a stage may write (`4GiB`; null: what the machine has).
 
-    `disk_offload` is a tenth of the memory where max_memory is null; the rest waits on disk beside -o.
+    `disk_offload` is a tenth of the memory where max_memory is null; the rest waits on disk beside
+    -o.
     """
 
     max_memory: str | None = setting(
@@ -607,7 +725,11 @@ class Resources:
         help="Memory of the process at most, such as 4GiB (default: what is free).",
     )
     max_disk: str | None = setting(
-        None, flag="--max-disk", metavar="SIZE", verbs=BOUNDED, help="Bytes written at most (default: what is free)."
+        None,
+        flag="--max-disk",
+        metavar="SIZE",
+        verbs=BOUNDED,
+        help="Bytes written at most (default: what is free).",
     )
     max_device_memory: str | None = setting(
         None,
@@ -617,7 +739,10 @@ class Resources:
         help="Tensors on --device at most, such as 20GiB (default: what is free there).",
     )
     disk_offload: bool = setting(
-        False, flag="--disk-offload", verbs=BOUNDED, help="Use a tenth of the memory; the rest waits on disk."
+        False,
+        flag="--disk-offload",
+        verbs=BOUNDED,
+        help="Use a tenth of the memory; the rest waits on disk.",
     )
 
     def __post_init__(self) -> None:
@@ -634,7 +759,11 @@ class Compute:
     """
 
     device: str = setting(
-        "cpu", flag="--device", metavar="DEVICE", verbs=COMPUTING, help="Where layers run: cpu (default), cuda or cuda:N."
+        "cpu",
+        flag="--device",
+        metavar="DEVICE",
+        verbs=COMPUTING,
+        help="Where layers run: cpu (default), cuda or cuda:N.",
     )
     dtype: str = setting(
         "float32",
@@ -642,8 +771,12 @@ class Compute:
         metavar="DTYPE",
         verbs=COMPUTING,
         help={
-            **dict.fromkeys(COMPUTING, "Weights and activations of layers that run: float32 (default) or bfloat16."),
-            "quantize": "Weights and activations of layers that are measured (default float32); they are quantized in float32.",
+            **dict.fromkeys(
+                COMPUTING,
+                "Weights and activations of layers that run: float32 (default) or bfloat16.",
+            ),
+            "quantize": "Weights and activations of layers that are measured (default float32); "
+            "they are quantized in float32.",
         },
     )
 
@@ -689,12 +822,16 @@ class Recipe:
         names = [entry.name for entry in self.quantize]
         for name in names:
             if names.count(name) > 1:
-                raise UsageError(f"quantize: {names.count(name)} entries are named {name!r}", "give each its own name")
+                raise UsageError(
+                    f"quantize: {names.count(name)} entries are named {name!r}",
+                    "give each its own name",
+                )
 
 
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_DEPTH = 50
-_YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError, TypeError)  # of dates and numbers that are none too
+# of dates and numbers that are none too
+_YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError, TypeError)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -719,7 +856,9 @@ class _StrictLoader(yaml.SafeLoader):
             if not isinstance(key, str | int | float | None):
                 raise yaml.YAMLError(f"the mapping of line {line} has a key that is no text")
             if key in keys:
-                raise UsageError(f"recipe line {line}: key {key!r} stands twice", "keep one of them")
+                raise UsageError(
+                    f"recipe line {line}: key {key!r} stands twice", "keep one of them"
+                )
             keys.add(key)
         return super().construct_mapping(node, deep)
 
@@ -728,7 +867,9 @@ def _whole_number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
     """Return the whole number of a node; one in base 16 or 60 may have more digits than Python prints."""
     number: int = loader.construct_yaml_int(node)
     if number.bit_length() > 1024:  # the records say what is too large for them
-        raise yaml.YAMLError(f"line {node.start_mark.line + 1} has a whole number of more than 1024 bits")
+        raise yaml.YAMLError(
+            f"line {node.start_mark.line + 1} has a whole number of more than 1024 bits"
+        )
     return number
 
 
@@ -749,7 +890,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error}", "give a readable UTF-8 file") from error
     value = _parse_yaml(text, str(path))
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: holds {type(value).__name__}, a mapping is needed", "write `key: value` lines")
+        raise UsageError(
+            f"{path}: holds {type(value).__name__}, a mapping is needed", "write `key: value` lines"
+        )
     return value
 
 
@@ -765,14 +908,18 @@ def _parse_yaml(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except _YAML_ERRORS as error:
         told = " ".join(str(error).split())
-        raise UsageError(f"{name}: not YAML: {told if len(told) <= 300 else told[:297] + '...'}", "mend the syntax") from error
+        raise UsageError(
+            f"{name}: not YAML: {told if len(told) <= 300 else told[:297] + '...'}",
+            "mend the syntax",
+        ) from error
 
 
 def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Apply `--set key.sub.0=value` items over a recipe's mapping, in place, and return it.
 
     Raises:
-        UsageError: an item has no `=`, its value is not YAML, or its path runs through something that is not a mapping or list.
+        UsageError: an item has no `=`, its value is not YAML, or its path runs through something
+            that is not a mapping or list.
     """
     for item in settings:
         path, equals, text = item.partition("=")
@@ -782,10 +929,16 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
         target: Any = data
         try:
             for part in parents:
-                target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
-            target[int(last) if isinstance(target, list) else last] = _parse_yaml(text, f"--set {path}: {text[:60]!r}")
+                target = (
+                    target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
+                )
+            target[int(last) if isinstance(target, list) else last] = _parse_yaml(
+                text, f"--set {path}: {text[:60]!r}"
+            )
         except (ValueError, IndexError, TypeError, AttributeError) as error:
-            raise UsageError(f"--set {item}: {path} does not lead to a key", "use names and list positions") from error
+            raise UsageError(
+                f"--set {item}: {path} does not lead to a key", "use names and list positions"
+            ) from error
     return data
 
 
@@ -808,10 +961,14 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         if key not in fields:
             raise UsageError(f"{where}: unknown key {key!r}", nearest(str(key), list(fields)))
     for name, item in fields.items():
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        required = (
+            item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        )
         if required and name not in data:
             raise UsageError(f"{where}: key {name!r} is missing", f"add `{name}: ...`")
-    return kind(**{key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+    return kind(
+        **{key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    )
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -825,17 +982,25 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise UsageError(f"{where}: {value!r} is not a list", "write it as a YAML list")
-        return tuple(_convert(typing.get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(
+            _convert(typing.get_args(hint)[0], item, f"{where}[{i}]")
+            for i, item in enumerate(value)
+        )
     if typing.get_origin(hint) is dict:
         if isinstance(value, str):
             return {value: {}}
         if not isinstance(value, dict):
-            raise UsageError(f"{where}: {value!r} is not a mapping", "write {name: {option: value}}")
+            raise UsageError(
+                f"{where}: {value!r} is not a mapping", "write {name: {option: value}}"
+            )
         return value
     if hint is float and type(value) is int:
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UsageError(f"{where}: {value!r} is {type(value).__name__}, not {hint.__name__}", f"give a {hint.__name__}")
+        raise UsageError(
+            f"{where}: {value!r} is {type(value).__name__}, not {hint.__name__}",
+            f"give a {hint.__name__}",
+        )
     return value
 
 
@@ -846,7 +1011,14 @@ def parse_size(text: str) -> int:
         UsageError: the text is not a number with a known unit.
     """
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*", text)
-    if match is None or match[2].upper() not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2].upper()]) < 2**63:
+    if (
+        match is None
+        or match[2].upper() not in UNITS
+        or not 1 <= (size := float(match[1]) * UNITS[match[2].upper()]) < 2**63
+    ):
         shown = text if len(text) <= 40 else f"{text[:40]}..."
-        raise UsageError(f"size {shown!r}", "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB")
+        raise UsageError(
+            f"size {shown!r}",
+            "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB",
+        )
     return int(size)

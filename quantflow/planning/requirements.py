@@ -4,7 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, LEARNING, Combination, supports_of
+from quantflow.algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    COMBINATIONS,
+    LEARNING,
+    Combination,
+    supports_of,
+)
 from quantflow.core.scheme import (
     LinearScheme,
     preset,
@@ -35,8 +42,8 @@ GRADIENT_SUM = GRADIENTS.name  # the one statistic that algorithms read of a lin
 def entries_of(text: str) -> tuple[Quantize, ...]:
     """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
 
-    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are chosen for so many bits per
-    weight, with zero points where the named scheme has them.
+    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are
+    chosen for so many bits per weight, with zero points where the named scheme has them.
 
     Raises:
         UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
@@ -48,12 +55,19 @@ def entries_of(text: str) -> tuple[Quantize, ...]:
         try:
             bits = float(target) if at else None
         except ValueError as error:
-            raise UsageError(f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25") from error
+            raise UsageError(
+                f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25"
+            ) from error
         name = word.lower().replace(":", "-").replace("@", "-at-")
-        entries.append(Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits))
+        entries.append(
+            Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits)
+        )
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names) or not names:
-        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
+        raise UsageError(
+            f"schemes {text!r}: {len(names)} of them, {len(set(names))} different",
+            "name each scheme once",
+        )
     return tuple(entries)
 
 
@@ -67,7 +81,8 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     """
     each = [needs_of(entry, _schemes_named(entry)) for entry in entries]
     needs = frozenset().union(*(needs - seen_in_quantize(needs) for needs in each))
-    if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
+    # what the caches store is measured wherever layers run
+    if any(entry.kv_cache is not None for entry in entries):
         needs |= {AMAX.name}
     return observers_for(needs)
 
@@ -75,11 +90,13 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
 def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:
     """Return the statistics, of those that an artifact needs, that quantize takes for itself from the text that runs there.
 
-    Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels' maxima, which a search reads
-    beside its rows, are then seen on the way, and a measurement for the same algorithm without a search will do.
+    Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels'
+    maxima, which a search reads beside its rows, are then seen on the way, and a measurement for
+    the same algorithm without a search will do.
     """
     alone = {HESSIAN_SUM.name, ROWS}
-    ranges = {AMAX.name, MIN_VAL.name, MAX_VAL.name, COUNTS.name}  # of static inputs: measured, and so are channels
+    # of static inputs: measured, and so are channels
+    ranges = {AMAX.name, MIN_VAL.name, MAX_VAL.name, COUNTS.name}
     return needs & (alone | {CHANNEL_AMAX.name} if alone <= needs and not needs & ranges else alone)
 
 
@@ -100,7 +117,8 @@ def base_of(entry: Quantize) -> LinearScheme:
     """Return the scheme of an entry's linears, with all that the entry says of float8, scales and static inputs.
 
     Raises:
-        SchemeError: as `scheme_of`, or the scheme has no float8 or no static input of which that could be said.
+        SchemeError: as `scheme_of`, or the scheme has no float8 or no static input of which that
+            could be said.
     """
     scheme = scheme_of(entry.scheme, entry.group_size)
     if entry.float8 is not None:
@@ -108,8 +126,14 @@ def base_of(entry: Quantize) -> LinearScheme:
     if entry.scale_rounding is not None:
         scheme = with_scale_rounding(scheme, entry.scale_rounding)
     if entry.scale_method is not None:
-        scheme = with_scale_method(scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact")
-    return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
+        scheme = with_scale_method(
+            scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact"
+        )
+    return (
+        scheme
+        if entry.input_observer is None
+        else with_input_observer(scheme, entry.input_observer)
+    )
 
 
 def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearScheme:
@@ -121,17 +145,28 @@ def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearSch
     scheme = scheme_of(override.scheme, override.group_size)
     if scheme.layout == "float-quantized":
         scheme = scheme if entry.float8 is None else with_float8(scheme, entry.float8)
-        scheme = scheme if entry.scale_rounding is None else with_scale_rounding(scheme, entry.scale_rounding)
+        scheme = (
+            scheme
+            if entry.scale_rounding is None
+            else with_scale_rounding(scheme, entry.scale_rounding)
+        )
     static = scheme.input is not None and scheme.input.measured
     if static and scheme.weights.granularity == "per_tensor" and entry.scale_method is not None:
-        scheme = with_scale_method(scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact")
-    return with_input_observer(scheme, entry.input_observer) if static and entry.input_observer is not None else scheme
+        scheme = with_scale_method(
+            scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact"
+        )
+    return (
+        with_input_observer(scheme, entry.input_observer)
+        if static and entry.input_observer is not None
+        else scheme
+    )
 
 
 def algorithm_of(entry: Quantize) -> str:
     """Return the algorithm that quantizes linears that share an input, a key of ALGORITHMS.
 
-    It is what an entry names, or its scheme's usual one. A combination takes one of the others, what learns starts from one.
+    It is what an entry names, or its scheme's usual one. A combination takes one of the others,
+    what learns starts from one.
 
     Raises:
         UsageError: it is unknown.
@@ -141,13 +176,18 @@ def algorithm_of(entry: Quantize) -> str:
     if learned is not None:
         if learned.start not in ALGORITHMS:
             words = nearest(learned.start, list(ALGORITHMS))
-            raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
+            raise UsageError(
+                f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from",
+                words,
+            )
         return learned.start
     if (combination := _combination_of(entry)) is not None:
         return combination.algorithm(scheme.weights, rotated=_rotated(entry))
     if algorithm not in ALGORITHMS:
         known = [*ALGORITHMS, *BLOCK_ALGORITHMS, *COMBINATIONS]
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
+        raise UsageError(
+            f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known)
+        )
     return algorithm
 
 
@@ -160,15 +200,20 @@ def learned_of(entry: Quantize) -> SignRound | None:
     if entry.algorithm not in BLOCK_ALGORITHMS:
         if entry.signround is not None:
             raise UsageError(
-                f"{entry.name}: signround beside algorithm {entry.algorithm or preset(entry.scheme).algorithm}",
+                f"{entry.name}: signround beside algorithm "
+                f"{entry.algorithm or preset(entry.scheme).algorithm}",
                 f"give `algorithm: {LEARNING}`, or leave {LEARNING} out",
             )
         return None
     supports = supports_of(entry.algorithm)
     if entry.quantized_inputs is not None and supports.layer_inputs is not None:
-        raise supports.layer_inputs.error(f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}")
+        raise supports.layer_inputs.error(
+            f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}"
+        )
     if entry.mixed and supports.chosen_schemes is not None:
-        raise supports.chosen_schemes.error(f"{entry.name}: target_bpw or max_kld with {entry.algorithm}")
+        raise supports.chosen_schemes.error(
+            f"{entry.name}: target_bpw or max_kld with {entry.algorithm}"
+        )
     return entry.signround or SignRound()
 
 
@@ -177,12 +222,17 @@ def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
 
     Args:
         entry: the recipe's words.
-        sparse: whether the model is a mixture, whose scales are tuned only where the entry says so, which is refused.
+        sparse: whether the model is a mixture, whose scales are tuned only where the entry says so,
+            which is refused.
     """
     if entry.tune is not None:
         return entry.tune if entry.tune.steps else None
     combination = _combination_of(entry)
-    if combination is None or sparse or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
+    if (
+        combination is None
+        or sparse
+        or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry))
+    ):
         return None
     return Tune(steps=combination.steps, sequences=combination.sequences)
 
@@ -203,7 +253,8 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
         schemes: of its linears.
 
     Raises:
-        UsageError: the algorithm or a transform is unknown, or would change weights whose sensitivity was measured.
+        UsageError: the algorithm or a transform is unknown, or would change weights whose
+            sensitivity was measured.
     """
     needs, transforms = set(ALGORITHMS[algorithm_of(entry)].NEEDS), transforms_of(entry)
     for name, options in transforms:
@@ -214,9 +265,16 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
             needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
     histograms, algorithm = COUNTS.name in needs, algorithm_of(entry)
     check_transforms(
-        entry.name, algorithm, transforms, observer=entry.input_observer, histograms=histograms, chosen=entry.mixed
+        entry.name,
+        algorithm,
+        transforms,
+        observer=entry.input_observer,
+        histograms=histograms,
+        chosen=entry.mixed,
     )
-    return frozenset(needs) | (frozenset(FisherObserver.STATISTICS) - {COUNT.name} if entry.mixed else frozenset())
+    return frozenset(needs) | (
+        frozenset(FisherObserver.STATISTICS) - {COUNT.name} if entry.mixed else frozenset()
+    )
 
 
 def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
@@ -229,11 +287,18 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     for item in _usual_transforms(entry) if entry.transforms is None else entry.transforms:
         for name, options in item.items():
             if name not in KNOWN:
-                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
+                raise UsageError(
+                    f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN))
+                )
             transform = KNOWN[name]
             if not isinstance(options, Mapping | None):
-                example = ", ".join(f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items())
-                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{{example}}}}}")
+                example = ", ".join(
+                    f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items()
+                )
+                raise UsageError(
+                    f"{entry.name}: {name}: {options!r} is not a mapping",
+                    f"write {{{name}: {{{example}}}}}",
+                )
             for key in options or ():
                 if key not in transform.OPTIONS:
                     known = nearest(str(key), list(transform.OPTIONS))
@@ -244,18 +309,22 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
                 raise UsageError(f"{entry.name}: {error.cause}", error.remedy) from error
     if any(name in ROTATIONS for name, _ in result[1:]):
         names = ", ".join(name for name, _ in result)
-        raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
+        raise UsageError(
+            f"{entry.name}: transforms {names}", "rotate once, before all other transforms"
+        )
     return tuple(result)
 
 
 def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
     """Return what an entry gets that names no transforms: its scheme's, or the search of a combination.
 
-    Where schemes are to be chosen there are none: sensitivities are those of the weights as they are.
+    Where schemes are to be chosen there are none: sensitivities are those of the weights as they
+    are.
     """
     scheme, combination = preset(entry.scheme), _combination_of(entry)
     searched = combination is not None and combination.smooths(scheme)
     if searched and not scheme.transforms and not entry.mixed:
-        values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}  # a cache's scales are of these
+        # a cache's scales are of these
+        values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}
         return ({smoothquant.NAME: {**smoothquant.SEARCHED, **values}},)
     return tuple({name: {}} for name in scheme.transforms)

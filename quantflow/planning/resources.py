@@ -8,12 +8,13 @@ A stage asks once, before it reads anything:
     allowance = allow_export(job.resources, size, plan, shard_size=4 << 30, folder=job.output)
     allowance = allow_validate(job.resources, size, lengths=[512, 512], folder=job.report, models=3)
 
-and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`. Nothing of it changes a bit of a
-result: it only says how many independent units run at once. When memory is short the second worker goes; what is left is
-what the stage cannot do without. Hidden states wait on disk whatever there is: the system's file cache has those that fit.
+and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`. Nothing of it
+changes a bit of a result: it only says how many independent units run at once. When memory is short
+the second worker goes; what is left is what the stage cannot do without. Hidden states wait on disk
+whatever there is: the system's file cache has those that fit.
 
-What is needed comes from the formulas of `quantflow.planning.cost`, which `quantflow plan` prints. A limit holds for each
-process of a stage by itself.
+What is needed comes from the formulas of `quantflow.planning.cost`, which `quantflow plan` prints.
+A limit holds for each process of a stage by itself.
 """
 
 import os
@@ -25,7 +26,14 @@ from quantflow import process_memory
 from quantflow.core.device import HOST, Device
 from quantflow.errors import ResourceError
 from quantflow.files.disk import free_bytes
-from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
+from quantflow.planning.cost import (
+    Need,
+    need_export,
+    need_files,
+    need_layers,
+    need_measure,
+    need_validate,
+)
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Resources, parse_size
@@ -55,7 +63,12 @@ class Allowance:
 
 
 def allow_measure(
-    resources: Resources, model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], folder: Path
+    resources: Resources,
+    model: ModelSize,
+    *,
+    lengths: Sequence[int],
+    stats: Sequence[str],
+    folder: Path,
 ) -> Allowance:
     """Return what measure may use for sequences of these lengths; see `need_measure`.
 
@@ -65,17 +78,23 @@ def allow_measure(
     return grant(need_measure(model, lengths=lengths, stats=stats), resources, folder=folder)
 
 
-def allow_quantize(resources: Resources, model: ModelSize, plan: Plan, *, lengths: Sequence[int], folder: Path) -> Allowance:
+def allow_quantize(
+    resources: Resources, model: ModelSize, plan: Plan, *, lengths: Sequence[int], folder: Path
+) -> Allowance:
     """Return what quantize may use, on the path that the plan takes.
 
     Raises:
         ResourceError: it does not fit; the message says what is needed and what there is.
     """
-    need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=lengths)
+    need = (
+        need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=lengths)
+    )
     return grant(need, resources, folder=folder)
 
 
-def allow_export(resources: Resources, model: ModelSize, plan: Plan, *, shard_size: int, folder: Path) -> Allowance:
+def allow_export(
+    resources: Resources, model: ModelSize, plan: Plan, *, shard_size: int, folder: Path
+) -> Allowance:
     """Return what export and its proof may use.
 
     Raises:
@@ -100,7 +119,9 @@ def allow_validate(
     Raises:
         ResourceError: it does not fit; the message says what is needed and what there is.
     """
-    return grant(need_validate(model, lengths=lengths, models=models, head=head), resources, folder=folder)
+    return grant(
+        need_validate(model, lengths=lengths, models=models, head=head), resources, folder=folder
+    )
 
 
 def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:
@@ -110,7 +131,8 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
         need: what the stage takes.
         resources: the limits.
         folder: where it writes; what is there of an earlier attempt counts as written.
-        base: bytes of the process before the stage; None takes what it has, or will have once it has imported everything.
+        base: bytes of the process before the stage; None takes what it has, or will have once it
+            has imported everything.
 
     Raises:
         ResourceError: not even one worker fits, or the disk is too small.
@@ -120,11 +142,16 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
     least = need.peak(base=resident, workers=1)
     if least > limit:
         raise ResourceError(
-            f"{need.stage}: needs {least} bytes of memory ({text_of(least)}), {why} is {limit} ({text_of(limit)})",
+            f"{need.stage}: needs {least} bytes of memory ({text_of(least)}), {why} is {limit} "
+            f"({text_of(limit)})",
             _remedy(resources, least),
         )
     check_disk(need, resources, folder=folder)
-    workers = next(n for n in range(process_memory.usable_cores(), 0, -1) if need.peak(base=resident, workers=n) <= limit)
+    workers = next(
+        n
+        for n in range(process_memory.usable_cores(), 0, -1)
+        if need.peak(base=resident, workers=n) <= limit
+    )
     return Allowance(
         workers=workers,
         in_flight=workers,
@@ -146,7 +173,10 @@ def memory_limit(resources: Resources, *, resident: int) -> tuple[int, str]:
     if resources.max_memory is not None:
         limit, why = parse_size(resources.max_memory), f"--max-memory {resources.max_memory}"
     elif resources.disk_offload:
-        limit, why = process_memory.total_bytes() // OFFLOAD_SHARE, "the tenth of memory that --disk-offload leaves"
+        limit, why = (
+            process_memory.total_bytes() // OFFLOAD_SHARE,
+            "the tenth of memory that --disk-offload leaves",
+        )
     return (limit, why) if limit <= free else (free, "what is free on this machine")
 
 
@@ -154,19 +184,23 @@ def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
     """Refuse a stage whose files would not fit.
 
     Raises:
-        ResourceError: they exceed --max-disk, or what is free beside what an earlier attempt has written.
+        ResourceError: they exceed --max-disk, or what is free beside what an earlier attempt has
+            written.
     """
     wanted = need.result + need.scratch
     if resources.max_disk is not None and wanted > parse_size(resources.max_disk):
         raise ResourceError(
-            f"{need.stage}: writes {wanted} bytes ({text_of(wanted)}), --max-disk is {resources.max_disk}",
+            f"{need.stage}: writes {wanted} bytes ({text_of(wanted)}), --max-disk is "
+            f"{resources.max_disk}",
             f"give --max-disk {round_up(wanted)} or more, or a scheme of fewer bits",
         )
-    earlier = [folder, *folder.parent.glob(f".{folder.name}.*")]  # the result, and what stages keep beside it to go on from
+    # the result, and what stages keep beside it to go on from
+    earlier = [folder, *folder.parent.glob(f".{folder.name}.*")]
     missing, free = max(0, wanted - sum(map(written_bytes, earlier))), free_bytes(folder)
     if missing > free:
         raise ResourceError(
-            f"{folder}: {need.stage} writes {missing} bytes ({text_of(missing)}), {free} ({text_of(free)}) are free",
+            f"{folder}: {need.stage} writes {missing} bytes ({text_of(missing)}), {free} "
+            f"({text_of(free)}) are free",
             f"free {round_up(missing - free)} on that disk, or choose another -o",
         )
 
@@ -187,7 +221,12 @@ def compare(stage: str, *, planned: int, used: int, what: str = "memory") -> str
 
 
 def account(
-    stage: str, allowance: Allowance, folder: Path, *, on_device: int | None = None, device: Device = HOST
+    stage: str,
+    allowance: Allowance,
+    folder: Path,
+    *,
+    on_device: int | None = None,
+    device: Device = HOST,
 ) -> Iterator[str]:
     """Yield what a finished stage used beside what was planned: memory, that of a device, and the bytes of its folder.
 
@@ -195,7 +234,8 @@ def account(
         stage: its name.
         allowance: what was planned.
         folder: what it wrote.
-        on_device: bytes of tensors that were planned on the device; None where layers ran on the CPU.
+        on_device: bytes of tensors that were planned on the device; None where layers ran on the
+            CPU.
         device: where they ran.
     """
     yield compare(stage, planned=allowance.peak_bytes, used=process_memory.usage().peak)
@@ -214,4 +254,6 @@ def round_up(count: int) -> str:
 def _remedy(resources: Resources, least: int) -> str:
     if process_memory.usage().resident + process_memory.available_bytes() < least:
         return f"end other programs, or use a machine with {text_of(least)} of free memory"
-    return f"give --max-memory {round_up(least)} or more" + (" instead of --disk-offload" if resources.disk_offload else "")
+    return f"give --max-memory {round_up(least)} or more" + (
+        " instead of --disk-offload" if resources.disk_offload else ""
+    )

@@ -14,9 +14,11 @@ from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan
 
 FORMAT = FORMATS[DEFAULT]
-ONE_FILE = 512 << 20  # bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
+# bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
+ONE_FILE = 512 << 20
 FLOAT = 4  # bytes of a float32, in which every layer runs
-Group = tuple[tuple[str, ...], tuple[int, ...], int]  # source names, output features of each, input features
+# source names, output features of each, input features
+Group = tuple[tuple[str, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,10 @@ class LayerSize:
         elements: how many numbers these are.
         groups: linears that share an input; none in a layer that text goes past.
         largest: (elements, stored bytes) of its largest tensor.
-        folds: of each group, whether what it reads comes from something that factors can be folded into.
-        shares: of each group, how much of the tokens goes through it; of an expert, the experts chosen per one there is.
+        folds: of each group, whether what it reads comes from something that factors can be folded
+            into.
+        shares: of each group, how much of the tokens goes through it; of an expert, the experts
+            chosen per one there is.
         sparse: whether it has experts.
     """
 
@@ -53,7 +57,8 @@ class ModelSize:
 
     Attributes:
         hidden, vocabulary: features of the hidden state, rows of the head.
-        between: features of what a layer hands to the next, the hidden state and what is carried beside it.
+        between: features of what a layer hands to the next, the hidden state and what is carried
+            beside it.
         heads, kv_heads, head_dim: of the attention.
         outside: bytes of the tensors outside the decoder layers, as stored.
         head: (elements, stored bytes) of the head's weight, the embedding's where they are tied.
@@ -79,7 +84,9 @@ class ModelSize:
     @property
     def layer(self) -> LayerSize:
         """The largest decoder layer among those that run."""
-        return max((layer for layer in self.layers if layer.groups), key=lambda layer: layer.elements)
+        return max(
+            (layer for layer in self.layers if layer.groups), key=lambda layer: layer.elements
+        )
 
     @property
     def sparse(self) -> bool:
@@ -92,7 +99,8 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
 
     Args:
         infos: every source tensor, from the shard headers.
-        config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what stands for heads are read.
+        config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what
+            stands for heads are read.
         graph: its linears.
 
     Raises:
@@ -100,11 +108,19 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     """
     text = text_config(config)
     first = next(layer for layer in graph.layers if layer.groups)
-    uneven = bool(getattr(text, "is_heterogeneous", False))  # heads of the first layer stand for those of all
+    # heads of the first layer stand for those of all
+    uneven = bool(getattr(text, "is_heterogeneous", False))
     shared = None if uneven else getattr(text, "num_key_value_heads", None)
-    heads = int((None if uneven else getattr(text, "num_attention_heads", None)) or first.kv_heads * first.repeats)
+    heads = int(
+        (None if uneven else getattr(text, "num_attention_heads", None))
+        or first.kv_heads * first.repeats
+    )
     hidden = int(getattr(text, "hidden_size", None) or _group(first.groups[0].linears, infos)[2])
-    head_dim = first.head_dim if graph.family.discovered else int(getattr(text, "head_dim", None) or hidden // heads)
+    head_dim = (
+        first.head_dim
+        if graph.family.discovered
+        else int(getattr(text, "head_dim", None) or hidden // heads)
+    )
     layers = []
     inside: set[str] = set()
     for layer in graph.layers:
@@ -112,7 +128,9 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         inside.update(info.name for info in found)
         if not found:
             cause = f"config.json: {len(graph.layers)} layers, the checkpoint has no tensor of {layer.prefix}"
-            raise InputError(cause, "restore config.json from its source, or download the model again")
+            raise InputError(
+                cause, "restore config.json from its source, or download the model again"
+            )
         largest = max(found, key=elements_of)
         layers.append(
             LayerSize(
@@ -121,13 +139,18 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
                 groups=tuple(_group(group.linears, infos) for group in layer.groups),
                 largest=(elements_of(largest), largest.nbytes),
                 folds=tuple(group.folds for group in layer.groups),
-                shares=tuple(1.0 if group.expert is None else layer.chosen / layer.experts for group in layer.groups),
+                shares=tuple(
+                    1.0 if group.expert is None else layer.chosen / layer.experts
+                    for group in layer.groups
+                ),
                 sparse=layer.experts > 0,
             )
         )
     outside = [info for name, info in infos.items() if name not in inside]
     if not outside:
-        raise InputError("the checkpoint has no tensor outside of its layers", "download the model again")
+        raise InputError(
+            "the checkpoint has no tensor outside of its layers", "download the model again"
+        )
     head = max(outside, key=elements_of)
     carried = graph.family.carried
     return ModelSize(
@@ -154,7 +177,9 @@ def elements_of(info: TensorInfo) -> int:
 
 def quantized_bytes(name: str, scheme: LinearScheme, info: TensorInfo) -> int:
     """Return the bytes of the tensors that the linear `name` becomes in the artifact, exactly."""
-    return sum(_spec_bytes(dtype, shape) for dtype, shape in quantized_specs(name, scheme, info).values())
+    return sum(
+        _spec_bytes(dtype, shape) for dtype, shape in quantized_specs(name, scheme, info).values()
+    )
 
 
 def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[str, Spec]:
@@ -164,7 +189,9 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
         UnsupportedError: a dtype that torch has no name for.
     """
     if info.dtype not in DTYPES:
-        raise UnsupportedError(f"{info.name}: dtype {info.dtype} is not known", f"use one of {', '.join(DTYPES)}")
+        raise UnsupportedError(
+            f"{info.name}: dtype {info.dtype} is not known", f"use one of {', '.join(DTYPES)}"
+        )
     specs: dict[str, Spec] = FORMAT.tensor_specs(name, scheme, info.shape, DTYPES[info.dtype])
     return specs
 
@@ -177,11 +204,16 @@ def outside_bytes(model: ModelSize, head: HeadPlan | None) -> int:
 
 def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:
     """Return the bytes of the tensors that the head becomes, 0 where it stays as it is."""
-    return 0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
+    return (
+        0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
+    )
 
 
 def layer_bytes(
-    model: ModelSize, schemes: Mapping[str, LinearScheme | None], *, kv_cache: TensorScheme | None = None
+    model: ModelSize,
+    schemes: Mapping[str, LinearScheme | None],
+    *,
+    kv_cache: TensorScheme | None = None,
 ) -> list[int]:
     """Return the bytes of the tensors of each decoder layer after quantization, scales of its cache included.
 
@@ -214,7 +246,11 @@ def _group(names: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> Group:
     for name in names:
         info = infos.get(f"{name}.weight")
         if info is None or len(info.shape) != 2:
-            found = "no such tensor" if info is None else f"shape {list(info.shape)}, [O, I] is needed"
-            raise InputError(f"{name}.weight: {found}", "check that config.json belongs to these weights")
+            found = (
+                "no such tensor" if info is None else f"shape {list(info.shape)}, [O, I] is needed"
+            )
+            raise InputError(
+                f"{name}.weight: {found}", "check that config.json belongs to these weights"
+            )
         shapes.append(info.shape)
     return names, tuple(shape[0] for shape in shapes), shapes[0][1]

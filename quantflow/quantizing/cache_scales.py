@@ -3,7 +3,8 @@
     <attention>|k_cache|amax, v_cache            one scale per tensor
     <attention>|k_heads|channel_amax, v_heads    one scale per head
 
-Scales are in the layer's file beside its weights (`k_scale`, `v_scale`), and in its record what they were made from:
+Scales are in the layer's file beside its weights (`k_scale`, `v_scale`), and in its record what
+they were made from:
 
     "kv_cache": {"k_amax": [...], "v_amax": [...]}
 """
@@ -28,7 +29,9 @@ FORMAT = FORMATS[DEFAULT]
 _SITES = {"per_tensor": (("k_cache", "v_cache"), AMAX.name), "per_head": (HEADS, CHANNEL_AMAX.name)}
 
 
-def kv_scales_of(measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None) -> KVScales | None:
+def kv_scales_of(
+    measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None
+) -> KVScales | None:
     """Return the scales of a layer's cache, None where it keeps keys and values as they are.
 
     Raises:
@@ -47,7 +50,9 @@ def kv_scales_of(measurement: Measurement | None, layer: Layer, scheme: TensorSc
         raise StatisticsError(f"{layer.attention}: {error.cause}", error.remedy) from error
 
 
-def kv_record(measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None) -> dict[str, Any]:
+def kv_record(
+    measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None
+) -> dict[str, Any]:
     """Return what a layer's record says of its cache; nothing where it is not quantized."""
     if scheme is None:
         return {}
@@ -57,7 +62,11 @@ def kv_record(measurement: Measurement | None, layer: Layer, scheme: TensorSchem
 
 def kv_tensors(layer: Layer, scales: KVScales | None) -> dict[str, Tensor]:
     """Return what a layer's file holds of its cache."""
-    return {} if scales is None or layer.attention is None else FORMAT.encode_kv(layer.attention, scales)
+    return (
+        {}
+        if scales is None or layer.attention is None
+        else FORMAT.encode_kv(layer.attention, scales)
+    )
 
 
 def _maxima(measurement: Measurement | None, layer: Layer, scheme: TensorScheme) -> list[Tensor]:
@@ -68,9 +77,14 @@ def _maxima(measurement: Measurement | None, layer: Layer, scheme: TensorScheme)
         key = f"{layer.attention}|{site}|{statistic}"
         if measurement is None or key not in measurement.statistics:
             raise StatisticsError(
-                f"{key}: the measurement does not hold it, kv_cache {kv_words(scheme)} is made from it",
+                f"{key}: the measurement does not hold it, kv_cache {kv_words(scheme)} is made "
+                "from it",
                 "run `quantflow measure` again with --stats amax or more"
-                + (", or use per_tensor: Gaudi's files hold one maximum of a cache" if statistic != AMAX.name else ""),
+                + (
+                    ", or use per_tensor: Gaudi's files hold one maximum of a cache"
+                    if statistic != AMAX.name
+                    else ""
+                ),
             )
         found.append(measurement.statistics[key].reshape(-1))
     return found

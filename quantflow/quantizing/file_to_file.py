@@ -3,22 +3,25 @@
     layers/00012.safetensors    the layer as the artifact holds it; head.safetensors the head
     layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}, of a part "placements" too
 
-It serves plans whose weights follow from the source's alone: round to nearest, no transforms. Scales are per channel or per
-group; for a scale that a whole weight shares, with all that have its input, a layer is read twice. What is known of a static
-input is written beside the weight. Memory holds a few units (quantflow/quantizing/weight_rows.py), whatever the size of a
-tensor or a layer. Units are cut by the code's constants, and everything that is added up is added in their order, so neither
-workers nor memory change a bit of what is written. One card of several writes its part of each tensor
-(quantflow/quantizing/shards/share.py). `values` is, per linear, the sha256 of what the algorithm chose, before its layout
-packed it: export's proof decodes the artifact and compares.
+It serves plans whose weights follow from the source's alone: round to nearest, no transforms.
+Scales are per channel or per group; for a scale that a whole weight shares, with all that have its
+input, a layer is read twice. What is known of a static input is written beside the weight. Memory
+holds a few units (quantflow/quantizing/weight_rows.py), whatever the size of a tensor or a layer.
+Units are cut by the code's constants, and everything that is added up is added in their order, so
+neither workers nor memory change a bit of what is written. One card of several writes its part of
+each tensor (quantflow/quantizing/shards/share.py). `values` is, per linear, the sha256 of what the
+algorithm chose, before its layout packed it: export's proof decodes the artifact and compares.
 
-On a device a unit crosses as it is stored, is rounded and packed there, and what is written comes back.
+On a device a unit crosses as it is stored, is rounded and packed there, and what is written comes
+back.
 
-A layer's file, and after the layers that of the head where it is quantized, is written under another name, synced and hashed
-while the next one is quantized.
+A layer's file, and after the layers that of the head where it is quantized, is written under
+another name, synced and hashed while the next one is quantized.
 
-The source is read from the disk once: the file that holds the next layers is hashed while those of this one are quantized,
-and what the system's cache still holds of it then is taken from there, the rest past it (`read_once`). So a layer's key has
-the hashes of the files that it lies in, and the model's fingerprint is known at the end.
+The source is read from the disk once: the file that holds the next layers is hashed while those of
+this one are quantized, and what the system's cache still holds of it then is taken from there, the
+rest past it (`read_once`). So a layer's key has the hashes of the files that it lies in, and the
+model's fingerprint is known at the end.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,13 +59,23 @@ from quantflow.quantizing.hashes_ahead import HashesAhead
 from quantflow.quantizing.layer_error import error_from, weight_sums
 from quantflow.quantizing.shards.share import WHOLE, CardShare
 from quantflow.quantizing.static_inputs import UNKNOWN_INPUT, LinearInput
-from quantflow.quantizing.weight_rows import FileBlock, Unit, ValuesDigest, block_specs, head_block, layer_block, units_of
+from quantflow.quantizing.weight_rows import (
+    FileBlock,
+    Unit,
+    ValuesDigest,
+    block_specs,
+    head_block,
+    layer_block,
+    units_of,
+)
 
 FORMAT = FORMATS[DEFAULT]
-AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
+# units per worker that are begun or finished but not yet written down: none waits for the one who
+# adds up
+AHEAD = 2
 
-# A unit of a linear, its scheme and its rows of the source, [rows, columns] -> what they become, and the decisions to be
-# counted.
+# A unit of a linear, its scheme and its rows of the source, [rows, columns] -> what they become,
+# and the decisions to be counted.
 Choose = Callable[[Unit, LinearScheme, Tensor], tuple[QTensor, Mapping[str, Any]]]
 
 
@@ -115,11 +128,16 @@ def quantize_files(
         committer = stack.enter_context(ThreadPoolExecutor(1))
         layers, head = _blocks(plan, source, graph)
         files = [block.files for block in (*layers, *head)]
-        hashes = stack.enter_context(HashesAhead(files, folder=source.checkpoint.folder, digests=digests))
+        hashes = stack.enter_context(
+            HashesAhead(files, folder=source.checkpoint.folder, digests=digests)
+        )
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
-        stage, nbytes = f"{'quantize' if choose is None else 'unify'} {plan.name}", partial(_nbytes, share)
+        stage, nbytes = (
+            f"{'quantize' if choose is None else 'unify'} {plan.name}",
+            partial(_nbytes, share),
+        )
         for unit, blocks in (("layer", layers), ("head", head)):
             for block in progress.steps(blocks, stage=stage, unit=unit, nbytes=nbytes):
                 written = _written(
@@ -158,12 +176,24 @@ def _written(
         return digest_of([key, block.key, hashes.of(block.files)])
 
     path = output / block.path
-    if path.exists() and finished(path, block_key()) is not None:  # nothing waits for hashes where nothing is there
+    # nothing waits for hashes where nothing is there
+    if path.exists() and finished(path, block_key()) is not None:
         return None
-    return write_block(output, block, key=block_key, workers=workers, share=share, inputs=inputs, choose=choose, device=device)
+    return write_block(
+        output,
+        block,
+        key=block_key,
+        workers=workers,
+        share=share,
+        inputs=inputs,
+        choose=choose,
+        device=device,
+    )
 
 
-def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[FileBlock], list[FileBlock]]:
+def _blocks(
+    plan: Plan, source: ModelFiles, graph: Graph
+) -> tuple[list[FileBlock], list[FileBlock]]:
     """Return the layers, and the head where it is quantized."""
     layers = [layer_block(layer, plan, source) for layer in graph.layers]
     if plan.head is None:
@@ -211,9 +241,18 @@ class BlockAccount:
         """Return the record without the file's hash."""
         for name, decisions in self.decisions.items():
             decisions.update(inputs.get(name, UNKNOWN_INPUT).decisions)
-        errors = {name: {"weight": error_from(self.difference[name], self.power[name], name=name)} for name in self.power}
+        errors = {
+            name: {"weight": error_from(self.difference[name], self.power[name], name=name)}
+            for name in self.power
+        }
         values = {name: digest.hexdigest() for name, digest in self.values.items()}
-        return {"key": key, "errors": errors, "decisions": self.decisions, "changed": [], "values": values}
+        return {
+            "key": key,
+            "errors": errors,
+            "decisions": self.decisions,
+            "changed": [],
+            "values": values,
+        }
 
 
 def write_block(
@@ -254,12 +293,20 @@ def commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:
     """Give a complete layer its name, then its record."""
     writer.close()
     disk.replace(writer.path, path)
-    disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
+    disk.write_atomic(
+        path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)})
+    )
 
 
-def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers, device: Device) -> dict[str, Grid]:
+def _shared_grids(
+    block: FileBlock, units: Iterable[Unit], workers: Workers, device: Device
+) -> dict[str, Grid]:
     """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
-    shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
+    shared = [
+        (unit, unit.scheme)
+        for unit in units
+        if unit.scheme and unit.scheme.weights.granularity == "per_tensor"
+    ]
 
     def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, TensorRange]:
         unit, scheme = part
@@ -268,12 +315,19 @@ def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers, dev
     found: dict[str, list[TensorRange]] = {}
     for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
         found.setdefault(name, []).append(ends)
-    schemes = {unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared}
+    schemes = {
+        unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared
+    }
     grids = {}
     for group in block.groups:
         for name in found.keys() & set(group):
             scheme, scale_dtype = schemes[name]
-            ranges = [pair for other in group if schemes.get(other) == schemes[name] for pair in found[other]]
+            ranges = [
+                pair
+                for other in group
+                if schemes.get(other) == schemes[name]
+                for pair in found[other]
+            ]
             grids[name] = shared_grid(ranges, scheme=scheme.weights, scale_dtype=scale_dtype)
     return grids
 
@@ -281,14 +335,20 @@ def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers, dev
 def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
     """Return a function that quantizes rows by an algorithm that reads nothing else, or to a grid that is known."""
 
-    def quantized(unit: Unit, scheme: LinearScheme, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
+    def quantized(
+        unit: Unit, scheme: LinearScheme, rows: Tensor
+    ) -> tuple[QTensor, Mapping[str, Any]]:
         scale_dtype, name = FORMAT.scale_dtype(scheme, rows.dtype), unit.linear
         if name in grids:
             grid = grids[name]
             qvalue = affine.quantize(rows.float(), grid.scale, grid.zero_point, scheme.weights)
-            weight = QTensor(qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights)
+            weight = QTensor(
+                qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights
+            )
             return weight, {"zero_groups": grid.zero_groups if unit.at == 0 else 0}
-        result = ALGORITHMS[algorithm].quantize_group({name: rows}, scheme, statistics={}, scale_dtype=scale_dtype)[name]
+        result = ALGORITHMS[algorithm].quantize_group(
+            {name: rows}, scheme, statistics={}, scale_dtype=scale_dtype
+        )[name]
         return result.weight, result.decisions
 
     return quantized
@@ -332,12 +392,20 @@ def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
 
 
 def _round(
-    writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: LinearInput, device: Device
+    writer: Writer,
+    unit: Unit,
+    rows: Tensor,
+    scheme: LinearScheme,
+    choose: Choose,
+    seen: LinearInput,
+    device: Device,
 ) -> Rounded:
     """Quantize a unit, where its rows are, and write what its layout makes of it; what its rows share with others once."""
     name = unit.linear
     weight, decisions = choose(unit, scheme, rows)
-    linear = QuantizedLinear(weight=weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point)
+    linear = QuantizedLinear(
+        weight=weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+    )
     scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
     tensors = fetched(FORMAT.encode(name, linear, scale_dtype=scale_dtype), device)
     spans = FORMAT.row_spans(name, scheme, first=unit.at, count=unit.count)
@@ -345,8 +413,14 @@ def _round(
         if key in spans:
             writer.write(key, bytes_of(tensor), offset_bytes=spans[key][0] * tensor[0].nbytes)
         elif unit.at == 0:
-            whole = torch.tensor(unit.shape, dtype=torch.int64) if key == f"{name}.weight_shape" else tensor
+            whole = (
+                torch.tensor(unit.shape, dtype=torch.int64)
+                if key == f"{name}.weight_shape"
+                else tensor
+            )
             writer.write(key, bytes_of(whole))
     difference, power = weight_sums(rows, weight)
     linear = linear.to(HOST.kind)  # its values are hashed
-    return Rounded(name=name, linear=linear, decisions=dict(decisions), difference=difference, power=power)
+    return Rounded(
+        name=name, linear=linear, decisions=dict(decisions), difference=difference, power=power
+    )

@@ -1,7 +1,8 @@
 """Gaudi's measurement files as what quantize takes.
 
-The files hold maxima and nothing else: no calibration text, no model's name. So quantize takes FP8 from them, and what else
-needs maxima alone; its canary is seeded, and the model is recognised by the maxima of its weights.
+The files hold maxima and nothing else: no calibration text, no model's name. So quantize takes FP8
+from them, and what else needs maxima alone; its canary is seeded, and the model is recognised by
+the maxima of its weights.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,11 @@ IPEX_SUMMARY = "best_configure.json"  # of IPEX's static int8
 
 def are_gaudis(path: Path) -> bool:
     """Return whether a path names files of Gaudi's toolkit, and no folder of ours."""
-    return holds_triples(path) and not (path / META_NAME).exists() and not any(path.glob("rank-*-of-*"))
+    return (
+        holds_triples(path)
+        and not (path / META_NAME).exists()
+        and not any(path.glob("rank-*-of-*"))
+    )
 
 
 def refuse_ipex(path: Path) -> None:
@@ -43,32 +48,43 @@ def refuse_ipex(path: Path) -> None:
     summary = path / IPEX_SUMMARY if path.is_dir() else path
     if summary.name == IPEX_SUMMARY and summary.is_file():
         raise InputError(
-            f"{summary}: IPEX's scales and zero points of one process, of inputs that it may have smoothed; maxima are needed",
+            f"{summary}: IPEX's scales and zero points of one process, of inputs that it may "
+            "have smoothed; maxima are needed",
             "measure the model that it was made of: quantflow measure MODEL -o DIR",
         )
 
 
 def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
     """Return file name -> sha256 of everything that is read for these ranks."""
-    paths = [path for found in files.values() for path in (found.npz, found.json, found.mod_list) if path is not None]
+    paths = [
+        path
+        for found in files.values()
+        for path in (found.npz, found.json, found.mod_list)
+        if path is not None
+    ]
     return {path.name: file_digest(path) for path in paths}
 
 
-def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Progress, cards: int = 1) -> Measurement:
+def measurement_from(
+    path: Path, plan: Plan, *, source: ModelFiles, progress: Progress, cards: int = 1
+) -> Measurement:
     """Return Gaudi's files of one rank, or of as many as quantize, as a measurement without calibration text.
 
     Raises:
-        InputError: several ranks that are not those that quantize; a linear that was not measured; weights with other maxima
-            than the model's.
+        InputError: several ranks that are not those that quantize; a linear that was not measured;
+            weights with other maxima than the model's.
         UsageError: the scheme, algorithm or transforms need more than maxima.
     """
     files = find_triples(path)
     if len(files) not in (1, cards):
         raise InputError(
-            f"{path}: holds {len(files)} ranks, quantize reads one", f"merge them first: quantflow unify -m {path} -o DIR"
+            f"{path}: holds {len(files)} ranks, quantize reads one",
+            f"merge them first: quantflow unify -m {path} -o DIR",
         )
     triples = {rank: read_triple(found) for rank, found in files.items()}
-    triple = triples[0] if len(triples) == 1 else unify_triples(triples, [sorted(triples)])[0].triple
+    triple = (
+        triples[0] if len(triples) == 1 else unify_triples(triples, [sorted(triples)])[0].triple
+    )
     statistics, others = statistics_from(triple.nodes)
     _refuse_more_than_maxima(plan, statistics)
     unmeasured = [
@@ -78,16 +94,21 @@ def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Pr
     ]
     if unmeasured:
         raise InputError(
-            f"Layer '{unmeasured[0]}' cannot be quantized because no measures were supplied: {path} has none "
+            f"Layer '{unmeasured[0]}' cannot be quantized because no measures were supplied: "
+            f"{path} has none "
             f"({len(unmeasured)} such linears)",
-            'add them to ignore, give a QUANT_CONFIG with "ignore_modules_wo_measures": true, or measure them',
+            'add them to ignore, give a QUANT_CONFIG with "ignore_modules_wo_measures": true, or '
+            "measure them",
         )
     checked = refuse_other_model(path, statistics, source)
     progress.say(
-        f"quantize {plan.name}: {path} holds maxima without text; {checked} of {len(plan.schemes)} linears recognised by their "
+        f"quantize {plan.name}: {path} holds maxima without text; {checked} of "
+        f"{len(plan.schemes)} linears recognised by their "
         f"weights, {len(others)} nodes not used"
     )
-    return Measurement(meta=_meta(triple, digests(files)), statistics=statistics, sequences=[], indices=[])
+    return Measurement(
+        meta=_meta(triple, digests(files)), statistics=statistics, sequences=[], indices=[]
+    )
 
 
 def _refuse_more_than_maxima(plan: Plan, statistics: Mapping[str, Tensor]) -> None:
@@ -95,7 +116,8 @@ def _refuse_more_than_maxima(plan: Plan, statistics: Mapping[str, Tensor]) -> No
     missing = [*sorted(plan.needs - present), *(["the calibration text"] if plan.learns else [])]
     if missing:
         raise UsageError(
-            f"{plan.name}: {plan.method} and the scheme need {', '.join(missing)}, Gaudi's files hold maxima alone",
+            f"{plan.name}: {plan.method} and the scheme need {', '.join(missing)}, Gaudi's files "
+            "hold maxima alone",
             "use scheme FP8, or `quantflow measure`",
         )
 
@@ -109,11 +131,17 @@ def refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: Mod
     checked = 0
     for key, seen in statistics.items():
         name, site, statistic = parse_key(key)
-        if (site, statistic) != ("weight", AMAX.name) or f"{name}.weight" not in source.checkpoint.tensors:
+        if (site, statistic) != (
+            "weight",
+            AMAX.name,
+        ) or f"{name}.weight" not in source.checkpoint.tensors:
             continue
         file, info = source.checkpoint.tensors[f"{name}.weight"]
         amax = read_tensor(source.checkpoint.folder / file, info).abs().max().float()
-        if not any(torch.equal(seen, value) for value in (amax, amax.bfloat16().float(), amax.half().float())):
+        if not any(
+            torch.equal(seen, value)
+            for value in (amax, amax.bfloat16().float(), amax.half().float())
+        ):
             raise InputError(
                 f"{name}: the largest weight is {amax.item():.9g}, {path} saw {seen.item():.9g}",
                 "give the files that were measured on this model",
@@ -130,6 +158,11 @@ def _meta(triple: Triple, files: Mapping[str, str]) -> dict[str, Any]:
         "mesh": {"rank": 0, "world": 1, "tp": 1, "dp": 1, "ep": 1},
         "dtype": UNKNOWN,
         "seed": 0,
-        "calibration": {"hash": UNKNOWN, "samples": triple.samples or 0, "tokens": 0, "sequence_length": 0},
+        "calibration": {
+            "hash": UNKNOWN,
+            "samples": triple.samples or 0,
+            "tokens": 0,
+            "sequence_length": 0,
+        },
         "counts": {"samples": triple.samples or 0, "tokens": 0},
     }

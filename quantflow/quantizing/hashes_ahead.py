@@ -16,7 +16,8 @@ class HashesAhead:
         """Begin nothing yet.
 
         Args:
-            steps: the names of each step's files, in the order in which the steps will ask for them.
+            steps: the names of each step's files, in the order in which the steps will ask for
+                them.
             folder: where the files are.
             digests: of the files; what is not known is read.
         """
@@ -29,7 +30,12 @@ class HashesAhead:
         """Return the hashes."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Drop what has not begun."""
         self._pool.shutdown(cancel_futures=True)
 

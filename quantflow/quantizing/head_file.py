@@ -20,7 +20,13 @@ from quantflow.quantizing.weight_rows import head_block
 
 
 def bring_up_to_date(
-    output: Path, plan: Plan, checkpoint: Checkpoint, *, key: str, workers: Workers, progress: Progress
+    output: Path,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    *,
+    key: str,
+    workers: Workers,
+    progress: Progress,
 ) -> None:
     """Quantize the head that a plan names, unless its file is finished; of a rotated model the one that was rotated.
 
@@ -46,7 +52,9 @@ def bring_up_to_date(
     head_key = digest_of([key, block.key])
     if finished(output / FILE, head_key) is not None:
         return
-    for _ in progress.steps([block], stage=f"quantize {plan.name}", unit="head", nbytes=lambda _: info.nbytes):
+    for _ in progress.steps(
+        [block], stage=f"quantize {plan.name}", unit="head", nbytes=lambda _: info.nbytes
+    ):
         commit(*write_block(output, block, key=lambda: head_key, workers=workers))
 
 
@@ -67,7 +75,11 @@ def read_head(folder: Path, head: HeadPlan | None) -> QuantizedLinear | None:
 def remove_others(folder: Path, plan: Plan) -> None:
     """Remove what an unfinished result of another plan left beside its layers."""
     disk.remove(folder / OUTSIDE)
-    for path in (folder / FILE, folder / RECORD, disk.temporary_for(folder / FILE)) if plan.head is None else ():
+    for path in (
+        (folder / FILE, folder / RECORD, disk.temporary_for(folder / FILE))
+        if plan.head is None
+        else ()
+    ):
         disk.remove(path)
 
 

@@ -1,22 +1,24 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
-The order is fixed: collect what the calibration text shows (quantflow/quantizing/layer_traffic.py), smooth
-(quantflow/quantizing/smoothing.py), prove on the canary that smoothing changed nothing, look which experts got too few
-tokens (quantflow/planning/experts.py), quantize group by group, learn from there on where the plan says so
-(quantflow/quantizing/learned_rounding.py), put the quantized linears in place. What comes out holds every tensor of the
-layer under its name in the artifact, so the file of a layer is all that a resumed run needs.
+The order is fixed: collect what the calibration text shows (quantflow/quantizing/layer_traffic.py),
+smooth (quantflow/quantizing/smoothing.py), prove on the canary that smoothing changed nothing, look
+which experts got too few tokens (quantflow/planning/experts.py), quantize group by group, learn
+from there on where the plan says so (quantflow/quantizing/learned_rounding.py), put the quantized
+linears in place. What comes out holds every tensor of the layer under its name in the artifact, so
+the file of a layer is all that a resumed run needs.
 
-Cards that quantize a layer together (quantflow/distributed/team.py) each collect the Hessians of their groups, quantize these,
-and tell the others what they became; all else every card does.
+Cards that quantize a layer together (quantflow/distributed/team.py) each collect the Hessians of
+their groups, quantize these, and tell the others what they became; all else every card does.
 
-In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is searched, its whole Hessian
-beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
-the groups that are still to come; while rounding is learned all weights. They are as stored, or in float32 where a transform
-may change them.
+In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is
+searched, its whole Hessian beside them; while a group is quantized, its Hessian, which its
+algorithm overwrites, and the weights and half Hessians of the groups that are still to come; while
+rounding is learned all weights. They are as stored, or in float32 where a transform may change
+them.
 
-All of this is where the layer is (quantflow/core/device.py). In host memory are what the layer's file holds, what is known of
-static inputs, and sums of products of gradients; and the group that an algorithm rounds which does not compute on a device
-(`Algorithm.ON_DEVICE`).
+All of this is where the layer is (quantflow/core/device.py). In host memory are what the layer's
+file holds, what is known of static inputs, and sums of products of gradients; and the group that an
+algorithm rounds which does not compute on a device (`Algorithm.ON_DEVICE`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,15 +53,29 @@ from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.layer_error import error_from, relative_error, weight_sums
 from quantflow.quantizing.layer_traffic import Traffic, collect_traffic
 from quantflow.quantizing.learned_rounding import learn
-from quantflow.quantizing.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer, RoundedLinear
+from quantflow.quantizing.open_layer import (
+    Execution,
+    LayerMeasurement,
+    LayerText,
+    OpenLayer,
+    RoundedLinear,
+)
 from quantflow.quantizing.smoothing import smooth_
 from quantflow.quantizing.static_inputs import input_of
-from quantflow.quantizing.undercalibrated import Short, Treatment, record_of, refuse, short_of_tokens, treat
+from quantflow.quantizing.undercalibrated import (
+    Short,
+    Treatment,
+    record_of,
+    refuse,
+    short_of_tokens,
+    treat,
+)
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
 
 FORMAT = FORMATS[DEFAULT]
-SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
+# ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
+SMOOTHING_TOLERANCE = 1e-6
 
 Value = TypeVar("Value")
 Gradient = Callable[[str], Tensor]  # linear -> `gradient_sum` of its smoothed weight, read now
@@ -86,7 +102,8 @@ class QuantizedLayer:
 
     Attributes:
         tensors: name in the artifact -> tensor, of the whole layer.
-        errors: linear -> {"weight", "output"}: relative squared error, output on the canary, where it reaches the linear.
+        errors: linear -> {"weight", "output"}: relative squared error, output on the canary, where
+            it reaches the linear.
         decisions: linear -> what the transforms and the algorithm decided.
         changed: source names of tensors that are not quantized and not as in the source.
         factors: as `Smoothed.factors`.
@@ -102,11 +119,17 @@ class QuantizedLayer:
 
     def record(self) -> dict[str, Any]:
         """Return what the layer's record says of its quantization."""
-        found = {"errors": self.errors, "decisions": self.decisions, "changed": sorted(self.changed)}
+        found = {
+            "errors": self.errors,
+            "decisions": self.decisions,
+            "changed": sorted(self.changed),
+        }
         return found if self.experts is None else {**found, "experts": self.experts}
 
 
-def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasurement, execution: Execution) -> QuantizedLayer:
+def quantize_layer(
+    opened: OpenLayer, text: LayerText, *, measured: LayerMeasurement, execution: Execution
+) -> QuantizedLayer:
     """Quantize a layer and leave its module quantized.
 
     Args:
@@ -121,12 +144,24 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     plan = opened.plan
     original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
     traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
-    hessians, routed = traffic.hessians, measured.routed if traffic.routed is None else traffic.routed
-    smoothed = smooth_(opened, _joined(measured.statistics, traffic.statistics), hessians=hessians, execution=execution)
+    hessians, routed = (
+        traffic.hessians,
+        measured.routed if traffic.routed is None else traffic.routed,
+    )
+    smoothed = smooth_(
+        opened,
+        _joined(measured.statistics, traffic.statistics),
+        hessians=hessians,
+        execution=execution,
+    )
     del traffic  # the rows, which searches have read
-    inputs, outputs, canary = canary_traffic(opened.stream, opened.module, opened.layer, text.canary)
+    inputs, outputs, canary = canary_traffic(
+        opened.stream, opened.module, opened.layer, text.canary
+    )
     _refuse_changed(opened, original, canary)
-    treatment, experts = _treat_experts(opened, smoothed.statistics, routed=routed, fed=measured.fed)
+    treatment, experts = _treat_experts(
+        opened, smoothed.statistics, routed=routed, fed=measured.fed
+    )
     own = _quantize_groups(
         opened,
         text,
@@ -141,12 +176,18 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     install_all(opened.module, opened.layer, plan, tensors, device=opened.device)
     errors = {name: {"weight": linear.error} for name, linear in linears.items()}
     for name in errors.keys() & outputs.keys():  # the canary does not reach every expert
-        errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name].float()), name=name)
+        errors[name]["output"] = relative_error(
+            outputs[name], opened.child(name)(inputs[name].float()), name=name
+        )
     changed = frozenset([*opened.rotated, *smoothed.changed])
     for name in opened.stored:
         if name.removesuffix(".weight") not in linears:
             kept = opened.read(name)
-            tensors[name] = opened.device.fetch(opened.current(name).to(kept.dtype)) if name in changed else kept
+            tensors[name] = (
+                opened.device.fetch(opened.current(name).to(kept.dtype))
+                if name in changed
+                else kept
+            )
     of_experts = {name: {"experts": words} for name, words in treatment.decisions.items()}
     of_linears = {name: linear.decisions for name, linear in linears.items()}
     return QuantizedLayer(
@@ -159,7 +200,14 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     )
 
 
-def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor], *, device: Device = HOST) -> None:
+def install_all(
+    module: nn.Module,
+    layer: Layer,
+    plan: Plan,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: Device = HOST,
+) -> None:
     """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights.
 
     Args:
@@ -175,7 +223,9 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
         if scheme is not None:
             bias = None if old.bias is None else old.bias.detach().float()
             quantized = FORMAT.decode(name, tensors, scheme).to(device.kind)
-            linear = QuantLinear(quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32)
+            linear = QuantLinear(
+                quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32
+            )
             module.set_submodule(layer.relative(name), linear)
             give_back_holes()
         else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS
@@ -196,7 +246,9 @@ def canary_traffic(
         return inputs, outputs, stream.run(module, canary)
 
 
-def _joined(first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:
+def _joined(
+    first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]
+) -> dict[str, dict[str, Value]]:
     """Return what two say of each linear; where both name the same, the second is right."""
     return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
 
@@ -204,16 +256,23 @@ def _joined(first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mappi
 def _refuse_changed(opened: OpenLayer, original: Tensor | None, smoothed: Tensor) -> None:
     """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
     prefix, alone = opened.layer.prefix, opened.stream.alone
-    change = 0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
+    change = (
+        0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
+    )
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
             f"{prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
-            "this family's norms and linears do not fit together as its graph says; leave transforms out",
+            "this family's norms and linears do not fit together as its graph says; leave "
+            "transforms out",
         )
 
 
 def _treat_experts(
-    opened: OpenLayer, statistics: Mapping[str, Mapping[str, Tensor]], *, routed: Mapping[str, int] | None, fed: str | None
+    opened: OpenLayer,
+    statistics: Mapping[str, Mapping[str, Tensor]],
+    *,
+    routed: Mapping[str, int] | None,
+    fed: str | None,
 ) -> tuple[Treatment, dict[str, Any] | None]:
     """Let the policy decide what becomes of experts that got too few tokens.
 
@@ -224,14 +283,17 @@ def _treat_experts(
         fed: the tokens that the measurement's statistics show each expert.
 
     Returns:
-        What becomes of the layer's statistics and linears; what the layer's record says of its experts.
+        What becomes of the layer's statistics and linears; what the layer's record says of its
+        experts.
 
     Raises:
         StatisticsError: there are such experts, and the policy is `error`.
     """
     layer, policy, shorts = opened.layer, opened.plan.experts, list[Short]()
     if policy is None or not layer.experts:
-        untouched = Treatment(statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={})
+        untouched = Treatment(
+            statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={}
+        )
         return untouched, record_of(layer, routed, fed=fed, shorts=()) if routed else None
     if policy.name != "all" and routed is not None and (policy.weights or fed == ROUTED):
         shapes = {name: info.shape for name, info in opened.source.checkpoint.infos.items()}
@@ -239,19 +301,28 @@ def _treat_experts(
     if policy.name == "error":
         refuse(layer.prefix, shorts)
     shown = fed_by(policy) if policy.weights else fed
-    return treat(layer, policy, statistics, shorts), record_of(layer, routed, fed=shown, shorts=shorts)
+    return treat(layer, policy, statistics, shorts), record_of(
+        layer, routed, fed=shown, shorts=shorts
+    )
 
 
-def _gradient(opened: OpenLayer, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str) -> Tensor:
+def _gradient(
+    opened: OpenLayer, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str
+) -> Tensor:
     """Return `gradient_sum` of a linear's smoothed weight, in host memory; it is read now."""
     gradient_sum = measured.gradient(name)
     if gradient_sum is None:
         raise StatisticsError(
             f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
-            f"measure again with --stats gradient, or --for with {opened.plan.algorithm} as the algorithm",
+            f"measure again with --stats gradient, or --for with {opened.plan.algorithm} as the "
+            "algorithm",
         )
     divisors = factors.get(f"{name}|divisors")
-    return gradient_sum if divisors is None else output_blocks.scale_(gradient_sum, opened.device.fetch(divisors))
+    return (
+        gradient_sum
+        if divisors is None
+        else output_blocks.scale_(gradient_sum, opened.device.fetch(divisors))
+    )
 
 
 def _quantize_groups(
@@ -277,13 +348,16 @@ def _quantize_groups(
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
     for number, group in groups:
-        if not execution.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
+        # first, so that no card has more in memory than one that quantizes all groups
+        if not execution.team.owns(number):
             _release(opened, group.linears)
     for number, group in groups:
         if not execution.team.owns(number):
             continue
         hessian = hessians.pop(number, None)
-        steps = _quantize_group(opened, group, hessian, treatment=treatment, gradient=gradient, execution=execution)
+        steps = _quantize_group(
+            opened, group, hessian, treatment=treatment, gradient=gradient, execution=execution
+        )
         for rounded in steps:
             if learned is None:
                 encoded |= _encode(opened, rounded, workers=execution.workers)
@@ -308,12 +382,17 @@ def _quantize_group(
 ) -> Iterator[dict[str, RoundedLinear]]:
     """Yield the linears that share an input as they are quantized, those of one scheme after the other."""
     give_back_holes()  # what the group before left
-    statistics = {**treatment.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
+    statistics = {
+        **treatment.statistics.get(group.linears[0], {}),
+        **({} if hessian is None else hessian.take()),
+    }
     give_back_holes()  # the strips of the Hessian
     if group.linears[0] in treatment.damped and HESSIAN_SUM.name in statistics:
         shrink_(statistics[HESSIAN_SUM.name])
     known = opened.plan.schemes
-    schemes = list(dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None))
+    schemes = list(
+        dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None)
+    )
     for scheme in schemes:
         members = [name for name in group.linears if known[name] == scheme]
         execution.progress.doing(", ".join(map(opened.layer.relative, members)))
@@ -350,7 +429,8 @@ def _quantize_members(
         scheme: of each.
         algorithm: a key of ALGORITHMS.
         clips: a transform cuts the ranges of their groups before.
-        statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it is let go of.
+        statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it
+            is let go of.
         gradient: for algorithms that read it.
         last: no other linears read the statistics afterwards.
         execution: its workers run linears.
@@ -372,10 +452,18 @@ def _quantize_members(
     if clips:
         hessian_sum = _required(statistics, members[0], HESSIAN_SUM.name)
         weights, shares = awq.clipped(
-            weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=execution.workers
+            weights,
+            scheme.weights,
+            hessian_sum=hessian_sum,
+            scale_dtype=scale_dtype,
+            workers=execution.workers,
         )
         del hessian_sum  # the statistics alone hold it
-    there, known = (weights, statistics) if place is device else (fetched(weights, device), fetched(statistics, device))
+    there, known = (
+        (weights, statistics)
+        if place is device
+        else (fetched(weights, device), fetched(statistics, device))
+    )
     results = ALGORITHMS[algorithm].quantize_group(
         there,
         scheme,
@@ -384,13 +472,24 @@ def _quantize_members(
         workers=workers,
         in_place=last,
     )
-    results = {name: replace(result, weight=result.weight.to(device.kind)) for name, result in results.items()}
+    results = {
+        name: replace(result, weight=result.weight.to(device.kind))
+        for name, result in results.items()
+    }
     comparison: Mapping[str, Mapping[str, Any]] = {}
-    if algorithm != NEAREST and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS and HESSIAN_SUM.name in statistics:
-        comparison = _compared(weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers)
+    if (
+        algorithm != NEAREST
+        and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS
+        and HESSIAN_SUM.name in statistics
+    ):
+        comparison = _compared(
+            weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers
+        )
     if last:
         statistics.pop(HESSIAN_SUM.name, None)
-    vectors = {name: statistic for name, statistic in statistics.items() if name != HESSIAN_SUM.name}
+    vectors = {
+        name: statistic for name, statistic in statistics.items() if name != HESSIAN_SUM.name
+    }
     seen = input_of(members[0], scheme, fetched(vectors, device))
     return {
         name: RoundedLinear(
@@ -431,18 +530,27 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
     return tensor
 
 
-def _encode(opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers) -> dict[str, EncodedLinear]:
+def _encode(
+    opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers
+) -> dict[str, EncodedLinear]:
     """Return linears as the layer's file holds them, and let go of their weights."""
     encoded = {}
-    errors = workers.map(lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded))
+    errors = workers.map(
+        lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded)
+    )
     for (name, linear), sums in zip(rounded.items(), errors, strict=True):
         result, seen = linear.result, linear.input
         quantized = QuantizedLinear(
-            weight=result.weight, scheme=linear.scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+            weight=result.weight,
+            scheme=linear.scheme,
+            input_scale=seen.scale,
+            input_zero_point=seen.zero_point,
         )
         clipped = {} if linear.clipped_groups is None else {"clipped_groups": linear.clipped_groups}
         encoded[name] = EncodedLinear(
-            tensors=fetched(FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype), opened.device),
+            tensors=fetched(
+                FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype), opened.device
+            ),
             error=error_from(*sums, name=name),
             decisions={**clipped, **result.decisions, **seen.decisions},
         )
@@ -457,17 +565,26 @@ def _release(opened: OpenLayer, names: Sequence[str]) -> None:
             release_(opened.child(name), ["weight"])
 
 
-def _exchange(layer: Layer, own: Mapping[str, EncodedLinear], *, team: Team) -> dict[str, EncodedLinear]:
+def _exchange(
+    layer: Layer, own: Mapping[str, EncodedLinear], *, team: Team
+) -> dict[str, EncodedLinear]:
     """Return the linears of all cards' groups, in the order in which one card quantizes them; `own` are this card's."""
     everyone: dict[str, EncodedLinear] = {}
     for number, group in enumerate(layer.groups):
         mine = {name: linear for name, linear in own.items() if name in group.linears}
         tensors, records = team.broadcast(
             {key: tensor for linear in mine.values() for key, tensor in linear.tensors.items()},
-            {name: {"error": linear.error, "decisions": linear.decisions} for name, linear in mine.items()},
+            {
+                name: {"error": linear.error, "decisions": linear.decisions}
+                for name, linear in mine.items()
+            },
             number=number,
         )
         for name, record in records.items():
-            parts = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name}
-            everyone[name] = EncodedLinear(tensors=parts, error=record["error"], decisions=record["decisions"])
+            parts = {
+                key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name
+            }
+            everyone[name] = EncodedLinear(
+                tensors=parts, error=record["error"], decisions=record["decisions"]
+            )
     return everyone

@@ -1,7 +1,8 @@
 """The layers of one artifact, by way of the model: the canary and the calibration text run through it layer by layer.
 
-For each layer: quantize it (quantflow/quantizing/layer.py) or read it back, write its file with the hash of what the canary
-looks like behind it, and keep the hidden states that enter the next one. So a run that was stopped goes on at its layer.
+For each layer: quantize it (quantflow/quantizing/layer.py) or read it back, write its file with the
+hash of what the canary looks like behind it, and keep the hidden states that enter the next one. So
+a run that was stopped goes on at its layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +51,8 @@ from quantflow.quantizing.smoothing import is_factor
 from quantflow.quantizing.static_inputs import gradient_sum, input_statistics
 from quantflow.quantizing.undercalibrated import routed_tokens
 
-ORIGINAL = "original"  # the folder, below that of the layers, of what leaves the last layer of the original model
+# the folder, below that of the layers, of what leaves the last layer of the original model
+ORIGINAL = "original"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ class Forward:
 
     Attributes:
         output: the stage's folder.
-        folder: where layers go: the stage's folder, or one for layers that are not finished by this.
+        folder: where layers go: the stage's folder, or one for layers that are not finished by
+            this.
         key: digest of everything that the result depends on.
         seed: of the canary where there is no measurement.
         workers: run sequences and linears, where the device is the CPU.
@@ -94,15 +97,27 @@ class Forward:
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
         bring_up_to_date(
-            self.output, self.plan, self.source.checkpoint, key=self.key, workers=self.host_workers, progress=self.progress
+            self.output,
+            self.plan,
+            self.source.checkpoint,
+            key=self.key,
+            workers=self.host_workers,
+            progress=self.progress,
         )
         stream = LayerStream(source, self.graph, device=self.device)
-        # The canary is last, so that the others can go on before the layer is quantized. What learns needs the text twice:
-        # as the original layers and as the quantized ones put it out.
+        # The canary is last, so that the others can go on before the layer is quantized. What
+        # learns needs the text twice: as the original layers and as the quantized ones put it out.
         text = self.team.mine(self._calibration)
         sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
-        opened = partial(HiddenStates, len(sequences), folder=layer_store.scratch(self.output), device=self.device)
-        start, hidden = layer_store.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.team.span)
+        opened = partial(
+            HiddenStates,
+            len(sequences),
+            folder=layer_store.scratch(self.output),
+            device=self.device,
+        )
+        start, hidden = layer_store.restart_together(
+            self.folder, self.key, self.graph, opened=opened, span=self.team.span
+        )
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
@@ -110,11 +125,19 @@ class Forward:
         rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
         last = states[-1].hidden
         steps = self.progress.steps(
-            rest, stage=stage, unit="layer", before=start, samples=len(self._calibration), nbytes=self._bytes
+            rest,
+            stage=stage,
+            unit="layer",
+            before=start,
+            samples=len(self._calibration),
+            nbytes=self._bytes,
         )
         for layer in steps:
             process_memory.give_back_holes()
-            with stream.layer(layer.index, as_stored=as_stored(self.plan, layer)) as module, linears_restored(module):
+            with (
+                stream.layer(layer.index, as_stored=as_stored(self.plan, layer)) as module,
+                linears_restored(module),
+            ):
                 last = self._layer(stream, source, module, layer, states, original=original)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
@@ -127,7 +150,9 @@ class Forward:
         """Return what leaves the original model's last layer, taken up or still to be put; None where it does not pass here."""
         if self.plan.tune is None or quantized_inputs(self.entry):
             return None
-        found = HiddenStates(len(self._calibration), folder=self.folder / ORIGINAL, device=self.device)
+        found = HiddenStates(
+            len(self._calibration), folder=self.folder / ORIGINAL, device=self.device
+        )
         found.restore(len(self.graph.layers), key=self.key)
         return found
 
@@ -143,7 +168,8 @@ class Forward:
     ) -> Tensor:
         """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's.
 
-        Behind the last layer those of the calibration text are put into `original`, where it does not have them.
+        Behind the last layer those of the calibration text are put into `original`, where it does
+        not have them.
         """
         learned = self.plan.learned is not None
         *calibration, canary = states
@@ -151,10 +177,13 @@ class Forward:
         calibration = calibration[: len(calibration) - len(again)]
         path = layer_store.layer_path(self.folder, layer.index)
         layer_key = digest_of([self.key, layer.index])
-        # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
+        # A card's part does not make the layer; cards that have it make it again together, to the
+        # same bytes.
         kept = self.team.world == 1 and layer_store.finished(path, layer_key) is not None
         kv_scales = kv_scales_of(self.measurement, layer, self.plan.kv_cache)
-        cache = None if kv_scales is None else KVRounder({layer.index: kv_scales.to(self.device.kind)})
+        cache = (
+            None if kv_scales is None else KVRounder({layer.index: kv_scales.to(self.device.kind)})
+        )
         more = layer is not self.graph.layers[-1]
         keeps = not more and original is not None and not original.restored
         originals = (more and not quantized_inputs(self.entry)) or keeps
@@ -188,8 +217,14 @@ class Forward:
             original.commit(layer.index + 1, key=self.key)
         output = stream.run(module, canary, cache=cache)
         if quantized is not None:
-            record = {**quantized.record(), **kv_record(self.measurement, layer, self.plan.kv_cache)}
-            record |= {"key": layer_key, "canary": tensor_hash(self.device.fetch(output))} | self.share.record(layer)
+            record = {
+                **quantized.record(),
+                **kv_record(self.measurement, layer, self.plan.kv_cache),
+            }
+            record |= {
+                "key": layer_key,
+                "canary": tensor_hash(self.device.fetch(output)),
+            } | self.share.record(layer)
             whole = {**quantized.tensors, **kv_tensors(layer, kv_scales)}
             tensors = sliced(whole, layer.linears, self.plan.schemes, self.share)
             if self.folder != self.output:  # tuning smooths the original layer with them
@@ -198,7 +233,9 @@ class Forward:
         if more:
             if learned or not originals:
                 self.progress.doing("through the quantized layer")
-                stream.advance(module, again if learned else calibration, cache=cache, workers=self.workers)
+                stream.advance(
+                    module, again if learned else calibration, cache=cache, workers=self.workers
+                )
             canary.store.put(canary.index, output)
         return output
 
@@ -206,10 +243,17 @@ class Forward:
         """Return the measurement's share of a layer; of a rotated model's inputs nothing is measured."""
         if self.measurement is None:
             return LayerMeasurement()
-        statistics = {} if self.plan.rotation is not None else input_statistics(self.measurement, layer)
-        if not self.device.is_host:  # Hessians are accumulated here, those that were measured are not read
+        statistics = (
+            {} if self.plan.rotation is not None else input_statistics(self.measurement, layer)
+        )
+        # Hessians are accumulated here, those that were measured are not read
+        if not self.device.is_host:
             statistics = {
-                name: {key: self.device.put(value) for key, value in of.items() if key != HESSIAN_SUM.name}
+                name: {
+                    key: self.device.put(value)
+                    for key, value in of.items()
+                    if key != HESSIAN_SUM.name
+                }
                 for name, of in statistics.items()
             }
         return LayerMeasurement(
@@ -226,21 +270,32 @@ class Forward:
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."
-        return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
+        return sum(
+            info.nbytes
+            for name, info in self.source.checkpoint.infos.items()
+            if name.startswith(prefix)
+        )
 
 
 def as_stored(plan: Plan, layer: Layer) -> bool:
     """Return whether a layer's linears may be multiplied as they are stored while it is quantized.
 
-    Transforms change weights, in float32. A linear that stays as it is runs in the artifact as any other module does, which is
-    another order of sums than that of `in_parts`, and the canary is to be the artifact's.
+    Transforms change weights, in float32. A linear that stays as it is runs in the artifact as any
+    other module does, which is another order of sums than that of `in_parts`, and the canary is to
+    be the artifact's.
     """
     return not plan.transforms and all(plan.schemes[name] is not None for name in layer.linears)
 
 
 @torch.no_grad()
 def write_canary(
-    output: Path, plan: Plan, stream: LayerStream, measurement: Measurement | None, *, tokens: Tensor, last: Tensor
+    output: Path,
+    plan: Plan,
+    stream: LayerStream,
+    measurement: Measurement | None,
+    *,
+    tokens: Tensor,
+    last: Tensor,
 ) -> None:
     """Write what proves the artifact, once every layer is there: tokens, the logits that follow, and the layers' hashes.
 
@@ -264,26 +319,37 @@ def write_canary(
     disk.write_atomic(output / "canary.json", canonical_json(canary))
 
 
-def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measurement: Measurement | None) -> None:
+def refuse_unchanged(
+    plan: Plan, records: Sequence[Mapping[str, Any]], measurement: Measurement | None
+) -> None:
     """Refuse the records of all layers, where a calibrated algorithm left these as plain round to nearest makes them.
 
-    One linear may: a small one, or one of 8 bits. If all do, then what the algorithm was given said nothing, and whoever chose
-    it over rtn has to know. The layers' records are what is looked at, so a run that was resumed says what one that was not
-    says. Linears that a policy for experts rounds to nearest do not count.
+    One linear may: a small one, or one of 8 bits. If all do, then what the algorithm was given said
+    nothing, and whoever chose it over rtn has to know. The layers' records are what is looked at,
+    so a run that was resumed says what one that was not says. Linears that a policy for experts
+    rounds to nearest do not count.
 
     Raises:
         StatisticsError: they are; names the calibration and how many linears there are.
     """
-    if measurement is None or (HESSIAN_SUM.name not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns):
+    if measurement is None or (
+        HESSIAN_SUM.name not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns
+    ):
         return
     decisions = {name: of for record in records for name, of in record["decisions"].items()}
     if unchanged(decisions):
-        counts, calibration = measurement.meta["counts"], measurement.meta["calibration"]["hash"][:16]
+        counts, calibration = (
+            measurement.meta["counts"],
+            measurement.meta["calibration"]["hash"][:16],
+        )
         compared = sum("same_as_rtn" in of for of in decisions.values())
         raise StatisticsError(
-            f"quantize {plan.name}: {plan.method} with calibration {calibration} ({counts['samples']} sequences, "
-            f"{counts['tokens']} tokens) changed nothing: all {compared} linears are what rtn makes of them",
-            f"{'give it more iterations, ' if plan.learned is not None else ''}look at the text with `quantflow calibration "
+            f"quantize {plan.name}: {plan.method} with calibration {calibration} "
+            f"({counts['samples']} sequences, "
+            f"{counts['tokens']} tokens) changed nothing: all {compared} linears are what rtn "
+            "makes of them",
+            f"{'give it more iterations, ' if plan.learned is not None else ''}look at the text "
+            "with `quantflow calibration "
             "inspect` and measure again, or use --algorithm rtn",
         )
 
@@ -291,9 +357,10 @@ def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measureme
 def quantized_inputs(entry: Quantize) -> bool:
     """Return whether the layers after a quantized one are calibrated on what it puts out, rather than the original.
 
-    The original by default. On the example model, with 65,536 calibration tokens and 16,384 held-out ones, the mean KLD of
-    GPTQ is 0.00996 on original and 0.00998 on quantized inputs (W4A16), 0.00848 and 0.00861 (W4A16_ASYM); and original
-    inputs need one pass of the text through each layer, quantized ones two.
+    The original by default. On the example model, with 65,536 calibration tokens and 16,384
+    held-out ones, the mean KLD of GPTQ is 0.00996 on original and 0.00998 on quantized inputs
+    (W4A16), 0.00848 and 0.00861 (W4A16_ASYM); and original inputs need one pass of the text through
+    each layer, quantized ones two.
     """
     return bool(entry.quantized_inputs)
 
@@ -303,24 +370,40 @@ def canary_tokens(source: Source, measurement: Measurement | None, seed: int) ->
     if measurement is not None and measurement.sequences:
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(text_config(source.config).vocab_size, (CANARY_TOKENS,), generator=generator)
+    return torch.randint(
+        text_config(source.config).vocab_size, (CANARY_TOKENS,), generator=generator
+    )
 
 
-def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path, *, device: Device = HOST) -> None:
+def read_back(
+    module: nn.Module, layer: Layer, plan: Plan, path: Path, *, device: Device = HOST
+) -> None:
     """Put a finished layer's tensors into its module, which is on the device."""
     infos, _ = read_header(path)
     tensors = {name: read_tensor(path, info) for name, info in infos.items() if not is_factor(name)}
-    parts = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
+    parts = {
+        part
+        for name, scheme in plan.schemes.items()
+        if scheme is not None
+        for part in FORMAT.tensor_names(name, scheme)
+    }
     of_cache = set() if layer.attention is None else set(FORMAT.kv_tensor_names(layer.attention))
-    rest = {layer.relative(name): device.put(tensor) for name, tensor in tensors.items() if name not in parts | of_cache}
-    materialize_(module, rest, dtype=torch.float32)  # first, since linears that are put in place keep the bias that is there
+    rest = {
+        layer.relative(name): device.put(tensor)
+        for name, tensor in tensors.items()
+        if name not in parts | of_cache
+    }
+    # first, since linears that are put in place keep the bias that is there
+    materialize_(module, rest, dtype=torch.float32)
     install_all(module, layer, plan, tensors, device=device)
 
 
 @contextmanager
 def linears_restored(module: nn.Module) -> Iterator[None]:
     """Undo, at the end, every replacement of a linear inside the block: the model's skeleton is used again."""
-    originals = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    originals = {
+        name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)
+    }
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """How far a quantized tensor or output is from the original: one number per linear for the manifest and the report.
 
-Sums are taken in float64 over blocks of a constant size, in order, so that a float64 copy of a tensor is never needed.
+Sums are taken in float64 over blocks of a constant size, in order, so that a float64 copy of a
+tensor is never needed.
 """
 
 import math
@@ -15,7 +16,8 @@ from quantflow.errors import InputError
 _BLOCK = 1 << 20  # elements; part of the result's last digits, so it never changes
 
 
-_SMALLEST, _LARGEST = 1e-20, 1e30  # sums of squares; smaller ones have lost terms, larger ones are near the end of float32
+# sums of squares; smaller ones have lost terms, larger ones are near the end of float32
+_SMALLEST, _LARGEST = 1e-20, 1e30
 
 
 def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> float:
@@ -41,8 +43,9 @@ def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> flo
 def squared_sums(original: Tensor, approximation: Tensor) -> tuple[float, float]:
     """Return ||original - approximation||^2 and ||original||^2 of some rows, to be added up over all rows.
 
-    Faster than `relative_error`: squares are float32, summed within a row in float32 and over the rows in float64, which
-    is good to six digits; rows whose squares float32 does not hold are squared in float64.
+    Faster than `relative_error`: squares are float32, summed within a row in float32 and over the
+    rows in float64, which is good to six digits; rows whose squares float32 does not hold are
+    squared in float64.
 
     Args:
         original: [O, I], any float dtype.
@@ -88,5 +91,8 @@ def error_from(difference: float, power: float, *, name: str) -> float:
         return 0.0
     found = difference / power if power else math.inf
     if not math.isfinite(found):
-        raise InputError(f"{name}: relative error {found}", "the weight or its input holds NaN or Inf, or is zero")
+        raise InputError(
+            f"{name}: relative error {found}",
+            "the weight or its input holds NaN or Inf, or is zero",
+        )
     return found

@@ -1,6 +1,7 @@
 """The inputs of a layer's linears while the calibration text runs through it: Hessians, rows for searches, routing.
 
-A card sees the inputs of its own groups, every sequence's, in sample order (quantflow/distributed/team.py).
+A card sees the inputs of its own groups, every sequence's, in sample order
+(quantflow/distributed/team.py).
 """
 
 import threading
@@ -31,8 +32,10 @@ class Traffic:
     """What the inputs of a layer showed while the calibration text ran.
 
     Attributes:
-        hessians: group's number -> Hessian, of this card's groups; whoever quantizes a group takes its Hessian out.
-        statistics: linear's source name -> statistic -> tensor, of the linear's input: the rows, and what no measurement saw.
+        hessians: group's number -> Hessian, of this card's groups; whoever quantizes a group takes
+            its Hessian out.
+        statistics: linear's source name -> statistic -> tensor, of the linear's input: the rows,
+            and what no measurement saw.
         routed: expert -> tokens that the router sent to it; None where not all of the text ran.
     """
 
@@ -55,8 +58,15 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
     features = {number: opened.weight(name).shape[1] for number, name in firsts.items()}
     owned = list(filter(execution.team.owns, firsts))
     with opened.device.factories():
-        hessians = {number: HessianObserver(features=features[number]) for number in owned if plan.needs_hessian}
-        others = {number: _observers(plan, text, group=groups[number], features=features[number]) for number in owned}
+        hessians = {
+            number: HessianObserver(features=features[number])
+            for number in owned
+            if plan.needs_hessian
+        }
+        others = {
+            number: _observers(plan, text, group=groups[number], features=features[number])
+            for number in owned
+        }
 
     def add(number: int, x: Tensor) -> None:
         seeing: list[Any] = [*others[number], *filter(None, [hessians.get(number)])]
@@ -67,11 +77,15 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
     return Traffic(
         hessians=hessians,
         statistics={
-            linear: {name: tensor for observer in observers for name, tensor in observer.state().items()}
+            linear: {
+                name: tensor for observer in observers for name, tensor in observer.state().items()
+            }
             for number, observers in others.items()
             for linear in groups[number].linears
         },
-        routed=dict(zip(opened.layer.gates, routed.tolist(), strict=True)) if plan.needs_hessian else None,
+        routed=dict(zip(opened.layer.gates, routed.tolist(), strict=True))
+        if plan.needs_hessian
+        else None,
     )
 
 
@@ -80,7 +94,11 @@ def _observers(plan: Plan, text: LayerText, *, group: LinearGroup, features: int
     apart = plan.rows_apart if len(text.tokens) > 1 else 1
     each = max(1, SAMPLE_ROWS // max(1, len(text.tokens) // apart))
     observers: list[Any] = [OBSERVERS[name](features=features) for name in plan.observed]
-    return [*observers, RowSample(features, each=each, apart=apart)] if plan.needs_rows and group.folds else observers
+    return (
+        [*observers, RowSample(features, each=each, apart=apart)]
+        if plan.needs_rows and group.folds
+        else observers
+    )
 
 
 def _run(
@@ -98,7 +116,8 @@ def _run(
         How many tokens the router sent to each expert, int64 [E].
     """
     team, layer = execution.team, opened.layer
-    seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+    # hooks are the module's, what they see belongs to the sequence that the thread runs
+    seen = threading.local()
 
     def remember(number: int, x: Tensor, _y: Tensor) -> None:
         seen.inputs[number] = x
@@ -109,7 +128,8 @@ def _run(
     def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
         seen.inputs, seen.routed = {}, nobody
         hidden = opened.stream.run(opened.module, state)
-        inputs, seen.inputs = seen.inputs, {}  # a thread that waits for its next sequence keeps nothing of this one
+        # a thread that waits for its next sequence keeps nothing of this one
+        inputs, seen.inputs = seen.inputs, {}
         return state, hidden, inputs, seen.routed
 
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
@@ -117,7 +137,8 @@ def _run(
     feeding = FEEDING[fed_by(opened.plan.experts)](opened.module)
     with watch(opened.module, watched), watch_routing(opened.module, routed), feeding:
         arrived = execution.workers.stream(unit, text.states, ahead=execution.ahead)
-        for first in range(0, len(text.tokens), team.world):  # of the sequences that all cards run at once
+        # of the sequences that all cards run at once
+        for first in range(0, len(text.tokens), team.world):
             execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
             total = total + tokens

@@ -1,8 +1,9 @@
 """Learned rounding in a layer: what its linears became group by group is where the whole layer goes on from.
 
-The layer is given what the quantized layers before it put out, and learns to put out what the original layers would have.
-While it does, the hidden states of both are at hand (quantflow/quantizing/layer_by_layer.py), and the layer runs with other
-weights, its own beside them (quantflow/models/trained_layer.py).
+The layer is given what the quantized layers before it put out, and learns to put out what the
+original layers would have. While it does, the hidden states of both are at hand
+(quantflow/quantizing/layer_by_layer.py), and the layer runs with other weights, its own beside them
+(quantflow/models/trained_layer.py).
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,13 @@ from quantflow.errors import InputError, UsageError
 from quantflow.files import stage_folder
 from quantflow.files.digests import NAME as HASHES
 from quantflow.measuring.merging.ranks import unify
-from quantflow.measuring.record import Measurement, open_measurements, read_measurement, read_meta, recorded
+from quantflow.measuring.record import (
+    Measurement,
+    open_measurements,
+    read_measurement,
+    read_meta,
+    recorded,
+)
 from quantflow.models.graph import graph_for
 from quantflow.models.source import ModelFiles
 from quantflow.planning.plan import Plan
@@ -24,13 +30,20 @@ def known_hashes(folder: Path | None) -> list[Path]:
 
 
 def measurement_of(
-    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress, ranks: int = 1
+    folder: Path | None,
+    plan: Plan,
+    *,
+    scheme: str,
+    source: ModelFiles,
+    progress: Progress,
+    ranks: int = 1,
 ) -> tuple[Path | None, Measurement | None]:
     """Return the folder of the one rank, where it has files of ours, and what it holds.
 
     Args:
-        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or folder/prefix; or None. One of as
-            many ranks as quantize is merged here as `unify` merges it, since each card takes the scales of the whole.
+        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or
+            folder/prefix; or None. One of as many ranks as quantize is merged here as `unify`
+            merges it, since each card takes the scales of the whole.
         plan: what has to be known.
         scheme: what the recipe calls it.
         source: the model.
@@ -42,19 +55,31 @@ def measurement_of(
         InputError: it is unfinished, or of several ranks that are not those that quantize.
         StatisticsError: the plan quantizes caches, and what they store was not measured.
     """
-    where, measurement = _found(folder, plan, scheme=scheme, source=source, progress=progress, cards=ranks)
-    for layer in graph_for(source.config).layers:  # what is missing is said before hours are spent, not after them
+    where, measurement = _found(
+        folder, plan, scheme=scheme, source=source, progress=progress, cards=ranks
+    )
+    # what is missing is said before hours are spent, not after them
+    for layer in graph_for(source.config).layers:
         kv_scales_of(measurement, layer, plan.kv_cache)
     return where, measurement
 
 
 def _found(
-    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress, cards: int
+    folder: Path | None,
+    plan: Plan,
+    *,
+    scheme: str,
+    source: ModelFiles,
+    progress: Progress,
+    cards: int,
 ) -> tuple[Path | None, Measurement | None]:
     """Return the folder and what it holds, before it was looked into."""
     if folder is None:
         if plan.needs_measurement:
-            needs = [*sorted(plan.needs), *([] if plan.kv_cache is None else ["the largest keys and values of the cache"])]
+            needs = [
+                *sorted(plan.needs),
+                *([] if plan.kv_cache is None else ["the largest keys and values of the cache"]),
+            ]
             needs += ["the calibration text"] if plan.learns else []
             raise UsageError(
                 f"{plan.name}: {scheme} with {plan.method} needs {', '.join(needs)}, none is given",
@@ -70,13 +95,22 @@ def _found(
             return folder, _merged(folder, ranks)
         if len(ranks) > 1:
             reads = "one" if cards == 1 else f"one or, with --ranks {cards}, {cards}"
-            raise InputError(f"{folder}: holds {len(ranks)} ranks, quantize reads {reads}", "run `quantflow unify` on it first")
+            raise InputError(
+                f"{folder}: holds {len(ranks)} ranks, quantize reads {reads}",
+                "run `quantflow unify` on it first",
+            )
         folder = ranks[0] if ranks else folder
     if stage_folder.done(folder) is None and stage_folder.done(folder.parent) is None:
-        raise InputError(f"{folder}: is unfinished or missing (no DONE.json)", "run `quantflow measure`; it continues")
+        raise InputError(
+            f"{folder}: is unfinished or missing (no DONE.json)",
+            "run `quantflow measure`; it continues",
+        )
     measurement = read_measurement(folder)
     if measurement.meta["mesh"]["world"] != 1:
-        raise InputError(f"{folder}: one of {measurement.meta['mesh']['world']} ranks", "run `quantflow unify` first")
+        raise InputError(
+            f"{folder}: one of {measurement.meta['mesh']['world']} ranks",
+            "run `quantflow unify` first",
+        )
     return folder, measurement
 
 
@@ -84,14 +118,18 @@ def _merged(folder: Path, ranks: list[Path]) -> Measurement:
     """Return the ranks of a finished folder as one, as `unify` writes it."""
     for rank in ranks:
         if stage_folder.done(rank) is None and stage_folder.done(folder) is None:
-            raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
+            raise InputError(
+                f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again"
+            )
     metas = {rank: read_meta(rank) for rank in ranks}
     with single_threaded(), torch.no_grad():
         (found,) = unify(open_measurements(metas), [list(range(len(ranks)))])
         return recorded(found)
 
 
-def refuse_foreign(measurement: Measurement | None, *, model: Path, fingerprint: str, folder: Path | None) -> None:
+def refuse_foreign(
+    measurement: Measurement | None, *, model: Path, fingerprint: str, folder: Path | None
+) -> None:
     """Refuse a measurement of another model.
 
     Args:

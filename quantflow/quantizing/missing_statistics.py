@@ -1,9 +1,10 @@
 """What an artifact needs of a measurement, and what a measurement lacks: measured then, on the tokens that it kept.
 
-A measurement that was taken for one algorithm has not what another reads: gptq's has no gradients, which yaqa and best need.
-The rest is measured beside it, together with what it has, on its tokens in their order: `1-measure` gets
-`1-measure-with-gradient`, which is what one measurement of all these statistics would have been. The first stays as it is,
-since results that were made from it name it.
+A measurement that was taken for one algorithm has not what another reads: gptq's has no gradients,
+which yaqa and best need. The rest is measured beside it, together with what it has, on its tokens
+in their order: `1-measure` gets `1-measure-with-gradient`, which is what one measurement of all
+these statistics would have been. The first stays as it is, since results that were made from it
+name it.
 """
 
 from pathlib import Path
@@ -48,7 +49,8 @@ def completed(
 ) -> Path:
     """Return a measurement that has what an artifact needs: this one, or one beside it that is taken now.
 
-    Gaudi's files, several ranks and unfinished folders are returned as they are; quantize says what is wrong with them.
+    Gaudi's files, several ranks and unfinished folders are returned as they are; quantize says what
+    is wrong with them.
 
     Args:
         measurement: a folder with one rank, or the rank's own.
@@ -61,8 +63,17 @@ def completed(
     Raises:
         QuantflowError: as measure.
     """
-    ranks = [measurement] if (measurement / META_NAME).is_file() else sorted(measurement.glob("rank-*-of-*"))
-    if launched_rank() is not None or len(ranks) != 1 or not (ranks[0] / META_NAME).is_file() or done(ranks[0]) is None:
+    ranks = (
+        [measurement]
+        if (measurement / META_NAME).is_file()
+        else sorted(measurement.glob("rank-*-of-*"))
+    )
+    if (
+        launched_rank() is not None
+        or len(ranks) != 1
+        or not (ranks[0] / META_NAME).is_file()
+        or done(ranks[0]) is None
+    ):
         return measurement
     meta = read_json(ranks[0] / META_NAME)
     has = set(meta.get("observers", ()))
@@ -70,7 +81,10 @@ def completed(
     if not missing or meta.get("mesh", {}).get("world") != 1:
         return measurement
     output = beside(measurement, f"-with-{'-'.join(missing)}")
-    progress.say(f"quantize {entry.name}: {measurement} has no {', '.join(missing)}; measuring it into {output}")
+    progress.say(
+        f"quantize {entry.name}: {measurement} has no {', '.join(missing)}; measuring it into "
+        f"{output}"
+    )
     kept = meta["calibration"]
     calibration = Calibration(
         source=str(ranks[0] / CALIBRATION_NAME),
@@ -78,7 +92,8 @@ def completed(
         sequence_length=kept["sequence_length"],
         pack=False,
     )
-    from quantflow.measuring import measure  # here: it imports transformers' model code, and most artifacts lack nothing
+    # here: it imports transformers' model code, and most artifacts lack nothing
+    from quantflow.measuring import measure
 
     job = measure.MeasureJob(
         model=model,

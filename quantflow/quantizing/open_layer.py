@@ -1,8 +1,9 @@
 """A decoder layer in memory, and what the steps of its quantization read: sequences, measurement, means to run them.
 
-Each step is a function of these records that returns what it made: Traffic (quantflow/quantizing/layer_traffic.py),
-Smoothed (quantflow/quantizing/smoothing.py), RoundedLinear here, EncodedLinear and QuantizedLayer
-(quantflow/quantizing/layer.py). Nothing is written into a record of another step.
+Each step is a function of these records that returns what it made: Traffic
+(quantflow/quantizing/layer_traffic.py), Smoothed (quantflow/quantizing/smoothing.py), RoundedLinear
+here, EncodedLinear and QuantizedLayer (quantflow/quantizing/layer.py). Nothing is written into a
+record of another step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,9 @@ class OpenLayer:
         """The source names of tensors that are not quantized and that a rotation changed."""
         if not isinstance(self.source, Rotated):
             return []
-        quantized = {f"{name}.weight" for name in self.layer.linears if self.plan.schemes[name] is not None}
+        quantized = {
+            f"{name}.weight" for name in self.layer.linears if self.plan.schemes[name] is not None
+        }
         return [name for name in self.stored if self.source.changes(name) and name not in quantized]
 
     def read(self, name: str) -> Tensor:
@@ -93,10 +96,13 @@ class LayerText:
 
     Attributes:
         canary: the one that proves the artifact.
-        states: this card's calibration sequences where they enter the layer; empty when the plan needs no text.
-        again: the same sequences as they leave the quantized layers before this one; empty where rounding is not learned.
+        states: this card's calibration sequences where they enter the layer; empty when the plan
+            needs no text.
+        again: the same sequences as they leave the quantized layers before this one; empty where
+            rounding is not learned.
         tokens: how many each calibration sequence has, those of every card in sample order.
-        keep_outputs: make the original layer's outputs the states' next hidden states while the text runs.
+        keep_outputs: make the original layer's outputs the states' next hidden states while the
+            text runs.
     """
 
     canary: State
@@ -113,7 +119,8 @@ class LayerMeasurement:
     Attributes:
         statistics: linear's source name -> statistic -> tensor, of the linear's input.
         routed: expert -> tokens that the router sent to it; None where nobody counted.
-        fed: the tokens that the statistics show each expert, `routed` or `all`; None where it does not say.
+        fed: the tokens that the statistics show each expert, `routed` or `all`; None where it does
+            not say.
         gradient: returns `gradient_sum` of a linear, read now; None where it was not measured.
     """
 
@@ -128,7 +135,8 @@ class Execution:
     """The means by which a layer is worked on; no bit of the result depends on them.
 
     Attributes:
-        workers: run independent sequences and linears; on a device other than the CPU one at a time.
+        workers: run independent sequences and linears; on a device other than the CPU one at a
+            time.
         host_workers: run what is computed in host memory whatever the device.
         ahead: how many sequences may be under way at once.
         progress: is told of each part.
@@ -150,7 +158,8 @@ class RoundedLinear:
         result: its quantized weight, where the layer is, and what was decided.
         scale_dtype: in which its layout stores scales.
         input: its input, as calibration saw it, in host memory.
-        clipped_groups: share of its groups whose range a transform cut; None where none looks at them.
+        clipped_groups: share of its groups whose range a transform cut; None where none looks at
+            them.
     """
 
     result: GroupResult

@@ -40,21 +40,39 @@ def under_quant_config(
         flavour = target(config.device_for_scales.lower(), config.fp8_config).flavour
     elif "float8" not in entry:
         notes = [
-            f"QUANT_CONFIG names no device, float8 is {flavour}; Gaudi2 needs device_for_scales GAUDI2 or "
+            f"QUANT_CONFIG names no device, float8 is {flavour}; Gaudi2 needs device_for_scales "
+            "GAUDI2 or "
             "--set quantize.0.float8=gaudi2"
         ]
     linears = graph_for(open_files(model).config).linears
-    ignored = [name for name in linears if not selected(name, LINEAR, allow=config.allowlist, block=config.blocklist)]
+    ignored = [
+        name
+        for name in linears
+        if not selected(name, LINEAR, allow=config.allowlist, block=config.blocklist)
+    ]
     if config.ignore_modules_wo_measures and measurement is not None and are_gaudis(measurement):
         triples = find_triples(measurement).values()
-        measured = {parse_key(key).name for triple in triples for key in statistics_from(read_triple(triple).nodes)[0]}
+        measured = {
+            parse_key(key).name
+            for triple in triples
+            for key in statistics_from(read_triple(triple).nodes)[0]
+        }
         ignored += sorted(set(linears) - measured - set(ignored))
     methods, said = _scale_method(entry, config)
-    beneath = {"float8": None if flavour == preset_flavour else flavour, "ignore": ignored or None, **methods}
-    return {**{key: value for key, value in beneath.items() if value is not None}, **entry}, [*notes, *said]
+    beneath = {
+        "float8": None if flavour == preset_flavour else flavour,
+        "ignore": ignored or None,
+        **methods,
+    }
+    return {**{key: value for key, value in beneath.items() if value is not None}, **entry}, [
+        *notes,
+        *said,
+    ]
 
 
-def _scale_method(entry: Mapping[str, Any], config: QuantConfig) -> tuple[dict[str, Any], list[str]]:
+def _scale_method(
+    entry: Mapping[str, Any], config: QuantConfig
+) -> tuple[dict[str, Any], list[str]]:
     """Return the recipe's keys for the scales of a QUANT_CONFIG, where the entry says nothing of scales, and notes about it.
 
     Raises:
@@ -69,15 +87,22 @@ def _scale_method(entry: Mapping[str, Any], config: QuantConfig) -> tuple[dict[s
         return {}, [unused] if "scale_method" in config.given else []
     if not config.scale_method.plain:
         raise UsageError(
-            "QUANT_CONFIG: scale_method is a table of several, quantize has one method for all linears",
-            "name one, give --set quantize.0.scale_method=maxabs_hw, or pass the table on: quantflow export --format inc",
+            "QUANT_CONFIG: scale_method is a table of several, quantize has one method for all "
+            "linears",
+            "name one, give --set quantize.0.scale_method=maxabs_hw, or pass the table on: "
+            "quantflow export --format inc",
         )
     if config.scale_method.default.dynamic:
         raise UsageError(
-            f"QUANT_CONFIG: scale_method {name} computes the scales of inputs at run time, FP8 stores them",
+            f"QUANT_CONFIG: scale_method {name} computes the scales of inputs at run time, FP8 "
+            "stores them",
             "name a static method, or quantize with --scheme FP8_DYNAMIC",
         )
-    notes = [] if "scale_method" in config.given else [f"QUANT_CONFIG names no scale_method, it is {name}"]
+    notes = (
+        []
+        if "scale_method" in config.given
+        else [f"QUANT_CONFIG names no scale_method, it is {name}"]
+    )
     return {"scale_method": name, "scale_arithmetic": config.hp_dtype}, notes
 
 
@@ -93,7 +118,8 @@ def quant_config_measurement(config: QuantConfig) -> Path:
     theirs = any(path.parent.glob(f"{glob.escape(path.name)}_hooks_*"))
     if ours and theirs:
         raise UsageError(
-            f"dump_stats_path {path}: is both a folder of `quantflow measure` and the prefix of Gaudi's files",
+            f"dump_stats_path {path}: is both a folder of `quantflow measure` and the prefix of "
+            "Gaudi's files",
             "name the one that is meant with --measurement",
         )
     if not ours:

@@ -8,15 +8,16 @@ Resumes  at the layer where it stopped: finished layers and the hidden states th
          scales are tuned after that (quantflow/quantizing/tuning.py) at the step
 Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
 
-Where no forward pass is needed, weights go from file to file (quantflow/quantizing/file_to_file.py). Otherwise the canary,
-which is the calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory
-(quantflow/quantizing/layer.py). Both go on a device too: layers, or rows of weights, cross to it, and what they became comes
-back.
+Where no forward pass is needed, weights go from file to file
+(quantflow/quantizing/file_to_file.py). Otherwise the canary, which is the calibration text's first
+tokens, and for what reads it all of that text run layer by layer, one in memory
+(quantflow/quantizing/layer.py). Both go on a device too: layers, or rows of weights, cross to it,
+and what they became comes back.
 
-With N ranks N processes are started, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
-(quantflow/quantizing/shards/share.py); unify makes one result of these shards. File to file a rank reads no more than its
-slice. Where the model runs, the ranks share the work of each layer, whole on each, and tell each other what came out
-(quantflow/distributed/team.py).
+With N ranks N processes are started, each of which writes its slice of every linear into
+<o>/rank-RRR-of-NNN/ (quantflow/quantizing/shards/share.py); unify makes one result of these shards.
+File to file a rank reads no more than its slice. Where the model runs, the ranks share the work of
+each layer, whole on each, and tell each other what came out (quantflow/distributed/team.py).
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,14 @@ from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import Device, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, own_device, require_trust
+from quantflow.distributed.launch import (
+    die_with_parent,
+    launch,
+    launched_folder,
+    launched_rank,
+    own_device,
+    require_trust,
+)
 from quantflow.distributed.team import ALONE, Team, together
 from quantflow.errors import UsageError
 from quantflow.files import disk, stage_folder
@@ -64,8 +72,18 @@ from quantflow.quantizing.static_inputs import inputs_of
 from quantflow.quantizing.undercalibrated import check_before, described
 
 VERSION = 3  # of what this stage computes; part of every state key
-LATER = ("linears", "scale_method", "scale_arithmetic")  # settings that older results do not name: named where they are given
-PARTS = ("layers", OUTSIDE, head.FILE, head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *choose.PARTS)
+# settings that older results do not name: named where they are given
+LATER = ("linears", "scale_method", "scale_arithmetic")
+PARTS = (
+    "layers",
+    OUTSIDE,
+    head.FILE,
+    head.RECORD,
+    "canary.safetensors",
+    "canary.json",
+    "quantize.json",
+    *choose.PARTS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +92,12 @@ class QuantizeJob:
 
     Attributes:
         model: the source folder.
-        measurement: the folder of a measurement of one rank, or of as many as `ranks`; or Gaudi's files, as a folder or
-            folder/prefix; or None.
+        measurement: the folder of a measurement of one rank, or of as many as `ranks`; or Gaudi's
+            files, as a folder or folder/prefix; or None.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
-        compute: the device that runs layers and rounds weights; layers run in float32, whatever its dtype.
+        compute: the device that runs layers and rounds weights; layers run in float32, whatever its
+            dtype.
         ranks: cards that share the model, each with a slice of every linear.
         mixture: what the entry's schemes were chosen from, where they were.
         trust_network: the ranks may meet at the address of somebody's torchrun.
@@ -110,15 +129,23 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     for told in (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left):
         if told is not None and launched_folder() is None:
             progress.say(f"quantize {told}")
-    if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file and launched_folder() is None:
-        progress.say(f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} says")
+    if (
+        RUNNING[job.compute.dtype] != torch.float32
+        and not plan.file_to_file
+        and launched_folder() is None
+    ):
+        progress.say(
+            f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} "
+            "says"
+        )
     if job.entry.mixed:
         return _choose_and_quantize(job, plan, source, graph, progress)
     if job.ranks > 1 and not plan.file_to_file:
         refuse_team(plan.name, graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, plan, source, graph, progress)
-    from quantflow.quantizing.shards.cutting import shares_of  # here: one process starts without transformers' configurations
+    # here: one process starts without transformers' configurations
+    from quantflow.quantizing.shards.cutting import shares_of
 
     shares = shares_of(source, graph, plan, ranks=job.ranks)
     folders = [rank_folder(job.output, share.rank, share.world) for share in shares]
@@ -127,16 +154,25 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
         _launch(job, plan, source, dict(zip(folders, shares, strict=True)), progress)
         return job.output
     if launched[1] != job.ranks:
-        raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
+        raise UsageError(
+            f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number"
+        )
     if not plan.file_to_file:  # such ranks meet nobody
         require_trust("quantize", trusted=job.trust_network)
     die_with_parent()
     rank, mine = launched[0], replace(job, output=folders[launched[0]])
     quiet = progress.hushed() if rank else progress
     device = _device(job)
-    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks, device=device) as team:
+    with (
+        nullcontext(ALONE)
+        if plan.file_to_file
+        else together(rank=rank, world=job.ranks, device=device) as team
+    ):
         if not team.direct:
-            quiet.say(f"quantize {job.entry.name}: torch has no backend for {device.name}, ranks exchange through host memory")
+            quiet.say(
+                f"quantize {job.entry.name}: torch has no backend for {device.name}, ranks "
+                "exchange through host memory"
+            )
         _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
     return job.output
 
@@ -156,14 +192,17 @@ def _check_compute(job: QuantizeJob) -> None:
     device, name = _device(job), job.entry.name
     if job.ranks > 1 and ":" in job.compute.device:
         raise UsageError(
-            f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they would share",
+            f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they "
+            "would share",
             "give --device cuda: each rank takes the GPU of its number",
         )
     if job.ranks > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
 
 
-def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
+def _choose_and_quantize(
+    job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress
+) -> Path:
     """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
     if job.ranks > 1:
         raise UsageError(
@@ -192,14 +231,28 @@ def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph
         mixture = chosen_mixture.read(job.output, job.entry, graph, key=mixture.key) or mixture
 
 
-def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Path, CardShare], progress: Progress) -> None:
+def _launch(
+    job: QuantizeJob,
+    plan: Plan,
+    source: ModelFiles,
+    shares: Mapping[Path, CardShare],
+    progress: Progress,
+) -> None:
     """Start one process per rank, after the source was hashed once for all of them."""
     measured, measurement = measurement_of(
-        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+        job.measurement,
+        plan,
+        scheme=job.entry.scheme,
+        source=source,
+        progress=progress,
+        ranks=job.ranks,
     )
     disk.make_folder(job.output)
     digests = Digests(job.output / HASHES, also=known_hashes(measured))
-    about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
+    about = {
+        **_inputs(job, plan, source, measurement),
+        "model": identify(source.checkpoint, digests),
+    }
     refuse_foreign(measurement, model=job.model, fingerprint=about["model"], folder=measured)
     del measurement  # each rank reads it, beside this process
     inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
@@ -223,15 +276,33 @@ def _quantize(
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = measurement_of(
-        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+        job.measurement,
+        plan,
+        scheme=job.entry.scheme,
+        source=source,
+        progress=progress,
+        ranks=job.ranks,
     )
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
-    shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
+    shorts = check_before(
+        plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes
+    )
     if shorts:
-        progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
-    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
+        progress.say(
+            f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
+        )
+    lengths = (
+        []
+        if measurement is None
+        else [len(sequence) for sequence in plan.text(measurement.sequences)]
+    )
     device = _device(job)
-    with stage_folder.locked(job.output), single_threaded(), device.deterministic(), torch.no_grad():
+    with (
+        stage_folder.locked(job.output),
+        single_threaded(),
+        device.deterministic(),
+        torch.no_grad(),
+    ):
         stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
@@ -241,20 +312,34 @@ def _quantize(
         if not ahead:  # otherwise hashed while they are quantized
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
             refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
-        if team.all(stage_folder.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
+        # otherwise who is finished helps the others
+        if team.all(stage_folder.is_up_to_date(job.output, inputs)):
             layer_store.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
-        held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
-        sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
+        # where the model runs, a card has whole layers
+        held = share if plan.file_to_file else WHOLE
+        sizes = model_size(
+            {name: held.info(info) for name, info in source.checkpoint.infos.items()},
+            source.config,
+            graph,
+        )
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
-        on_device = allow_on_device(quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world), job.resources, device)
+        on_device = allow_on_device(
+            quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world),
+            job.resources,
+            device,
+        )
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
         begun = f"quantize {job.entry.name}: the unfinished result was made with"
-        layer_store.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
+        layer_store.begin(
+            job.output,
+            inputs,
+            say=lambda text: progress.say(f"{begun} {text}; its layers are made again"),
+        )
         layer_store.remove_others(job.output, [layer.index for layer in graph.layers])
         head_file.remove_others(job.output, plan)
         if plan.file_to_file:
@@ -268,23 +353,49 @@ def _quantize(
                 allowance=allowance,
                 progress=progress,
                 share=share,
-                inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
+                inputs=inputs_of(
+                    measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts
+                ),
                 device=device,
             )
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
         else:
             key = digest_of(inputs)
-            _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
+            _run_layers(
+                job,
+                plan,
+                graph,
+                measurement,
+                key=key,
+                allowance=allowance,
+                progress=progress,
+                share=share,
+                team=team,
+            )
             if job.mixture is not None and measurement is not None:
-                stays = _settled(job, job.mixture, plan, graph=graph, measurement=measurement, key=key, progress=progress)
+                stays = _settled(
+                    job,
+                    job.mixture,
+                    plan,
+                    graph=graph,
+                    measurement=measurement,
+                    key=key,
+                    progress=progress,
+                )
                 if not stays:
                     return job.output  # unfinished: schemes are chosen again
-        disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
+        disk.write_atomic(
+            job.output / "quantize.json", canonical_json(_summary(job, plan, measurement))
+        )
         hashes = layer_store.hashes(job.output, graph) | head_file.hashes(job.output)
-        stage_folder.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
+        stage_folder.finish(
+            job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes
+        )
         team.wait()  # as long as one card is not finished, the others have to be able to help it
         layer_store.remove_scratch(job.output)
-        for line in account(f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device):
+        for line in account(
+            f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device
+        ):
             progress.note(line)
     return job.output
 
@@ -302,14 +413,18 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
-    from quantflow.models.load import open_source, reading_ahead  # here: file to file starts without transformers' model code
+    # here: file to file starts without transformers' model code
+    from quantflow.models.load import open_source, reading_ahead
     from quantflow.quantizing.layer_by_layer import Forward
     from quantflow.quantizing.tuning import tune
 
     folder = job.output if plan.tune is None else layer_store.untuned(job.output)
     disk.make_folder(folder / "layers")
     device = _device(job)
-    with Workers(allowance.workers) as workers, reading_ahead(open_source(job.model), device) as source:
+    with (
+        Workers(allowance.workers) as workers,
+        reading_ahead(open_source(job.model), device) as source,
+    ):
         forward = Forward(
             output=job.output,
             folder=folder,
@@ -362,7 +477,9 @@ def _settled(
     )
 
 
-def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
+def _inputs(
+    job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None
+) -> dict[str, Any]:
     """Return everything that the result depends on but the weights."""
     return {
         "config": digest_of(source.checkpoint.config),
@@ -379,7 +496,11 @@ def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measu
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
     """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
-    return {key: value for key, value in asdict(entry).items() if key != "expect" and (key not in LATER or value)}
+    return {
+        key: value
+        for key, value in asdict(entry).items()
+        if key != "expect" and (key not in LATER or value)
+    }
 
 
 def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
@@ -388,14 +509,22 @@ def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> d
     if measurement is not None:
         meta = measurement.meta
         hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
-        calibrated_by = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
+        calibrated_by = {
+            key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")
+        }
         calibrated_by["sequence_heads"] = hashes
         if "unified" in meta:
-            calibrated_by["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
+            calibrated_by["unified"] = {
+                key: meta["unified"].get(key) for key in ("world", "ranks", "missing")
+            }
     chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
     origin, device = origin_of(job.model), _device(job)
     return {
-        "source": {"folder": str(job.model), "name": origin.name, "revision": origin.revision or job.revision},
+        "source": {
+            "folder": str(job.model),
+            "name": origin.name,
+            "revision": origin.revision or job.revision,
+        },
         "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
         "plan": plan.as_json(),
         "measurement": calibrated_by,

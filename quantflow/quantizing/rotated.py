@@ -1,8 +1,9 @@
 """A checkpoint whose model is rotated while it is read: every tensor comes as the rotated model has it.
 
-So the rotated model runs layer by layer like any other, and is never in memory or on disk as a whole. Linears that will be
-quantized come in float32, everything else in the dtype in which it is stored, as the artifact will hold it. Where inputs are
-mixed on the way, `fill_` gives the linear a hook that does so, and `empty_` takes it away.
+So the rotated model runs layer by layer like any other, and is never in memory or on disk as a
+whole. Linears that will be quantized come in float32, everything else in the dtype in which it is
+stored, as the artifact will hold it. Where inputs are mixed on the way, `fill_` gives the linear a
+hook that does so, and `empty_` takes it away.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -53,16 +54,24 @@ class Rotated:
             blocks: those whose inputs are mixed while the model runs -> how many of them together.
 
         Raises:
-            UnsupportedError: the family's norms subtract the mean, it has routers, or its head is its embedding.
+            UnsupportedError: the family's norms subtract the mean, it has routers, or its head is
+                its embedding.
         """
         self.rotations = rotations
         self._source, self._quantized, self._blocks = source, frozenset(quantized), dict(blocks)
         self._hooks: dict[str, Any] = {}  # source name -> what takes its hook away
         self._residual = residual_of(graph, source.names)
         self._groups: dict[str, tuple[Layer, LinearGroup]] = {
-            name: (layer, group) for layer in graph.layers for group in layer.groups for name in group.linears
+            name: (layer, group)
+            for layer in graph.layers
+            for group in layer.groups
+            for name in group.linears
         }
-        self._values = {group.feeder for _, group in self._groups.values() if group.per_head and group.feeder is not None}
+        self._values = {
+            group.feeder
+            for _, group in self._groups.values()
+            if group.per_head and group.feeder is not None
+        }
         norms = {group.norm for _, group in self._groups.values() if group.norm is not None}
         self._norms = frozenset({*norms, self._residual.norm})
 
@@ -85,14 +94,20 @@ class Rotated:
     def outside(self) -> tuple[str, ...]:
         """The tensors outside the layers that are rotated."""
         residual = self._residual
-        return tuple(f"{name}.weight" for name in (residual.embedding, residual.norm, residual.head))
+        return tuple(
+            f"{name}.weight" for name in (residual.embedding, residual.norm, residual.head)
+        )
 
     def changes(self, name: str) -> bool:
         """Return whether a tensor is another one than the source's."""
         module, _, leaf = name.rpartition(".")
         if module in self._groups:
             writes = self._groups[module][1].norm is None
-            return leaf == "weight" or writes or (module in self._values and self.rotations.head is not None)
+            return (
+                leaf == "weight"
+                or writes
+                or (module in self._values and self.rotations.head is not None)
+            )
         return module in self._norms or name in self.outside
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -104,7 +119,9 @@ class Rotated:
         found = {}
         for name in names:
             tensor = self._read(name)
-            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            found[name] = (
+                tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            )
         return found
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -122,7 +139,14 @@ class Rotated:
         """What reads the source's tensors before they are asked for."""
         return self._source.ahead
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+    def fill_(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: Device = HOST,
+    ) -> None:
         """Give parameters of a module their values on a device: name relative to `module` -> source name."""
         for name, source in names.items():
             materialize_(module, {name: device.put(self.read([source])[source])}, dtype=dtype)
@@ -130,7 +154,9 @@ class Rotated:
             if linear != source and linear in self._blocks:
                 self._unhook(source)
                 turn = partial(_mix_input, block=self._blocks[linear])
-                self._hooks[source] = module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(turn)
+                self._hooks[source] = module.get_submodule(
+                    name.rpartition(".")[0]
+                ).register_forward_pre_hook(turn)
 
     def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Take the values of parameters away again; they are on meta afterwards."""
@@ -155,7 +181,11 @@ class Rotated:
             return hadamard.reader(stored, self._norm(residual.norm), by, dtype=stored.dtype)
         if module not in self._groups or not self.changes(name):
             return stored
-        dtype = torch.float32 if module in self._quantized and leaf == "weight" else DTYPES[self.checkpoint.infos[name].dtype]
+        dtype = (
+            torch.float32
+            if module in self._quantized and leaf == "weight"
+            else DTYPES[self.checkpoint.infos[name].dtype]
+        )
         return self._linear(stored, module, leaf=leaf).to(dtype)
 
     def _linear(self, tensor: Tensor, module: str, *, leaf: str) -> Tensor:
@@ -191,23 +221,28 @@ def residual_of(graph: Graph, names: Collection[str]) -> Residual:
         names: its tensors.
 
     Raises:
-        UnsupportedError: a norm of the family subtracts the mean, it has routers, or the head is the embedding.
+        UnsupportedError: a norm of the family subtracts the mean, it has routers, or the head is
+            the embedding.
     """
     residual = graph.family.residual
     if residual is None and graph.family.mixture is not None:
         raise UnsupportedError(
-            f"hadamard: the routers of family {graph.family.model_type} read the hidden state, which it rotates",
+            f"hadamard: the routers of family {graph.family.model_type} read the hidden state, "
+            "which it rotates",
             "leave hadamard out; smoothquant and awq go with mixtures",
         )
     if residual is None:
         raise UnsupportedError(
-            f"hadamard: the norms of family {graph.family.model_type} subtract the mean, which no rotation commutes with",
+            f"hadamard: the norms of family {graph.family.model_type} subtract the mean, which "
+            "no rotation commutes with",
             "leave hadamard out, or use a family with RMSNorm",
         )
     if f"{residual.head}.weight" not in names:
         raise UnsupportedError(
-            f"hadamard: {residual.head}.weight is tied to {residual.embedding}.weight, a rotation changes them differently",
-            "leave hadamard out, or untie the model: save it with both tensors and tie_word_embeddings false",
+            f"hadamard: {residual.head}.weight is tied to {residual.embedding}.weight, a "
+            "rotation changes them differently",
+            "leave hadamard out, or untie the model: save it with both tensors and "
+            "tie_word_embeddings false",
         )
     return residual
 

@@ -19,8 +19,8 @@ from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.rotated import Rotated
 from quantflow.transforms import ROTATIONS, hadamard
 
-# ||change||^2 / ||output||^2: what the source's dtype rounds away of embedding and head (2^-9 of each number in bfloat16,
-# squared and averaged 1e-6), and not another function.
+# ||change||^2 / ||output||^2: what the source's dtype rounds away of embedding and head (2^-9 of
+# each number in bfloat16, squared and averaged 1e-6), and not another function.
 TOLERANCE = 1e-4
 
 
@@ -33,8 +33,14 @@ def rotated_source(source: Source, graph: Graph, plan: Plan) -> Source | Rotated
     if plan.rotation is None:
         return source
     name, options = plan.rotation
-    rotations = ROTATIONS[name].solve(hidden=source.config.hidden_size, head_dim=graph.layers[0].head_dim, options=options)
-    blocks = {linear: scheme.rotation for linear, scheme in plan.quantized.items() if scheme.rotation is not None}
+    rotations = ROTATIONS[name].solve(
+        hidden=source.config.hidden_size, head_dim=graph.layers[0].head_dim, options=options
+    )
+    blocks = {
+        linear: scheme.rotation
+        for linear, scheme in plan.quantized.items()
+        if scheme.rotation is not None
+    }
     return Rotated(source, graph, rotations, quantized=list(plan.quantized), blocks=blocks)
 
 
@@ -54,7 +60,9 @@ def prove_rotation(source: Source, rotated: Rotated, graph: Graph, tokens: Tenso
         states.append(state.hidden)
         outputs.append(output)
         # Each head sees the same hidden state, so that the layer's rounding does not count twice.
-        logits.append(stream.finish(outputs[0] if weights is source else hadamard.residual(outputs[0], by)))
+        logits.append(
+            stream.finish(outputs[0] if weights is source else hadamard.residual(outputs[0], by))
+        )
     _compare(f"{graph.family.layers}: the embedding", hadamard.residual(states[0], by), states[1])
     _compare(graph.layers[0].prefix, hadamard.residual(outputs[0], by), outputs[1])
     _compare("the head", logits[0], logits[1])
@@ -65,7 +73,9 @@ def write_outside(folder: Path, rotated: Rotated) -> None:
     infos = rotated.checkpoint.infos
     path = folder / OUTSIDE
     temporary = disk.temporary_for(path)
-    with Writer(temporary, {name: (infos[name].dtype, infos[name].shape) for name in rotated.outside}) as writer:
+    with Writer(
+        temporary, {name: (infos[name].dtype, infos[name].shape) for name in rotated.outside}
+    ) as writer:
         for name in rotated.outside:
             writer.write(name, bytes_of(rotated.read([name])[name]))
     disk.replace(temporary, path)
@@ -76,5 +86,6 @@ def _compare(what: str, expected: Tensor, found: Tensor) -> None:
     if change > TOLERANCE:
         raise StatisticsError(
             f"{what}: hadamard changed the output by {change:.3g} (relative, squared)",
-            "this family's norms and linears do not fit together as its graph says; leave hadamard out",
+            "this family's norms and linears do not fit together as its graph says; leave "
+            "hadamard out",
         )

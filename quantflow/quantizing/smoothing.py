@@ -1,7 +1,8 @@
 """A layer's transforms: which folds there are, what each transform decides about them, and how they are folded in.
 
-A transform decides about all folds of the layer before any of them changes, each card about those of its own groups; then
-every card folds all of them in. So no decision depends on another, or on who makes it.
+A transform decides about all folds of the layer before any of them changes, each card about those
+of its own groups; then every card folds all of them in. So no decision depends on another, or on
+who makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,15 @@ from quantflow.models import layer_store
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.parameters import materialize_
 from quantflow.models.reading import read_tensor
-from quantflow.numerics.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, apply_again_, smooth_statistics
+from quantflow.numerics.smoothing import (
+    Absorber,
+    Fold,
+    Outcome,
+    Smoothing,
+    apply_,
+    apply_again_,
+    smooth_statistics,
+)
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver
 from quantflow.process_memory import give_back_holes
 from quantflow.quantizing.open_layer import Execution, OpenLayer
@@ -27,7 +36,8 @@ from quantflow.transforms import TRANSFORMS
 
 FORMAT = FORMATS[DEFAULT]
 SEARCHED = ("rows", "seen_min", "seen_max")
-BY_ROW = ("per_channel", "per_group")  # scales that take a factor of their row up, so that it costs nothing
+# scales that take a factor of their row up, so that it costs nothing
+BY_ROW = ("per_channel", "per_group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +45,13 @@ class Smoothed:
     """What smoothing left of a layer's calibration, and what it did.
 
     Attributes:
-        statistics: linear's source name -> statistic -> tensor, of the linear's smoothed input; without what searches read.
+        statistics: linear's source name -> statistic -> tensor, of the linear's smoothed input;
+            without what searches read.
         decisions: linear -> transform -> what it decided.
         changed: source names of tensors that are not quantized and not as in the source.
-        factors: what became of weights [O, I], (weight / divisors[:, None]) * columns: `<linear>|columns` [I], of what it
-            reads, and `<linear>|divisors` [O], of what it puts out; what is not named stays.
+        factors: what became of weights [O, I], (weight / divisors[:, None]) * columns:
+            `<linear>|columns` [I], of what it reads, and `<linear>|divisors` [O], of what it puts
+            out; what is not named stays.
     """
 
     statistics: Mapping[str, Mapping[str, Tensor]]
@@ -80,7 +92,9 @@ def smooth_(
                 for linear in group.linears:
                     decisions.setdefault(linear, {})[name] = f"skipped: {reason}"
                 continue
-            execution.progress.doing(f"{name}: {', '.join(map(opened.layer.relative, group.linears))}")
+            execution.progress.doing(
+                f"{name}: {', '.join(map(opened.layer.relative, group.linears))}"
+            )
             smoothing, decided = _decided(
                 opened,
                 number,
@@ -99,11 +113,17 @@ def smooth_(
             changed += _fold_(opened, group, smoothing)
             for key, values in _factors_of(group, smoothing).items():
                 factors[key] = factors[key] * values if key in factors else values
-            current |= dict.fromkeys(group.linears, smooth_statistics(current.get(group.linears[0], {}), smoothing.factors))
+            current |= dict.fromkeys(
+                group.linears,
+                smooth_statistics(current.get(group.linears[0], {}), smoothing.factors),
+            )
             if number in hessians:
                 hessians[number].divide_(smoothing.factors)
     return Smoothed(
-        statistics={linear: {key: of[key] for key in of if key not in SEARCHED} for linear, of in current.items()},
+        statistics={
+            linear: {key: of[key] for key in of if key not in SEARCHED}
+            for linear, of in current.items()
+        },
         decisions=decisions,
         changed=changed,
         factors=factors,
@@ -125,7 +145,11 @@ def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor])
     """
     for linear in layer.linears:
         weight = module.get_submodule(layer.relative(linear)).get_parameter("weight")
-        apply_again_(weight, columns=tensors.get(f"{linear}|columns"), divisors=tensors.get(f"{linear}|divisors"))
+        apply_again_(
+            weight,
+            columns=tensors.get(f"{linear}|columns"),
+            divisors=tensors.get(f"{linear}|divisors"),
+        )
 
 
 def put_changed(module: nn.Module, layer: Layer, folder: Path, *, device: Device = HOST) -> None:
@@ -137,7 +161,10 @@ def put_changed(module: nn.Module, layer: Layer, folder: Path, *, device: Device
         folder: has its file, and its record, which names them.
         device: where the module is.
     """
-    path, names = layer_store.layer_path(folder, layer.index), layer_store.record(folder, layer.index)["changed"]
+    path, names = (
+        layer_store.layer_path(folder, layer.index),
+        layer_store.record(folder, layer.index)["changed"],
+    )
     infos, _ = read_header(path)
     found = {layer.relative(name): device.put(read_tensor(path, infos[name])) for name in names}
     materialize_(module, found, dtype=torch.float32)
@@ -168,7 +195,11 @@ def _decided(
     group, team = opened.layer.groups[number], execution.team
     outcome = Outcome(smoothing=None, decisions={})
     if team.owns(number):
-        whole = {} if hessian is None or HESSIAN_SUM.name not in TRANSFORMS[name].needs(options) else hessian.state()
+        whole = (
+            {}
+            if hessian is None or HESSIAN_SUM.name not in TRANSFORMS[name].needs(options)
+            else hessian.state()
+        )
         fold = _fold_of(opened, group, {**statistics, **whole})
         outcome = TRANSFORMS[name].solve(fold, options=options, workers=execution.workers)
         del fold, whole
@@ -178,17 +209,24 @@ def _decided(
         tensors = {"factors": smoothing.factors, "divisors": smoothing.divisors}
         tensors |= {} if smoothing.norm_weight is None else {"norm_weight": smoothing.norm_weight}
     tensors = {name: opened.device.put(tensor) for name, tensor in tensors.items()}
-    tensors, decisions = team.broadcast(tensors, outcome.decisions, number=number, device=opened.device)
+    tensors, decisions = team.broadcast(
+        tensors, outcome.decisions, number=number, device=opened.device
+    )
     return Smoothing(**tensors) if tensors else None, decisions
 
 
 def _fold_of(opened: OpenLayer, group: LinearGroup, statistics: Mapping[str, Tensor]) -> Fold:
-    schemes = {linear: scheme for linear in group.linears if (scheme := opened.plan.schemes[linear]) is not None}
+    schemes = {
+        linear: scheme
+        for linear in group.linears
+        if (scheme := opened.plan.schemes[linear]) is not None
+    }
     return Fold(
         weights={linear: opened.weight(linear) for linear in group.linears},
         schemes=schemes,
         scale_dtypes={
-            linear: FORMAT.scale_dtype(scheme, opened.dtype_of(f"{linear}.weight")) for linear, scheme in schemes.items()
+            linear: FORMAT.scale_dtype(scheme, opened.dtype_of(f"{linear}.weight"))
+            for linear, scheme in schemes.items()
         },
         statistics=statistics,
         absorber=_absorber(opened, group),
@@ -197,7 +235,9 @@ def _fold_of(opened: OpenLayer, group: LinearGroup, statistics: Mapping[str, Ten
 
 def _absorber(opened: OpenLayer, group: LinearGroup) -> Absorber:
     if group.norm is not None:
-        return Absorber(norm_weight=opened.weight(group.norm).to(opened.dtype_of(f"{group.norm}.weight")))
+        return Absorber(
+            norm_weight=opened.weight(group.norm).to(opened.dtype_of(f"{group.norm}.weight"))
+        )
     feeder = str(group.feeder)
     exact = opened.plan.schemes[feeder] is None or opened.child(feeder).bias is not None
     if not group.per_head:
@@ -212,7 +252,11 @@ def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[
         The source names of tensors that are not quantized and were changed.
     """
     absorber, changed = str(group.norm or group.feeder), []
-    apply_(opened.child(absorber), [opened.child(linear) for linear in group.linears], smoothing=smoothing)
+    apply_(
+        opened.child(absorber),
+        [opened.child(linear) for linear in group.linears],
+        smoothing=smoothing,
+    )
     for key in [key for key in opened.stored if key.rpartition(".")[0] == absorber]:
         if key == f"{absorber}.weight" and opened.plan.schemes.get(absorber) is not None:
             continue  # it will be quantized
@@ -225,4 +269,8 @@ def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[
 def _factors_of(group: LinearGroup, smoothing: Smoothing) -> dict[str, Tensor]:
     """Return the factors of a fold by their names in a layer's file."""
     factors = {f"{linear}|columns": smoothing.factors for linear in group.linears}
-    return factors if group.norm is not None else {**factors, f"{group.feeder}|divisors": smoothing.divisors}
+    return (
+        factors
+        if group.norm is not None
+        else {**factors, f"{group.feeder}|divisors": smoothing.divisors}
+    )

@@ -40,7 +40,8 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
     """Return what the statistics of a linear's input say of it.
 
     Raises:
-        StatisticsError: the scheme has a static input, and what it needs is missing or damaged; names the linear.
+        StatisticsError: the scheme has a static input, and what it needs is missing or damaged;
+            names the linear.
     """
     decisions: dict[str, Any] = {}
     if AMAX.name in statistics:
@@ -62,7 +63,9 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
 def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
     """Return where the range of a static input ends, by the counts of its magnitudes."""
     if COUNTS.name not in statistics:
-        raise StatisticsError("input: statistic counts is missing", "measure with --stats that include histogram")
+        raise StatisticsError(
+            "input: statistic counts is missing", "measure with --stats that include histogram"
+        )
     seen = HistogramObserver.from_state({COUNTS.name: statistics[COUNTS.name]})
     if scheme.observer == "percentile":
         return seen.percentile(PERCENTILE)
@@ -84,7 +87,11 @@ def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mappin
 
 def gradient_sum(measurement: Measurement | None, name: str) -> Tensor | None:
     """Return `gradient_sum` of a linear, read now and kept by nobody else; None where it was not measured."""
-    return None if measurement is None else measurement.statistics.get(f"{name}|gradient|{GRADIENT_SUM}")
+    return (
+        None
+        if measurement is None
+        else measurement.statistics.get(f"{name}|gradient|{GRADIENT_SUM}")
+    )
 
 
 def inputs_of(

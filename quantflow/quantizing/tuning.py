@@ -5,18 +5,21 @@
     ../.<folder>.tune/steps/00007/     what is tuned (quantflow/algorithms/tune.py) of each layer after seven steps
     ../.<folder>.tune/inputs/00012/    of the sequences under way: what enters layer 12, while a step runs
 
-A step runs its sequences through the quantized layers, keeping what enters each; takes the gradient of the divergence at the
-head; and brings it back, layer by layer from the last to the first, each of which runs again and takes a step of its own when
-all sequences have come back through it. So a run that was stopped goes on at its step. Before the first and after the last
-the divergence of some sequences is taken: scales that made it no less are left as they were.
+A step runs its sequences through the quantized layers, keeping what enters each; takes the gradient
+of the divergence at the head; and brings it back, layer by layer from the last to the first, each
+of which runs again and takes a step of its own when all sequences have come back through it. So a
+run that was stopped goes on at its step. Before the first and after the last the divergence of some
+sequences is taken: scales that made it no less are left as they were.
 
-Steps are noisy by the sequences that they see, far more than by rounding. So their products, of linears and of the head, are
-in bfloat16 where the CPU has it (`quantflow.core.determinism.products`), at twice the speed, and on a GPU; hidden states,
-norms, attention, sums and all that is recorded are in float32. Which of the two it was is part of the key and of the record.
+Steps are noisy by the sequences that they see, far more than by rounding. So their products, of
+linears and of the head, are in bfloat16 where the CPU has it
+(`quantflow.core.determinism.products`), at twice the speed, and on a GPU; hidden states, norms,
+attention, sums and all that is recorded are in float32. Which of the two it was is part of the key
+and of the record.
 
-Then every layer is written to the stage's folder. Its file and record are what they would be had it been quantized so: the
-errors of its linears and the hash of what the canary looks like behind it are taken anew, and what tuning did stands among
-the decisions of each linear.
+Then every layer is written to the stage's folder. Its file and record are what they would be had it
+been quantized so: the errors of its linears and the hash of what the canary looks like behind it
+are taken anew, and what tuning did stands among the decisions of each linear.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +91,9 @@ class Visit:
 class TuningRun:
     """The steps, on all sequences of the calibration text."""
 
-    def __init__(self, done: Forward, plan: Tune, *, sequences: Sequence[Tensor], stream: LayerStream) -> None:
+    def __init__(
+        self, done: Forward, plan: Tune, *, sequences: Sequence[Tensor], stream: LayerStream
+    ) -> None:
         """Run nothing yet.
 
         Args:
@@ -107,7 +112,9 @@ class TuningRun:
     def steps(self) -> dict[str, Any]:
         """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
         original = self._original()
-        embedded = HiddenStates(len(self.sequences), folder=self.done.folder / "embedded", device=self.device)
+        embedded = HiddenStates(
+            len(self.sequences), folder=self.done.folder / "embedded", device=self.device
+        )
         states = self.stream.begin(self.sequences, hidden=embedded)
         checked = spread(len(states), algorithm.CHECKED)
         taken = self._latest()
@@ -117,11 +124,16 @@ class TuningRun:
             taken = 0
         order, count = turns(len(states), self.plan.sequences), self.plan.steps
         left = range(taken, count)
-        for step in self.done.progress.steps(left, stage=self._stage, unit="step", before=taken, samples=len(order[0])):
+        for step in self.done.progress.steps(
+            left, stage=self._stage, unit="step", before=taken, samples=len(order[0])
+        ):
             self._step(step, [states[number] for number in order[step % len(order)]], original)
             give_back_holes()
         self.done.progress.doing("comparing")
-        record = {**self._record(count), "divergence": self._divergence(states, original, checked, step=count)}
+        record = {
+            **self._record(count),
+            "divergence": self._divergence(states, original, checked, step=count),
+        }
         record["products"] = str(self.products).removeprefix("torch.")
         kept = record["divergence"] < record["divergence_start"]
         return {"steps": count if kept else 0, **record}
@@ -131,8 +143,14 @@ class TuningRun:
         if step == 0:
             return {name: algorithm.begin(name, linear.weight) for name, linear in starts.items()}
         infos, _ = read_header(self._at(step, layer.index))
-        tensors = {name: self.device.put(read_tensor(self._at(step, layer.index), info)) for name, info in infos.items()}
-        return {name: algorithm.Tuned(**{key: tensors[f"{name}|{key}"] for key in PARTS}) for name in starts}
+        tensors = {
+            name: self.device.put(read_tensor(self._at(step, layer.index), info))
+            for name, info in infos.items()
+        }
+        return {
+            name: algorithm.Tuned(**{key: tensors[f"{name}|{key}"] for key in PARTS})
+            for name in starts
+        }
 
     def starts(self, layer: Layer) -> dict[str, QuantizedLinear]:
         """Return the linears of a layer as they were quantized."""
@@ -142,7 +160,9 @@ class TuningRun:
         for name in layer.linears:
             if (scheme := self.done.plan.schemes[name]) is not None:
                 parts = [part for part in FORMAT.tensor_names(name, scheme) if part in infos]
-                linear: QuantizedLinear = FORMAT.decode(name, {part: read_tensor(path, infos[part]) for part in parts}, scheme)
+                linear: QuantizedLinear = FORMAT.decode(
+                    name, {part: read_tensor(path, infos[part]) for part in parts}, scheme
+                )
                 found[name] = linear.to(self.device.kind)
         return found
 
@@ -163,7 +183,9 @@ class TuningRun:
 
             def weight(name: str) -> Tensor:
                 linear = starts[name]
-                made = algorithm.made(linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name))
+                made = algorithm.made(
+                    linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name)
+                )
                 return made.dequantize().to(products)
 
             weights = dict(zip(starts, workers.map(weight, list(starts)), strict=True))
@@ -175,14 +197,25 @@ class TuningRun:
         hidden = self.done.original()
         if hidden is not None:  # put while the layers were quantized
             return self.stream.begin(self.sequences, hidden=hidden)
-        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / ORIGINAL, device=self.device)
-        begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self.key)), 0)
+        hidden = HiddenStates(
+            len(self.sequences), folder=self.done.folder / ORIGINAL, device=self.device
+        )
+        begin = next(
+            (
+                index
+                for index in range(len(self.layers), -1, -1)
+                if hidden.restore(index, key=self.key)
+            ),
+            0,
+        )
         states = self.stream.begin(self.sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key)
         left = self.layers[begin:]
         stage = f"{self._stage}: original"
-        for layer in self.done.progress.steps(left, stage=stage, unit="layer", samples=len(states), before=begin):
+        for layer in self.done.progress.steps(
+            left, stage=stage, unit="layer", samples=len(states), before=begin
+        ):
             with self.stream.layer(layer.index, as_stored=True) as module:
                 self.stream.advance(module, states, workers=self.done.workers)
             hidden.commit(layer.index + 1, key=self.key)
@@ -192,29 +225,47 @@ class TuningRun:
         """Return hidden states of the sequences under way, which no resumed run reads."""
         return HiddenStates(count, folder=self.done.folder / "inputs" / name, device=self.device)
 
-    def _through(self, batch: Sequence[State], step: int, *, products: torch.dtype) -> list[list[State]]:
+    def _through(
+        self, batch: Sequence[State], step: int, *, products: torch.dtype
+    ) -> list[list[State]]:
         """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
         rooms = [self._room(f"{index:05d}", len(batch)) for index in range(len(self.layers) + 1)]
-        places = [[State(calls=state.calls, store=room, index=at) for at, state in enumerate(batch)] for room in rooms]
+        places = [
+            [State(calls=state.calls, store=room, index=at) for at, state in enumerate(batch)]
+            for room in rooms
+        ]
         for at, state in enumerate(batch):
             rooms[0].put(at, state.hidden)
         for layer in self.layers:
             with self._layer(layer.index, step, products=products) as visit:
                 run = partial(self.stream.run, visit.module)
-                left = self.done.workers.stream(run, places[layer.index], ahead=self.done.allowance.in_flight)
+                left = self.done.workers.stream(
+                    run, places[layer.index], ahead=self.done.allowance.in_flight
+                )
                 for at, hidden in enumerate(left):
                     rooms[layer.index + 1].put(at, hidden)
         return places
 
-    def _divergence(self, states: Sequence[State], original: Sequence[State], numbers: Sequence[int], *, step: int) -> float:
+    def _divergence(
+        self,
+        states: Sequence[State],
+        original: Sequence[State],
+        numbers: Sequence[int],
+        *,
+        step: int,
+    ) -> float:
         """Return the mean divergence of some sequences after so many steps, in nats per token."""
         total = 0.0
         for first in range(0, len(numbers), self.plan.sequences):
             some = numbers[first : first + self.plan.sequences]
-            places = self._through([states[number] for number in some], step, products=torch.float32)
+            places = self._through(
+                [states[number] for number in some], step, products=torch.float32
+            )
             with self.stream.head():
                 pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
-                for found in self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight):
+                for found in self.done.workers.stream(
+                    self._lost, pairs, ahead=self.done.allowance.in_flight
+                ):
                     total += found
                     give_back_holes()
             _close(places)
@@ -232,12 +283,24 @@ class TuningRun:
                 arriving.close()
                 arriving = entering
                 stepped = {
-                    name: algorithm.stepped(visit.starts[name].weight, tuned, slopes[name], step=step, steps=self.plan.steps)
+                    name: algorithm.stepped(
+                        visit.starts[name].weight,
+                        tuned,
+                        slopes[name],
+                        step=step,
+                        steps=self.plan.steps,
+                    )
                     for name, tuned in visit.tuned.items()
                 }
-            parts = {f"{name}|{key}": getattr(tuned, key) for name, tuned in stepped.items() for key in PARTS}
+            parts = {
+                f"{name}|{key}": getattr(tuned, key)
+                for name, tuned in stepped.items()
+                for key in PARTS
+            }
             parts = fetched(parts, self.device)
-            layer_store.write_layer(self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)})
+            layer_store.write_layer(
+                self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)}
+            )
         arriving.close()
         _close(places)
         self._save(step + 1, self._record(step))
@@ -248,7 +311,9 @@ class TuningRun:
         tokens = sum(state.hidden.shape[1] for state in states)
         with self.stream.head(products=self.products):
             unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
-            for at, gradient in enumerate(self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)):
+            for at, gradient in enumerate(
+                self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)
+            ):
                 arriving.put(at, gradient)
                 give_back_holes()
         return arriving
@@ -270,11 +335,15 @@ class TuningRun:
             with torch.enable_grad():
                 leaf = hidden[:, part].requires_grad_()
                 logits = self.stream.logits(leaf)
-            _, slope = algorithm.divergence(logits.detach()[0], self.stream.finish(original[:, part])[0])
+            _, slope = algorithm.divergence(
+                logits.detach()[0], self.stream.finish(original[:, part])[0]
+            )
             (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None].div_(tokens))
         return found
 
-    def _back(self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates) -> dict[str, Tensor]:
+    def _back(
+        self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates
+    ) -> dict[str, Tensor]:
         """Bring gradients back through a layer into `entering`; return those by what is tuned, summed in sample order."""
         names = list(visit.weights)
         for weight in visit.weights.values():
@@ -282,9 +351,14 @@ class TuningRun:
 
         def unit(state: State) -> tuple[Tensor, list[Tensor]]:
             weights = [visit.weights[name] for name in names]
-            gradient, found = gradients(self.stream, visit.module, state, arriving.get(state.index), weights)
+            gradient, found = gradients(
+                self.stream, visit.module, state, arriving.get(state.index), weights
+            )
             pairs = zip(names, found, strict=True)
-            return gradient, [algorithm.slope(visit.starts[name].weight, visit.tuned[name], part) for name, part in pairs]
+            return gradient, [
+                algorithm.slope(visit.starts[name].weight, visit.tuned[name], part)
+                for name, part in pairs
+            ]
 
         total: dict[str, Tensor] = {}
         come = self.done.workers.stream(unit, states, ahead=self.done.allowance.in_flight)
@@ -307,7 +381,10 @@ class TuningRun:
         """Note what is known after so many steps, whose layers are there; what was before is of no use then."""
         folder = self.done.folder / "steps"
         disk.make_folder(folder / f"{step:05d}")
-        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**record, "key": digest_of([self.key, step])}))
+        disk.write_atomic(
+            folder / f"{step:05d}" / "told.json",
+            canonical_json({**record, "key": digest_of([self.key, step])}),
+        )
         for other in folder.iterdir():
             if other.name != f"{step:05d}":
                 disk.remove_tree(other)
@@ -324,8 +401,14 @@ class TuningRun:
                 record = read_json(folder / f"{step:05d}" / "told.json")
             except InputError:
                 continue
-            paths = {self._at(step, layer.index): self._step_key(step, layer) for layer in self.layers if step}
-            if record.get("key") == digest_of([self.key, step]) and all(map(layer_store.finished, paths, paths.values())):
+            paths = {
+                self._at(step, layer.index): self._step_key(step, layer)
+                for layer in self.layers
+                if step
+            }
+            if record.get("key") == digest_of([self.key, step]) and all(
+                map(layer_store.finished, paths, paths.values())
+            ):
                 return step
         return None
 
@@ -343,7 +426,12 @@ def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
         StatisticsError: what the quantized model predicts is not finite.
         InputError: a layer's file is damaged.
     """
-    run = TuningRun(done, plan, sequences=sequences, stream=LayerStream(done.source, done.graph, device=done.device))
+    run = TuningRun(
+        done,
+        plan,
+        sequences=sequences,
+        stream=LayerStream(done.source, done.graph, device=done.device),
+    )
     keys = {layer.index: digest_of([run.key, layer.index]) for layer in done.graph.layers}
     paths = {index: layer_store.layer_path(done.output, index) for index in keys}
     outcome: dict[str, Any] = {}
@@ -359,16 +447,23 @@ def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any
     tokens = canary_tokens(done.source, done.measurement, done.seed)
     (canary,) = stream.begin([tokens])
     last = canary.hidden
-    for layer in done.progress.steps(run.layers, stage=f"tune {done.plan.name}: writing", unit="layer"):
+    for layer in done.progress.steps(
+        run.layers, stage=f"tune {done.plan.name}: writing", unit="layer"
+    ):
         path = layer_store.layer_path(done.output, layer.index)
         scales = kv_scales_of(done.measurement, layer, done.plan.kv_cache)
         cache = None if scales is None else KVRounder({layer.index: scales.to(done.device.kind)})
-        with stream.layer(layer.index, as_stored=as_stored(done.plan, layer)) as module, linears_restored(module):
+        with (
+            stream.layer(layer.index, as_stored=as_stored(done.plan, layer)) as module,
+            linears_restored(module),
+        ):
             if layer_store.finished(path, keys[layer.index]) is not None:
                 read_back(module, layer, done.plan, path, device=done.device)
                 last = stream.run(module, canary, cache=cache)
             else:
-                tensors, record = _finished(run, module, layer=layer, canary=canary, outcome=outcome)
+                tensors, record = _finished(
+                    run, module, layer=layer, canary=canary, outcome=outcome
+                )
                 last = stream.run(module, canary, cache=cache)
                 record |= {"key": keys[layer.index], "canary": tensor_hash(done.device.fetch(last))}
                 layer_store.write_layer(path, tensors, record)
@@ -385,7 +480,11 @@ def _finished(
     infos, _ = read_header(path)
     quantized = {name: read_tensor(path, info) for name, info in infos.items()}
     device = run.device
-    smooth_again(module, layer, {name: device.put(tensor) for name, tensor in quantized.items() if is_factor(name)})
+    smooth_again(
+        module,
+        layer,
+        {name: device.put(tensor) for name, tensor in quantized.items() if is_factor(name)},
+    )
     put_changed(module, layer, run.done.folder, device=device)
     tensors = {name: tensor for name, tensor in quantized.items() if not is_factor(name)}
     record = layer_store.record(run.done.folder, layer.index)
@@ -398,7 +497,9 @@ def _finished(
         original: Any = module.get_submodule(layer.relative(name))
         sums = weight_sums(original.weight.detach(), weight)
         record["errors"][name] = {"weight": error_from(*sums, name=name)}
-        tensors |= fetched(FORMAT.encode(name, replace(start, weight=weight), scale_dtype=dtype), device)
+        tensors |= fetched(
+            FORMAT.encode(name, replace(start, weight=weight), scale_dtype=dtype), device
+        )
         rescaled = int((weight.scale != start.weight.scale).sum())
         decisions = record["decisions"][name]
         decisions[TUNE] = {**outcome, "rescaled": rescaled}
@@ -407,7 +508,9 @@ def _finished(
     install_all(module, layer, run.done.plan, tensors, device=device)
     for name in starts:
         linear: Any = module.get_submodule(layer.relative(name))
-        record["errors"][name]["output"] = relative_error(outputs[name], linear(inputs[name]), name=name)
+        record["errors"][name]["output"] = relative_error(
+            outputs[name], linear(inputs[name]), name=name
+        )
     return tensors, record
 
 

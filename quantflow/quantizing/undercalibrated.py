@@ -120,7 +120,8 @@ def refuse(name: str, shorts: Sequence[Short]) -> None:
     if shorts:
         raise StatisticsError(
             f"{name}: {described(shorts)}",
-            "give more or other calibration text, or say what becomes of them: --experts all, damp, rtn or share_max, or fewer "
+            "give more or other calibration text, or say what becomes of them: --experts all, "
+            "damp, rtn or share_max, or fewer "
             "--expert-tokens",
         )
 
@@ -137,8 +138,9 @@ def check_before(
     """Look at the measurement's ledger of tokens before a layer is quantized, and return the groups that it finds short.
 
     Raises:
-        StatisticsError: policy `error`, and there are such groups; or static inputs and a measurement that does not say how
-            many tokens an expert got, or did not show every expert every token where the policy is `all`.
+        StatisticsError: policy `error`, and there are such groups; or static inputs and a
+            measurement that does not say how many tokens an expert got, or did not show every
+            expert every token where the policy is `all`.
     """
     if policy is None or measurement is None:
         return []
@@ -171,7 +173,9 @@ def of_layer(layer: Layer, shorts: Iterable[Short]) -> list[Short]:
     return [short for short in shorts if short.group.expert in experts]
 
 
-def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable[Short]) -> Treatment:
+def treat(
+    layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable[Short]
+) -> Treatment:
     """Return the layer's statistics as the policy wants them, and which linears are rounded to nearest.
 
     Args:
@@ -183,7 +187,11 @@ def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable
     replaced: dict[str, Mapping[str, Tensor]] = dict(statistics)
     decisions: dict[str, str] = {}
     short = {name: item for item in shorts for name in item.group.linears}
-    widened = [name for group in layer.groups if group.expert for name in group.linears] if policy.name == SHARE_MAX else short
+    widened = (
+        [name for group in layer.groups if group.expert for name in group.linears]
+        if policy.name == SHARE_MAX
+        else short
+    )
     if policy.inputs and policy.name in (*_BECAME, SHARE_MAX):
         widest = _widest_of(layer, statistics)
         for name in widened:
@@ -193,8 +201,12 @@ def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable
     for name, item in short.items() if became else ():
         told = [f"{item.tokens} of {item.needed} tokens: {became}", decisions.get(name)]
         decisions[name] = "; ".join(filter(None, told))
-    chosen = {of: frozenset(short if policy.weights and policy.name == of else ()) for of in _BECAME}
-    return Treatment(statistics=replaced, rounded=chosen[NEAREST], damped=chosen[_DAMP], decisions=decisions)
+    chosen = {
+        of: frozenset(short if policy.weights and policy.name == of else ()) for of in _BECAME
+    }
+    return Treatment(
+        statistics=replaced, rounded=chosen[NEAREST], damped=chosen[_DAMP], decisions=decisions
+    )
 
 
 def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:
@@ -205,7 +217,9 @@ def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tens
             role = widest.setdefault(_role(name), {})
             for statistic, value in statistics.get(name, {}).items():
                 if statistic in _WIDEST:
-                    role[statistic] = _WIDEST[statistic](role[statistic], value) if statistic in role else value
+                    role[statistic] = (
+                        _WIDEST[statistic](role[statistic], value) if statistic in role else value
+                    )
     return widest
 
 
@@ -213,11 +227,16 @@ def _role(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def record_of(layer: Layer, tokens: Mapping[str, int] | None, *, fed: str | None, shorts: Iterable[Short]) -> dict[str, Any]:
+def record_of(
+    layer: Layer, tokens: Mapping[str, int] | None, *, fed: str | None, shorts: Iterable[Short]
+) -> dict[str, Any]:
     """Return what a layer's record says of its experts: {"experts", "fed", "tokens", "short"}; tokens by number, or None."""
     return {
         "experts": f"{layer.block}.experts",
         "fed": fed,
         "tokens": None if tokens is None else list(tokens.values()),
-        "short": {short.group.linears[0]: {"tokens": short.tokens, "needed": short.needed} for short in shorts},
+        "short": {
+            short.group.linears[0]: {"tokens": short.tokens, "needed": short.needed}
+            for short in shorts
+        },
     }

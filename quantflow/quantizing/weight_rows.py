@@ -1,9 +1,10 @@
 """Weights some rows at a time: cut into units where they are read, decoded from a result's files, and hashed.
 
-Units are what file to file reads and writes at once: some rows of a weight, or some elements of a copied tensor. They are cut
-by the code's constants from what is written, be it a whole layer, one card's part of it, or the head. Their order is that of
-the bytes in the source's files. The hash of a weight's values is the same before and after its layout packed them, and
-wherever its rows are cut.
+Units are what file to file reads and writes at once: some rows of a weight, or some elements of a
+copied tensor. They are cut by the code's constants from what is written, be it a whole layer, one
+card's part of it, or the head. Their order is that of the bytes in the source's files. The hash of
+a weight's values is the same before and after its layout packed them, and wherever its rows are
+cut.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ from quantflow.planning.plan import Plan
 from quantflow.quantizing.shards.share import WHOLE, CardShare
 
 FORMAT = FORMATS[DEFAULT]
-Stored = Mapping[str, tuple[Path, TensorInfo]]  # full name of a tensor -> the file that holds it, and where
+# full name of a tensor -> the file that holds it, and where
+Stored = Mapping[str, tuple[Path, TensorInfo]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,8 @@ class FileBlock:
         path: of the file, in the stage's folder.
         key: what a state key calls it: a layer's index, or a word.
         folder: where the source's files are.
-        tensors: its files, and where in each a tensor is, in the order of their bytes; a head that is tied has the place of
-            the embedding's and a name of its own.
+        tensors: its files, and where in each a tensor is, in the order of their bytes; a head that
+            is tied has the place of the embedding's and a name of its own.
         schemes: linear -> its scheme; what is not there is copied.
         groups: linears that share an input.
         algorithm: a key of ALGORITHMS.
@@ -145,7 +147,11 @@ class FileBlock:
 def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
     """Return a decoder layer."""
     inside = f"{layer.prefix}."
-    found = [(file, info) for name, (file, info) in source.checkpoint.tensors.items() if name.startswith(inside)]
+    found = [
+        (file, info)
+        for name, (file, info) in source.checkpoint.tensors.items()
+        if name.startswith(inside)
+    ]
     return FileBlock(
         path=f"layers/{layer.index:05d}.safetensors",
         key=layer.index,
@@ -192,7 +198,10 @@ def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
     """
     for file, info in block.tensors:
         if info.dtype not in DTYPES:
-            raise UnsupportedError(f"{info.name}: dtype {info.dtype} in {file} is not known", f"use one of {', '.join(DTYPES)}")
+            raise UnsupportedError(
+                f"{info.name}: dtype {info.dtype} in {file} is not known",
+                f"use one of {', '.join(DTYPES)}",
+            )
         _, scheme = block.linear(info)
         part, shape = share.part(info), share.info(info).shape
         first, total, step = part.rows.start, torch.Size(shape).numel(), UNIT
@@ -237,8 +246,15 @@ class ValuesDigest:
             if tensor is not None and (name == "qvalue" or not (shared and self._begun)):
                 self._parts[name].update(bytes_of(tensor))
         if not self._begun:
-            inputs = {"input_scale": linear.input_scale, "input_zero_point": linear.input_zero_point}
-            self._parts |= {name: hashlib.sha256(bytes_of(value)) for name, value in inputs.items() if value is not None}
+            inputs = {
+                "input_scale": linear.input_scale,
+                "input_zero_point": linear.input_zero_point,
+            }
+            self._parts |= {
+                name: hashlib.sha256(bytes_of(value))
+                for name, value in inputs.items()
+                if value is not None
+            }
         self._begun = True
 
     def hexdigest(self) -> str:
@@ -246,7 +262,9 @@ class ValuesDigest:
         return digest_of({name: digest.hexdigest() for name, digest in self._parts.items()})
 
 
-def decoded_rows(name: str, scheme: LinearScheme, stored: Stored, *, first: int, count: int, columns: int) -> QuantizedLinear:
+def decoded_rows(
+    name: str, scheme: LinearScheme, stored: Stored, *, first: int, count: int, columns: int
+) -> QuantizedLinear:
     """Return some rows of a quantized linear, with what they share with the others.
 
     Args:

@@ -2,7 +2,8 @@
 
 y = base(x) + scaling * B (A x),  A [r, in_features], B [out_features, r]
 
-Here they are read, and put into transformers' modules. `row_adapters.py` runs them beside the lean decoder, row by row.
+Here they are read, and put into transformers' modules. `row_adapters.py` runs them beside the lean
+decoder, row by row.
 """
 
 import math
@@ -24,7 +25,13 @@ from quantflow.models.reading import read_file
 
 CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-_ONLY = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False}
+_ONLY = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+}
 
 
 _Alpha = Annotated[float, Between(1e-9, 1e9)]
@@ -60,7 +67,9 @@ class Factors:
     down: Tensor
     up: Tensor
 
-    def require_fit(self, name: str, *, inputs: int | None, outputs: int | None, path: Path) -> None:
+    def require_fit(
+        self, name: str, *, inputs: int | None, outputs: int | None, path: Path
+    ) -> None:
         """Refuse factors that do not fit a linear.
 
         Args:
@@ -74,10 +83,17 @@ class Factors:
         """
         here = (self.down.shape[-1], self.up.shape[0])
         fits = self.down.ndim == self.up.ndim == 2 and self.down.shape[0] == self.up.shape[1]
-        told = [size for size, wanted in zip(here, (inputs, outputs), strict=True) if wanted not in (None, size)]
+        told = [
+            size
+            for size, wanted in zip(here, (inputs, outputs), strict=True)
+            if wanted not in (None, size)
+        ]
         if not fits or told:
             shapes = f"A {list(self.down.shape)}, B {list(self.up.shape)}"
-            raise InputError(f"{path}: {name} maps {inputs} to {outputs}, {shapes}", "give an adapter of this model")
+            raise InputError(
+                f"{path}: {name} maps {inputs} to {outputs}, {shapes}",
+                "give an adapter of this model",
+            )
 
 
 class AdaptedLinear(nn.Module):
@@ -114,7 +130,8 @@ def read_adapter(folder: str | Path) -> dict[str, Factors]:
     """Return the products of an adapter by the names of their linears, as the model calls them.
 
     Args:
-        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
+        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained`
+            writes them.
 
     Raises:
         InputError: files that are missing or damaged.
@@ -123,11 +140,20 @@ def read_adapter(folder: str | Path) -> dict[str, Factors]:
     path = Path(folder) / CONFIG
     config, parts = _read_config(path), _parts(weights_file(folder))
     try:
-        alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
-        scales = {name: _scaling(config, alphas, name, rank=down.shape[0]) for name, (down, _) in parts.items()}
+        alphas = [
+            (Pattern(rf"(.*\.)?({text})"), alpha)
+            for text, alpha in (config.get("alpha_pattern") or {}).items()
+        ]
+        scales = {
+            name: _scaling(config, alphas, name, rank=down.shape[0])
+            for name, (down, _) in parts.items()
+        }
     except InputError as error:  # of a pattern, which knows no file
         raise InputError(f"{path}: alpha_pattern: {error.cause}", error.remedy) from error
-    return {name: Factors(down=down.float(), up=up.float() * scales[name]) for name, (down, up) in parts.items()}
+    return {
+        name: Factors(down=down.float(), up=up.float() * scales[name])
+        for name, (down, up) in parts.items()
+    }
 
 
 def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Adapted:
@@ -135,12 +161,15 @@ def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Ada
 
     Args:
         model: a Hugging Face causal LM, its linears of any kind; float32, bfloat16 or float16.
-        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
-        merge: add the product to the weight of each linear that has one in floating point, which costs no time afterwards; a
-            quantized weight cannot hold it, so there the adapter stays beside.
+        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained`
+            writes them.
+        merge: add the product to the weight of each linear that has one in floating point, which
+            costs no time afterwards; a quantized weight cannot hold it, so there the adapter stays
+            beside.
 
     Raises:
-        InputError: files that are missing or damaged, tensors that belong to no linear of the model or do not fit it.
+        InputError: files that are missing or damaged, tensors that belong to no linear of the model
+            or do not fit it.
         UnsupportedError: another kind of adapter than plain LoRA on linears.
         UsageError: a merge into a weight that the embedding shares.
     """
@@ -168,17 +197,23 @@ def _refuse_shared(model: nn.Module, linears: dict[str, nn.Module]) -> None:
     shared: Any = getattr(model, "get_input_embeddings", lambda: None)()
     for name, linear in linears.items():
         if getattr(shared, "weight", None) is linear.weight:
-            raise UsageError(f"{name}: its weight is the embedding's too", "leave the adapter beside it")
+            raise UsageError(
+                f"{name}: its weight is the embedding's too", "leave the adapter beside it"
+            )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = read_json(path)
     check(config, AdapterConfig, where=str(path))
     if config.get("peft_type") != "LORA":
-        raise UnsupportedError(f"{path}: peft_type {config.get('peft_type')}", "give a LoRA adapter")
+        raise UnsupportedError(
+            f"{path}: peft_type {config.get('peft_type')}", "give a LoRA adapter"
+        )
     for key, usual in _ONLY.items():
         if config.get(key, usual) not in (usual, [] if usual is None else usual):
-            raise UnsupportedError(f"{path}: {key} is {config[key]}, {usual} is supported", "give a plain LoRA adapter")
+            raise UnsupportedError(
+                f"{path}: {key} is {config[key]}, {usual} is supported", "give a plain LoRA adapter"
+            )
     return config
 
 
@@ -188,15 +223,22 @@ def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     for name, tensor in read_file(path).items():
         found = _NAME.fullmatch(name)
         if found is None:
-            raise UnsupportedError(f"{path}: {name} is no factor of a linear", "give a LoRA adapter of linears alone")
+            raise UnsupportedError(
+                f"{path}: {name} is no factor of a linear", "give a LoRA adapter of linears alone"
+            )
         sides.setdefault(found["module"], {})[found["side"]] = tensor
     for module, pair in sides.items():
         if pair.keys() != {"A", "B"}:
-            raise InputError(f"{path}: {module} has lora_{''.join(pair)} alone", "restore the file from where it came from")
+            raise InputError(
+                f"{path}: {module} has lora_{''.join(pair)} alone",
+                "restore the file from where it came from",
+            )
     for module, pair in sides.items():
         if not all(pair[side].numel() for side in "AB"):
             shapes = f"A {list(pair['A'].shape)}, B {list(pair['B'].shape)}"
-            raise InputError(f"{path}: {module} of rank 0, {shapes}", "give an adapter that was trained")
+            raise InputError(
+                f"{path}: {module} of rank 0, {shapes}", "give an adapter that was trained"
+            )
     if not sides:
         raise InputError(f"{path}: holds no tensor", "give an adapter that was trained")
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
@@ -207,13 +249,20 @@ def _linear(model: nn.Module, name: str, factors: Factors, *, path: Path) -> nn.
     try:
         base = model.get_submodule(name)
     except AttributeError as error:
-        raise InputError(f"{path}: {name} is no linear of the model", "give an adapter of this model") from error
-    inputs, outputs = (getattr(base, key, None) for key in ("in_features", "out_features"))  # read from disk: it does not tell
+        raise InputError(
+            f"{path}: {name} is no linear of the model", "give an adapter of this model"
+        ) from error
+    # read from disk: it does not tell
+    inputs, outputs = (getattr(base, key, None) for key in ("in_features", "out_features"))
     factors.require_fit(name, inputs=inputs, outputs=outputs, path=path)
     return base
 
 
-def _scaling(config: dict[str, Any], alphas: Sequence[tuple[Pattern, float]], name: str, *, rank: int) -> float:
+def _scaling(
+    config: dict[str, Any], alphas: Sequence[tuple[Pattern, float]], name: str, *, rank: int
+) -> float:
     """Return alpha / r, or alpha / sqrt(r) where the adapter is rank-stabilized (Kalajdzievski 2023)."""
-    alpha = next((other for pattern, other in alphas if pattern.fullmatch(name)), config["lora_alpha"])
+    alpha = next(
+        (other for pattern, other in alphas if pattern.fullmatch(name)), config["lora_alpha"]
+    )
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)

@@ -1,10 +1,12 @@
 """What the lean decoder computes of a model, read from its config.json: a record, or a sentence that says why not.
 
-Every key of config.json is one of three: it is read here; it changes no number of a forward (`NEUTRAL`); or the answer is no,
-with the key's name. So a multiplier, a soft cap or a norm that nothing here has heard of never runs as if it were not there. A
-key that config.json leaves out has the default of the family's configuration in transformers; the rows of `DESIGNS` hold these.
+Every key of config.json is one of three: it is read here; it changes no number of a forward
+(`NEUTRAL`); or the answer is no, with the key's name. So a multiplier, a soft cap or a norm that
+nothing here has heard of never runs as if it were not there. A key that config.json leaves out has
+the default of the family's configuration in transformers; the rows of `DESIGNS` hold these.
 
-A family is a row of `DESIGNS`: names inside a layer, defaults, and how its layers differ from Llama's.
+A family is a row of `DESIGNS`: names inside a layer, defaults, and how its layers differ from
+Llama's.
 """
 
 import math
@@ -18,11 +20,28 @@ from quantflow.runtime import rope
 from quantflow.runtime.operations import Form, Heads
 from quantflow.runtime.rope import Rope
 
-# Keys of config.json that change no number of a forward, whatever they are: names, tokens, training, sizes that weights have.
+# Keys of config.json that change no number of a forward, whatever they are: names, tokens,
+# training, sizes that weights have.
 NEUTRAL = frozenset(
     {
-        *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config"),
-        *("name_or_path", "transformers.js_config", "use_cache", "cache_implementation", "id2label", "label2id", "is_decoder"),
+        *(
+            "model_type",
+            "architectures",
+            "auto_map",
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+            "quantization_config",
+        ),
+        *(
+            "name_or_path",
+            "transformers.js_config",
+            "use_cache",
+            "cache_implementation",
+            "id2label",
+            "label2id",
+            "is_decoder",
+        ),
         *(
             "bos_token_id",
             "eos_token_id",
@@ -32,11 +51,36 @@ NEUTRAL = frozenset(
             "problem_type",
             "task_specific_params",
         ),
-        *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "output_router_logits"),
-        *("initializer_range", "attention_dropout", "hidden_dropout", "classifier_dropout", "residual_dropout"),
-        *("embedding_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef", "router_jitter_noise", "pretraining_tp"),
-        *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "tie_word_embeddings"),
-        *("attention_bias", "mlp_bias", "use_bias", "qkv_bias"),  # a bias is added where there is one, and shapes are checked
+        *(
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict",
+            "chunk_size_feed_forward",
+            "output_router_logits",
+        ),
+        *(
+            "initializer_range",
+            "attention_dropout",
+            "hidden_dropout",
+            "classifier_dropout",
+            "residual_dropout",
+        ),
+        *(
+            "embedding_dropout",
+            "resid_pdrop",
+            "embd_pdrop",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            "pretraining_tp",
+        ),
+        *(
+            "intermediate_size",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "tie_word_embeddings",
+        ),
+        # a bias is added where there is one, and shapes are checked
+        *("attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
     }
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -55,7 +99,8 @@ class Names:
 
     Attributes:
         qkv, output, up, down: linears; `up` is gate and up where there is a gate.
-        attention_norm, attended_norm: norms of what attention reads and of what it adds; None where there is none.
+        attention_norm, attended_norm: norms of what attention reads and of what it adds; None where
+            there is none.
         mlp_norm, gated_norm: the same of the MLP.
         q_norm, k_norm: norms of queries and keys; None where there are none.
         layers, embedding, norm, head: outside.
@@ -106,7 +151,8 @@ class Blueprint:
         ropes: the rotations that there are.
         rotations: of each layer, which of `ropes`; None rotates nothing.
         sparse: of each layer, whether experts stand in the place of the MLP.
-        mixture, routing: what those layers hold, and how tokens find it; None where no layer is sparse.
+        mixture, routing: what those layers hold, and how tokens find it; None where no layer is
+            sparse.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
         unit_offset: norms multiply by 1 + their weight.
         embedding_scale: times a token's row.
@@ -156,7 +202,11 @@ class Keys:
     def number(self, key: str) -> float:
         """Return a number that is finite."""
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise No(f"{key} of config.json is {value!r}, no number")
         return float(value)
 
@@ -192,7 +242,8 @@ class Keys:
         )
 
 
-Flag = bool | tuple[str, bool]  # always so, or as a key of config.json says, and what stands for it where there is none
+# always so, or as a key of config.json says, and what stands for it where there is none
+Flag = bool | tuple[str, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +257,8 @@ class Design:
         ignored: keys that the family's own modules do not read.
         renamed: activations that mean another one in this family.
         mixture: what a sparse layer holds.
-        normalizes: whether the weights of the chosen experts are divided by their sum; may be a key.
+        normalizes: whether the weights of the chosen experts are divided by their sum; may be a
+            key.
         activation, eps: the keys that hold them.
         windows: the windows of the layers.
         kinds: rotations differ by kind of layer, as `layer_types` has them.
@@ -216,8 +268,10 @@ class Design:
         caps: there may be soft caps.
         multipliers: those of Granite.
         scaled_embedding: a token's row is multiplied by hidden_size^0.5.
-        gated, parallel, centered, whole_norms, by_head, unit_offset: see `Blueprint` and `Form`; `parallel` may be a key.
-        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers have none.
+        gated, parallel, centered, whole_norms, by_head, unit_offset: see `Blueprint` and `Form`;
+            `parallel` may be a key.
+        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers
+            have none.
         expert_size: the key that holds the width of an expert.
         tied: whether the head is the embedding where config.json has no `tie_word_embeddings`.
     """
@@ -281,7 +335,10 @@ def _by_kind(keys: Keys, layers: int, window: int, default: list[str]) -> list[i
     kinds = keys.of_layers("layer_types", layers) or default
     for kind in kinds:
         if kind not in (_SLIDING, _FULL) or (kind == _SLIDING and not window):
-            raise No(f"layer_types of config.json has {kind!r}, and sliding_window is {keys.get('sliding_window')!r}")
+            raise No(
+                f"layer_types of config.json has {kind!r}, and sliding_window is "
+                f"{keys.get('sliding_window')!r}"
+            )
     return [window if kind == _SLIDING else 0 for kind in kinds]
 
 
@@ -297,14 +354,19 @@ def _without_rotation(keys: Keys, layers: int) -> list[int]:
     """Return SmolLM3's windows, which layers that rotate nothing have."""
     window = _window_if_wanted(keys)
     rotated = _rotated(keys, layers)
-    return _by_kind(keys, layers, window, [_FULL if on or not window else _SLIDING for on in rotated])
+    return _by_kind(
+        keys, layers, window, [_FULL if on or not window else _SLIDING for on in rotated]
+    )
 
 
 def _rotated(keys: Keys, layers: int) -> list[bool]:
     """Return which layers rotate positions."""
-    told = keys.of_layers("no_rope_layers", layers)  # 1 where there is a rotation, whatever its name says
+    # 1 where there is a rotation, whatever its name says
+    told = keys.of_layers("no_rope_layers", layers)
     step = keys.count("no_rope_layer_interval")
-    return [bool((index + 1) % step) if told is None else bool(told[index]) for index in range(layers)]
+    return [
+        bool((index + 1) % step) if told is None else bool(told[index]) for index in range(layers)
+    ]
 
 
 def _where_wanted(keys: Keys, layers: int) -> list[int]:
@@ -315,20 +377,27 @@ def _where_wanted(keys: Keys, layers: int) -> list[int]:
 def _every_second(keys: Keys, layers: int) -> list[int]:
     """Return the windows of Qwen2-MoE: where layer_types says nothing, in every second layer before max_window_layers."""
     window, first = _window_if_wanted(keys), keys.get("max_window_layers") or 0
-    some = [_FULL if index % 2 or index >= first or not window else _SLIDING for index in range(layers)]
+    some = [
+        _FULL if index % 2 or index >= first or not window else _SLIDING for index in range(layers)
+    ]
     return _by_kind(keys, layers, window, some)
 
 
-_FROM: MappingProxyType[str, Any] = MappingProxyType({"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0})
+_FROM: MappingProxyType[str, Any] = MappingProxyType(
+    {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+)
 _LLAMA = Design(defaults=_FROM)
 _MLP_BIAS = ("mlp_bias", False)
 _HEAD_NORMS = Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _SANDWICH = Names(
-    attended_norm="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm", gated_norm="post_feedforward_layernorm"
+    attended_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    gated_norm="post_feedforward_layernorm",
 )
 _GEMMA = Design(
-    defaults=_FROM | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 16},
+    defaults=_FROM
+    | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 16},
     only={"use_bidirectional_attention": False},
     ignored=frozenset({"hidden_activation"}),
     renamed={"gelu": "gelu_pytorch_tanh"},  # so its first configurations were written
@@ -344,8 +413,16 @@ _GEMMA2 = replace(
     activation="hidden_activation",
     defaults={key: value for key, value in _GEMMA.defaults.items() if key != "hidden_act"}
     | {"num_key_value_heads": 4}
-    | {"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096, "sliding_window_pattern": 2}
-    | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    }
+    | {
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     windows=_alternating,
     scaled_queries=True,
     caps=True,
@@ -353,7 +430,12 @@ _GEMMA2 = replace(
 _LAYER_NORM = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 10000.0}
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
-        "llama": replace(_LLAMA, ignored=frozenset({"is_llama_config"}), only={"rope_interleaved": False}, mlp_bias=_MLP_BIAS),
+        "llama": replace(
+            _LLAMA,
+            ignored=frozenset({"is_llama_config"}),
+            only={"rope_interleaved": False},
+            mlp_bias=_MLP_BIAS,
+        ),
         "mistral": replace(
             _LLAMA,
             defaults=_FROM | {"sliding_window": 4096, "num_key_value_heads": 8},
@@ -403,13 +485,22 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "granite": replace(
             _LLAMA,
             defaults=_FROM
-            | dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
+            | dict.fromkeys(
+                (
+                    "embedding_multiplier",
+                    "logits_scaling",
+                    "residual_multiplier",
+                    "attention_multiplier",
+                ),
+                1.0,
+            ),
             multipliers=True,
             mlp_bias=_MLP_BIAS,
         ),
         "smollm3": replace(
             _LLAMA,
-            defaults=_FROM | {"num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layer_interval": 4},
+            defaults=_FROM
+            | {"num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layer_interval": 4},
             ignored=frozenset({"max_window_layers"}),
             windows=_without_rotation,
             skips=True,
@@ -460,7 +551,12 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         ),
         "starcoder2": Design(
             names=Names(up=("mlp.c_fc",), down="mlp.c_proj"),
-            defaults={"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "rope_theta": 10000.0, "num_key_value_heads": 2},
+            defaults={
+                "hidden_act": "gelu_pytorch_tanh",
+                "norm_epsilon": 1e-5,
+                "rope_theta": 10000.0,
+                "num_key_value_heads": 2,
+            },
             ignored=frozenset({"activation_function"}),
             only={"mlp_type": "default", "norm_type": "layer_norm"},
             eps="norm_epsilon",
@@ -486,7 +582,9 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         ),
         "qwen2_moe": replace(
             _LLAMA,
-            defaults=_FROM | _QWEN | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
+            defaults=_FROM
+            | _QWEN
+            | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
             windows=_every_second,
             mixture=FAMILIES["qwen2_moe"].mixture,
             qkv_bias=("qkv_bias", True),
@@ -543,10 +641,14 @@ def _architecture(design: Design, keys: Keys) -> Blueprint:
     for key, value in design.only.items():
         if keys.get(key) not in (None, value):
             raise No(f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}")
-    layers, hidden, query = (keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    layers, hidden, query = (
+        keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
     shared, dim = query, hidden // query
     if not design.by_head:
-        shared = query if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
+        shared = (
+            query if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
+        )
         dim = dim if keys.get("head_dim") is None else keys.count("head_dim")
     if query % shared:
         raise No(f"{shared} heads of keys and values do not divide {query} heads")
@@ -559,13 +661,23 @@ def _architecture(design: Design, keys: Keys) -> Blueprint:
     multipliers = [1.0, 1.0, 1.0]  # of embedding, branches, logits
     if design.multipliers:
         scale = keys.number("attention_multiplier")
-        multipliers = [keys.number("embedding_multiplier"), keys.number("residual_multiplier"), 1 / keys.cap("logits_scaling")]
+        multipliers = [
+            keys.number("embedding_multiplier"),
+            keys.number("residual_multiplier"),
+            1 / keys.cap("logits_scaling"),
+        ]
     if design.scaled_embedding:
         multipliers[0] = hidden**0.5
-    parallel = bool(keys.get(design.parallel)) if isinstance(design.parallel, str) else design.parallel
+    parallel = (
+        bool(keys.get(design.parallel)) if isinstance(design.parallel, str) else design.parallel
+    )
     windows = [0] * layers if design.windows is None else design.windows(keys, layers)
     ropes, rotations = _rotations(design, keys, dim, layers, windows)
-    positions = None if keys.get("max_position_embeddings") is None else keys.count("max_position_embeddings")
+    positions = (
+        None
+        if keys.get("max_position_embeddings") is None
+        else keys.count("max_position_embeddings")
+    )
     sparse, routing = _routing(design, keys, layers)
     return Blueprint(
         names=design.names,
@@ -606,17 +718,26 @@ def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...],
     """Return which layers are sparse, and how their tokens find experts."""
     if design.mixture is None:
         return (False,) * layers, None
-    experts = keys.count("num_experts" if keys.get("num_local_experts") is None else "num_local_experts")
+    experts = keys.count(
+        "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
+    )
     keys.read |= {"num_experts", "num_local_experts"}
     chosen = keys.count("num_experts_per_tok")
     if chosen > experts:
         raise No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
-    normalized = keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
-    step, dense = keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step"), keys.get("mlp_only_layers") or []
+    normalized = (
+        keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
+    )
+    step, dense = (
+        keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step"),
+        keys.get("mlp_only_layers") or [],
+    )
     if not isinstance(dense, list):
         raise No(f"mlp_only_layers of config.json is {dense!r}, no list")
     sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
-    return sparse, Routing(experts=experts, chosen=chosen, normalized=bool(normalized)) if any(sparse) else None
+    return sparse, Routing(experts=experts, chosen=chosen, normalized=bool(normalized)) if any(
+        sparse
+    ) else None
 
 
 def _rotations(
@@ -630,7 +751,9 @@ def _rotations(
     theta, local = keys.get("rope_theta"), keys.get("rope_local_base_freq")
     if design.partial:
         theta = keys.get("rotary_emb_base") or theta
-    nested = {kind: dict(given[kind]) for kind in (_FULL, _SLIDING) if isinstance(given.get(kind), dict)}
+    nested = {
+        kind: dict(given[kind]) for kind in (_FULL, _SLIDING) if isinstance(given.get(kind), dict)
+    }
     if design.kinds:
         full = nested.get(_FULL) if nested else given
         tables = [(full or {}, theta), (nested.get(_SLIDING) or {}, local)]
@@ -639,7 +762,9 @@ def _rotations(
         tables, indices = [(given, theta)], [0] * layers
     ropes = tuple(_rope(design, keys, parameters, base, dim) for parameters, base in tables)
     if design.skips:
-        indices = [index if on else None for index, on in zip(indices, _rotated(keys, layers), strict=True)]
+        indices = [
+            index if on else None for index, on in zip(indices, _rotated(keys, layers), strict=True)
+        ]
     return ropes, tuple(indices)
 
 
@@ -647,14 +772,24 @@ def _rope(design: Design, keys: Keys, given: Mapping[str, Any], theta: Any, dim:
     """Return a rotation, its parameters complete."""
     part: Any = 1.0
     if design.partial:
-        part = given.get("partial_rotary_factor") or keys.get("rotary_pct") or keys.get("partial_rotary_factor") or 1.0
+        part = (
+            given.get("partial_rotary_factor")
+            or keys.get("rotary_pct")
+            or keys.get("partial_rotary_factor")
+            or 1.0
+        )
     parameters = {"rope_type": given.get("type", "default"), "rope_theta": theta, **given}
     if parameters["rope_type"] in ("llama3", "yarn"):
-        parameters.setdefault("original_max_position_embeddings", keys.get("max_position_embeddings"))
+        parameters.setdefault(
+            "original_max_position_embeddings", keys.get("max_position_embeddings")
+        )
         if keys.get("original_max_position_embeddings") is not None:
-            parameters["original_max_position_embeddings"] = keys.get("original_max_position_embeddings")
+            parameters["original_max_position_embeddings"] = keys.get(
+                "original_max_position_embeddings"
+            )
     elif design.partial:
-        keys.read.add("original_max_position_embeddings")  # of rope types that depend on it, phi3's longrope
+        # of rope types that depend on it, phi3's longrope
+        keys.read.add("original_max_position_embeddings")
     if reason := rope.why_not(parameters):
         raise No(reason)
     if not design.partial:

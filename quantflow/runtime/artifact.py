@@ -1,8 +1,9 @@
 """An artifact as weights: opened and checked without reading one, then read tensor by tensor or linear by linear.
 
-Every tensor of the artifact is used exactly once and every parameter of the model gets its value: the tensors of a
-quantized linear are those its scheme names, all others are parameters of the family's own module tree. `open_artifact`
-decides that from the headers; values are checked when they are read. What does not add up is an error.
+Every tensor of the artifact is used exactly once and every parameter of the model gets its value:
+the tensors of a quantized linear are those its scheme names, all others are parameters of the
+family's own module tree. `open_artifact` decides that from the headers; values are checked when
+they are read. What does not add up is an error.
 """
 
 import functools
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Shapes = Mapping[str, tuple[int, int]]
-Inputs = Literal["stored", "usual", "rounded"]  # as schemes have them; rounded where the manifest says so; rounded
+# as schemes have them; rounded where the manifest says so; rounded
+Inputs = Literal["stored", "usual", "rounded"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
 _OTHER_MODEL = "check that config.json belongs to these weights"
@@ -81,16 +83,20 @@ class Artifact:
     Attributes:
         checkpoint: its files and tensor headers.
         manifest: quantflow.json.
-        names: source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
-        head: the linear that makes logits, by its source name; the embedding's where the two are one tensor.
-        caches: source names of the attentions whose keys and values have scales, in order of the layers, and how many heads
-            each keeps; none where they are kept as they are.
+        names: source names of the model's parameters; a quantized linear stands for the one
+            parameter `NAME.weight`.
+        head: the linear that makes logits, by its source name; the embedding's where the two are
+            one tensor.
+        caches: source names of the attentions whose keys and values have scales, in order of the
+            layers, and how many heads each keeps; none where they are kept as they are.
         linears: source name of each quantized linear -> what is known of it.
-        modules: source name of a linear, quantized or not -> what transformers' model calls it, where that differs.
+        modules: source name of a linear, quantized or not -> what transformers' model calls it,
+            where that differs.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
-        linears_device: where the quantized ones are put; None is `device`. Layers that run one by one on a device are given it,
-            since the embedding beside them is looked up in host memory.
+        linears_device: where the quantized ones are put; None is `device`. Layers that run one by
+            one on a device are given it, since the embedding beside them is looked up in host
+            memory.
         kv_cache: how it says that keys and values are kept; None is as they are.
         layout: of its quantized linears.
         cache_names: attention -> the tensors that hold the scales of its keys and values.
@@ -132,8 +138,8 @@ class Artifact:
         """Read, check and decode the quantized linear `name`, in memory of its own.
 
         Raises:
-            InputError: a tensor holds what its scheme does not allow, or has another shape than the model's; codes and zero
-                points of another program's folder do not belong together.
+            InputError: a tensor holds what its scheme does not allow, or has another shape than the
+                model's; codes and zero points of another program's folder do not belong together.
         """
         placement = self.linears[name]
         tensors = read_tensors(self.checkpoint, self.layout.tensor_names(name, placement.scheme))
@@ -160,13 +166,16 @@ class Artifact:
         source = f"{name}.bias"
         if source not in self.checkpoint.tensors:
             return None
-        return read_tensors(self.checkpoint, [source], dtype=dtype or self.dtype)[source].to(self.device)
+        return read_tensors(self.checkpoint, [source], dtype=dtype or self.dtype)[source].to(
+            self.device
+        )
 
     def kv_scales(self) -> tuple[KVScales, ...]:
         """Read the scales of every layer's cache, onto the device; none where keys and values are kept as they are.
 
         Raises:
-            InputError: a scale is not finite and positive, or has another shape than the model's heads.
+            InputError: a scale is not finite and positive, or has another shape than the model's
+                heads.
         """
         if self.kv_cache is None:
             return ()
@@ -174,7 +183,11 @@ class Artifact:
         for name, heads in self.caches.items():
             names = self.cache_names(name)
             tensors = read_tensors(self.checkpoint, names)
-            found.append(compressed_tensors.decode_kv(name, tensors, self.kv_cache, kv_heads=heads, names=names))
+            found.append(
+                compressed_tensors.decode_kv(
+                    name, tensors, self.kv_cache, kv_heads=heads, names=names
+                )
+            )
         return tuple(scales.to(self.device) for scales in found)
 
     def prepare(self, name: str) -> QuantLinear:
@@ -183,18 +196,31 @@ class Artifact:
         Raises:
             InputError: see `decode`.
         """
-        return QuantLinear(self.decode(name), bias=self.bias(name), backend=self.linears[name].backend, dtype=self.dtype)
+        return QuantLinear(
+            self.decode(name),
+            bias=self.bias(name),
+            backend=self.linears[name].backend,
+            dtype=self.dtype,
+        )
 
     @property
     def ahead(self) -> None:
         """Return None: nothing is read ahead."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+    def fill_(
+        self,
+        module: nn.Module,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype,
+        device: Device = HOST,
+    ) -> None:
         """Give a module its weights, one linear at a time: quantized linears become QuantLinear, the rest parameters.
 
         Args:
             module: the model, or a part of it.
-            names: parameter name relative to `module` -> source name; a quantized linear's bias comes with its weight.
+            names: parameter name relative to `module` -> source name; a quantized linear's bias
+                comes with its weight.
             dtype: the artifact's own.
             device: not read: weights go where the artifact was opened for.
 
@@ -204,9 +230,12 @@ class Artifact:
         """
         del device
         if dtype != self.dtype:
-            raise UsageError(f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype")
+            raise UsageError(
+                f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype"
+            )
         tied = twins(module)
-        plain: dict[str, Tensor] = {}  # set in one call: of two twins each has its own tensor, or both the one there is
+        # set in one call: of two twins each has its own tensor, or both the one there is
+        plain: dict[str, Tensor] = {}
         for name, source in names.items():
             linear, twin = source.rpartition(".")[0], tied.get(name, "")
             if linear not in self.linears and not (twin in plain and names[twin] == source):
@@ -222,13 +251,18 @@ class Artifact:
             current = module.get_submodule(owner)
             if isinstance(current, QuantLinear):
                 shape = (current.in_features, current.out_features)
-                plain = nn.Linear(*shape, bias=current.bias is not None, device="meta").requires_grad_(False)
+                plain = nn.Linear(
+                    *shape, bias=current.bias is not None, device="meta"
+                ).requires_grad_(False)
                 module.set_submodule(owner, plain.eval())
         release_(module, names)
 
     def _plain(self, name: str) -> str:
         if name.endswith(".weight") and name.removesuffix(".weight") in self.linears:
-            raise UsageError(f"{name}: quantized in this artifact", "prepare the linear instead of reading its weight")
+            raise UsageError(
+                f"{name}: quantized in this artifact",
+                "prepare the linear instead of reading its weight",
+            )
         return name
 
 
@@ -248,17 +282,21 @@ def open_artifact(
         folder: what `quantflow export` wrote.
         backend: of all quantized linears, as `quantflow.backends.choose` takes it.
         dtype: of the parameters that are not quantized and of all inputs.
-        verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
+        verify: compare every file with its recorded hash first; it reads the artifact once more, in
+            small pieces.
         device: where weights are put.
         manifest: quantflow.json, where it has been read before.
-        inputs: what happens to inputs that the schemes leave alone: `stored` nothing; `rounded` a kernel that multiplies
-            integers gets them rounded; `usual` it does where the manifest says that this costs little (`rounds_inputs`).
+        inputs: what happens to inputs that the schemes leave alone: `stored` nothing; `rounded` a
+            kernel that multiplies integers gets them rounded; `usual` it does where the manifest
+            says that this costs little (`rounds_inputs`).
 
     Raises:
         IntegrityError: a file differs from its hash.
-        InputError: a tensor that is missing, unknown or not used; no manifest, no quantization_config.
+        InputError: a tensor that is missing, unknown or not used; no manifest, no
+            quantization_config.
         UnsupportedError: a family, layout version or scheme that this version does not know.
-        UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
+        UsageError: a backend that is unknown or cannot run a linear; another dtype than float32,
+            bfloat16 and float16.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
@@ -269,11 +307,16 @@ def open_artifact(
     checkpoint = open_checkpoint(folder)
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
+        raise InputError(
+            f"{folder / 'config.json'}: no quantization_config",
+            "give the folder of an exported artifact",
+        )
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
-        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour, modules=modules)
+        found = compressed_tensors.schemes_from_config(
+            table, tuple(shapes), flavour=flavour, modules=modules
+        )
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     cache = compressed_tensors.kv_scheme_from_config(table)
@@ -281,10 +324,14 @@ def open_artifact(
     found = _compared(checkpoint, told)
     rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
     run_by = functools.partial(_run_by, backend=backend, rounds=rounds)
-    return _placed(checkpoint, manifest, told, found, run_by=run_by, dtype=dtype, device=torch.device(device))
+    return _placed(
+        checkpoint, manifest, told, found, run_by=run_by, dtype=dtype, device=torch.device(device)
+    )
 
 
-def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, device: torch.device) -> Artifact:
+def _open_foreign(
+    checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, device: torch.device
+) -> Artifact:
     """Open a folder that another program quantized.
 
     Raises:
@@ -293,14 +340,24 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     """
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{checkpoint.folder}/{checkpoint.quantized_by} is no table", "download the folder again")
+        raise InputError(
+            f"{checkpoint.folder}/{checkpoint.quantized_by} is no table",
+            "download the folder again",
+        )
     checkpoint = checkpoint.in_parts(split_of(table, checkpoint.infos))
     layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
-    of_cache, cache_names = CACHES.get(layout.name, (lambda _: None, compressed_tensors.kv_tensor_names))
-    marked = {owner for owner, _, leaf in (name.rpartition(".") for name in infos) if leaf not in ("weight", "bias")}
+    of_cache, cache_names = CACHES.get(
+        layout.name, (lambda _: None, compressed_tensors.kv_tensor_names)
+    )
+    marked = {
+        owner
+        for owner, _, leaf in (name.rpartition(".") for name in infos)
+        if leaf not in ("weight", "bias")
+    }
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
-        if is_of_text(checkpoint):  # its words, such as the class Linear, mean no linear beside the language model
+        # its words, such as the class Linear, mean no linear beside the language model
+        if is_of_text(checkpoint):
             shapes = {name: shape for name, shape in shapes.items() if name in marked}
         return layout.schemes(table, shapes, infos, modules)
 
@@ -326,7 +383,9 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
 
 
 def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found":
-    return _listed(checkpoint, quantization) or _read(checkpoint, _modules(checkpoint), quantization)
+    return _listed(checkpoint, quantization) or _read(
+        checkpoint, _modules(checkpoint), quantization
+    )
 
 
 def _placed(
@@ -343,8 +402,12 @@ def _placed(
     linears, alike = {}, functools.cache(run_by)
     for name, stored in found.schemes.items():
         shape = found.shapes[name]
-        scheme, chosen, reasons = alike(Case(scheme=stored, device=device, shape=shape, dtype=dtype))
-        linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons, reordered=told.reordered)
+        scheme, chosen, reasons = alike(
+            Case(scheme=stored, device=device, shape=shape, dtype=dtype)
+        )
+        linears[name] = Placement(
+            scheme=scheme, shape=shape, backend=chosen, reasons=reasons, reordered=told.reordered
+        )
     return Artifact(
         checkpoint=checkpoint,
         manifest=manifest,
@@ -361,11 +424,14 @@ def _placed(
     )
 
 
-def _run_by(case: Case, *, backend: str, rounds: bool) -> tuple[LinearScheme, Backend, dict[str, str]]:
+def _run_by(
+    case: Case, *, backend: str, rounds: bool
+) -> tuple[LinearScheme, Backend, dict[str, str]]:
     """Return the scheme that a linear runs with, what runs it, and why each backend that is preferred over that cannot.
 
-    With `rounds` its inputs are rounded where that makes the product one of integers: not where the reference would have to
-    compute it, unless that was asked for, nor in a backend by name that takes them as they are.
+    With `rounds` its inputs are rounded where that makes the product one of integers: not where the
+    reference would have to compute it, unless that was asked for, nor in a backend by name that
+    takes them as they are.
     """
     rounded = with_rounded_inputs(case.scheme) if rounds else None
     if rounded is not None:
@@ -384,7 +450,10 @@ def _without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
     zero = {key for key in biases if not read_tensors(checkpoint, [key])[key].any()}
     if not zero:
         return checkpoint
-    return replace(checkpoint, tensors={name: place for name, place in checkpoint.tensors.items() if name not in zero})
+    return replace(
+        checkpoint,
+        tensors={name: place for name, place in checkpoint.tensors.items() if name not in zero},
+    )
 
 
 def open_folder(
@@ -399,12 +468,13 @@ def open_folder(
 ) -> Artifact:
     """Open an artifact, a folder that another program quantized, or a model, as an artifact without quantized linears.
 
-    Of a model, and of another program's folder, no hash is known. What is checked: the family and every name, that each tensor
-    is a parameter and each parameter has a tensor, the shapes against config.json, whole files, and NaN and Inf when a tensor
-    is read.
+    Of a model, and of another program's folder, no hash is known. What is checked: the family and
+    every name, that each tensor is a parameter and each parameter has a tensor, the shapes against
+    config.json, whole files, and NaN and Inf when a tensor is read.
 
     Args:
-        folder: what `quantflow export` wrote, a folder in one of `quantflow.formats.LAYOUTS`, or a Hugging Face model.
+        folder: what `quantflow export` wrote, a folder in one of `quantflow.formats.LAYOUTS`, or a
+            Hugging Face model.
         backend: as for `open_artifact`, as are the others; `auto` for a model.
         dtype: of parameters and inputs.
         verify: of an artifact.
@@ -413,19 +483,31 @@ def open_folder(
         inputs: of an artifact.
 
     Raises:
-        UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for the rest.
+        UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for
+            the rest.
         QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
     """
     if is_artifact(folder):
         return open_artifact(
-            folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest, inputs=inputs
+            folder,
+            backend=backend,
+            dtype=dtype,
+            verify=verify,
+            device=device,
+            manifest=manifest,
+            inputs=inputs,
         )
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     if not is_model(folder):
-        return _open_foreign(open_checkpoint(Path(folder)), backend=backend, dtype=dtype, device=torch.device(device))
+        return _open_foreign(
+            open_checkpoint(Path(folder)), backend=backend, dtype=dtype, device=torch.device(device)
+        )
     if backend != "auto":
-        raise UsageError(f"{folder}: backend {backend} for a model that is not quantized", "leave the backend out")
+        raise UsageError(
+            f"{folder}: backend {backend} for a model that is not quantized",
+            "leave the backend out",
+        )
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
     found = _listed(checkpoint, None)
@@ -487,8 +569,8 @@ class _Quantization:
     Attributes:
         layout: of the quantized linears.
         cache: how keys and values are kept; None is as they are.
-        schemes: source name -> (O, I) of every linear, and source name -> what the model calls it where that differs
-            -> source name -> scheme of every quantized one.
+        schemes: source name -> (O, I) of every linear, and source name -> what the model calls it
+            where that differs -> source name -> scheme of every quantized one.
         reordered: whether columns of a weight may stand in another order than its inputs.
         cache_names: as in `Artifact`.
     """
@@ -513,7 +595,8 @@ def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Foun
 
 def _modules(checkpoint: Checkpoint) -> Layout:
     """Return the layout by transformers' module tree."""
-    from quantflow.runtime.module_layout import ModuleLayout  # here: it imports transformers' model code
+    # here: it imports transformers' model code
+    from quantflow.runtime.module_layout import ModuleLayout
 
     return ModuleLayout(_config_of(checkpoint))
 
@@ -532,7 +615,8 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     """Compare the headers with a layout; without `quantization` nothing is quantized.
 
     Raises:
-        InputError: a tensor that is missing, unknown, stored twice, or of another shape than the model's.
+        InputError: a tensor that is missing, unknown, stored twice, or of another shape than the
+            model's.
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     shapes, schemes, caches = layout.linears(owners), dict[str, LinearScheme](), dict[str, int]()
@@ -545,37 +629,64 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
-    return _Found(schemes=schemes, shapes=shapes, modules=modules, names=parameters, head=bound.head, caches=caches)
+    return _Found(
+        schemes=schemes,
+        shapes=shapes,
+        modules=modules,
+        names=parameters,
+        head=bound.head,
+        caches=caches,
+    )
 
 
-def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:
+def _parameters(
+    checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]
+) -> tuple[str, ...]:
     """Return the source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
 
     Raises:
-        InputError: a weight that is stored twice, or a tensor that a scheme names, `claimed`, is missing.
+        InputError: a weight that is stored twice, or a tensor that a scheme names, `claimed`, is
+            missing.
     """
     if missing := sorted(claimed - checkpoint.tensors.keys()):
         whose = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
-        raise InputError(f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact", "export it again")
-    others, quantized = [name for name in checkpoint.tensors if name not in claimed], [f"{name}.weight" for name in schemes]
+        raise InputError(
+            f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact",
+            "export it again",
+        )
+    others, quantized = (
+        [name for name in checkpoint.tensors if name not in claimed],
+        [f"{name}.weight" for name in schemes],
+    )
     if twice := sorted(set(others) & set(quantized)):
-        raise InputError(f"{twice[0]}: stored beside its quantized form", "export the artifact again")
+        raise InputError(
+            f"{twice[0]}: stored beside its quantized form", "export the artifact again"
+        )
     return (*others, *quantized)
 
 
-def _claimed(told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
+def _claimed(
+    told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]
+) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
     scales = {tensor for attention in attentions for tensor in told.cache_names(attention)}
-    return scales | {tensor for name, scheme in schemes.items() for tensor in told.layout.tensor_names(name, scheme)}
+    return scales | {
+        tensor
+        for name, scheme in schemes.items()
+        for tensor in told.layout.tensor_names(name, scheme)
+    }
 
 
-def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]) -> None:
+def _require_shapes(
+    checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]
+) -> None:
     """Refuse a tensor that is not what the configuration says: decoders that know no modules take what is there.
 
     Args:
         checkpoint: the artifact's headers.
         parameters: of the model, as the configuration alone makes it.
-        linears: source names of quantized linears, whose weight `Artifact.decode` compares when it is read.
+        linears: source names of quantized linears, whose weight `Artifact.decode` compares when it
+            is read.
 
     Raises:
         InputError: another shape than the model's, or a dtype that is no floating point.
@@ -586,6 +697,10 @@ def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, 
             continue
         _, info = checkpoint.tensors[source]
         if list(info.shape) != needed:
-            raise InputError(f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL)
+            raise InputError(
+                f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL
+            )
         if info.dtype not in _STORED and parameter.floating:
-            raise InputError(f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL)
+            raise InputError(
+                f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL
+            )

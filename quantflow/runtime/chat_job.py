@@ -39,23 +39,50 @@ class ChatJob:
     """
 
     artifact: Path | None = None
-    url: str | None = setting(None, flag="--url", verbs=CHAT, help="Talk with a server in place of an artifact.")
-    model: str | None = setting(None, flag="--model", metavar="NAME", verbs=CHAT, help="What the server calls it.")
-    api_key: str | None = setting(None, flag="--api-key", metavar="KEY", verbs=CHAT, variable="API_KEY", help="Of the server.")
-    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=CHAT, help=REVISION_HELP)
-    system: str | None = setting(None, flag="--system", metavar="TEXT", verbs=CHAT, help="The system message.")
-    chat_template: Path | None = setting(
-        None, flag="--chat-template", metavar="FILE", verbs=CHAT, parse=Path, help="Jinja, in place of the tokenizer's."
+    url: str | None = setting(
+        None, flag="--url", verbs=CHAT, help="Talk with a server in place of an artifact."
     )
-    max_new_tokens: int = setting(512, flag="--max-new-tokens", verbs=CHAT, shown=True, least=1, help="Of an answer.")
-    temperature: float = setting(0.7, flag="--temperature", verbs=CHAT, shown=True, help="0: the likeliest token.")
-    top_k: int | None = setting(None, flag="--top-k", verbs=CHAT, help="Sample from the k most likely tokens.")
-    top_p: float | None = setting(None, flag="--top-p", verbs=CHAT, help="Sample from the fewest that hold this probability.")
-    seed: int | None = setting(None, flag="--seed", verbs=CHAT, help="The same seed gives the same answers.")
+    model: str | None = setting(
+        None, flag="--model", metavar="NAME", verbs=CHAT, help="What the server calls it."
+    )
+    api_key: str | None = setting(
+        None, flag="--api-key", metavar="KEY", verbs=CHAT, variable="API_KEY", help="Of the server."
+    )
+    revision: str | None = setting(
+        None, flag="--revision", metavar="NAME", verbs=CHAT, help=REVISION_HELP
+    )
+    system: str | None = setting(
+        None, flag="--system", metavar="TEXT", verbs=CHAT, help="The system message."
+    )
+    chat_template: Path | None = setting(
+        None,
+        flag="--chat-template",
+        metavar="FILE",
+        verbs=CHAT,
+        parse=Path,
+        help="Jinja, in place of the tokenizer's.",
+    )
+    max_new_tokens: int = setting(
+        512, flag="--max-new-tokens", verbs=CHAT, shown=True, least=1, help="Of an answer."
+    )
+    temperature: float = setting(
+        0.7, flag="--temperature", verbs=CHAT, shown=True, help="0: the likeliest token."
+    )
+    top_k: int | None = setting(
+        None, flag="--top-k", verbs=CHAT, help="Sample from the k most likely tokens."
+    )
+    top_p: float | None = setting(
+        None, flag="--top-p", verbs=CHAT, help="Sample from the fewest that hold this probability."
+    )
+    seed: int | None = setting(
+        None, flag="--seed", verbs=CHAT, help="The same seed gives the same answers."
+    )
     backend: str = setting("auto", flag="--backend", verbs=CHAT, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=CHAT, shown=True, help="")
     decoder: str = setting("auto", flag="--decoder", verbs=CHAT, shown=True, help=DECODER_HELP)
-    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP)
+    kv_cache: str = setting(
+        "auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP
+    )
     exact: bool = setting(False, flag="--exact", verbs=CHAT, help=EXACT_HELP)
 
     signature: RequiredSignature = RequiredSignature()
@@ -70,7 +97,10 @@ class ChatJob:
         if (self.artifact is None) == (self.url is None):
             raise UsageError(f"chat: artifact {self.artifact}, url {self.url}", "give one of them")
         if self.url is not None and self.signature:
-            raise UsageError("chat: a signature of a model on a server", "give the artifact, or leave the signature out")
+            raise UsageError(
+                "chat: a signature of a model on a server",
+                "give the artifact, or leave the signature out",
+            )
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise UsageError(f"url={self.url}", "write http://HOST:PORT")
         if self.temperature != 0:

@@ -8,29 +8,42 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError
 
 LEAST_GROUPS = 256  # of a weight, for its zero points to say in which order its codes stand
-LEAST_CORRELATION = 0.2  # of mean codes and zero points: a rounded weight's is above 0.5, that of shuffled groups near 0
+# of mean codes and zero points: a rounded weight's is above 0.5, that of shuffled groups near 0
+LEAST_CORRELATION = 0.2
 
 
 def require_one_order(name: str, linear: QuantizedLinear) -> None:
     """Refuse a weight whose codes and zero points stand in different orders.
 
-    A group's zero point is where 0 lies among its codes, and a weight's groups have means near 0: over many groups mean codes
-    follow zero points.
+    A group's zero point is where 0 lies among its codes, and a weight's groups have means near 0:
+    over many groups mean codes follow zero points.
 
     Raises:
         InputError: they do not.
     """
     weight = linear.weight
-    if weight.zero_point is None or weight.scheme.minima or weight.zero_point.numel() < LEAST_GROUPS:
+    if (
+        weight.zero_point is None
+        or weight.scheme.minima
+        or weight.zero_point.numel() < LEAST_GROUPS
+    ):
         return
     split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
-    means, zeros = split.mean(dim=-1, dtype=torch.float32).flatten(), weight.zero_point.float().flatten()  # [O * G]
+    # [O * G]
+    means, zeros = (
+        split.mean(dim=-1, dtype=torch.float32).flatten(),
+        weight.zero_point.float().flatten(),
+    )
     if float(zeros.std()) < 0.5 or float(means.std()) == 0:  # nearly symmetric: they say nothing
         return
     found = _correlation(means, zeros)
     if found < LEAST_CORRELATION:
         cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {found:.2f})"
-        raise InputError(cause, "its nibbles are in another order, or its tensors of two models: download the folder again")
+        raise InputError(
+            cause,
+            "its nibbles are in another order, or its tensors of two models: download the folder "
+            "again",
+        )
 
 
 def _correlation(left: Tensor, right: Tensor) -> float:

@@ -60,13 +60,20 @@ class LocalPartner:
             exact=job.exact,
         )
         if loaded.tokenizer is None:
-            raise InputError(f"{job.artifact}: no tokenizer", "export it with its tokenizer's files")
+            raise InputError(
+                f"{job.artifact}: no tokenizer", "export it with its tokenizer's files"
+            )
         self.name, self.tokens = origin_of(job.artifact).name, 0
         self._job, self._loaded, self._tokenizer = job, loaded, loaded.tokenizer
         self._template = None if job.chat_template is None else job.chat_template.read_text()
         if self._template is None and self._tokenizer.chat_template is None:
-            raise UsageError(f"{job.artifact}: no chat template", "give --chat-template, or use `quantflow generate`")
-        self._engine = Engine(loaded.decoder, limits=BatchLimits(max_batch_size=1), tokenizer=self._tokenizer)
+            raise UsageError(
+                f"{job.artifact}: no chat template",
+                "give --chat-template, or use `quantflow generate`",
+            )
+        self._engine = Engine(
+            loaded.decoder, limits=BatchLimits(max_batch_size=1), tokenizer=self._tokenizer
+        )
         self._seed = secrets.randbits(32) if job.seed is None else job.seed
 
     def answer(self, messages: Messages) -> Iterator[str]:
@@ -76,10 +83,15 @@ class LocalPartner:
             UsageError: the conversation is longer than the model's positions.
             InputError: the template refuses it (quantflow.models.chat_template).
         """
-        ids = chat_tokens(self._tokenizer, messages, where="conversation", answer=True, template=self._template)
+        ids = chat_tokens(
+            self._tokenizer, messages, where="conversation", answer=True, template=self._template
+        )
         most = int(self._engine.limits.max_total_tokens or 0)
         if len(ids) >= most:
-            raise UsageError(f"the conversation has {len(ids)} tokens, the model reads {most}", "begin a new one with /reset")
+            raise UsageError(
+                f"the conversation has {len(ids)} tokens, the model reads {most}",
+                "begin a new one with /reset",
+            )
         request = BatchRequest(
             input_ids=tuple(ids),
             max_new_tokens=min(self._job.max_new_tokens, most - len(ids)),
@@ -131,7 +143,8 @@ class RemotePartner:
             self.name = str(json.load(answer)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise InputError(
-                f"{job.url}/v1/models: no list of models", "give the URL of a server with OpenAI's routes"
+                f"{job.url}/v1/models: no list of models",
+                "give the URL of a server with OpenAI's routes",
             ) from error
 
     def answer(self, messages: Messages) -> Iterator[str]:
@@ -141,16 +154,25 @@ class RemotePartner:
             QuantflowError: the server refuses the conversation, or goes away.
         """
         job = self._job
-        body = {"model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         body |= {"temperature": job.temperature, "max_tokens": job.max_new_tokens}
-        body |= {name: value for name in ("top_k", "top_p") if (value := getattr(job, name)) is not None}
+        body |= {
+            name: value for name in ("top_k", "top_p") if (value := getattr(job, name)) is not None
+        }
         if self._seed is not None:
             body["seed"], self._seed = self._seed, self._seed + 1
         self.tokens = 0
         with self._ask("POST", "/v1/chat/completions", body) as response:
             for event in _events(response):
                 if "error" in event:
-                    raise InputError(f"{job.url}: {_told(event)}", "begin a new conversation with /reset")
+                    raise InputError(
+                        f"{job.url}: {_told(event)}", "begin a new conversation with /reset"
+                    )
                 if event.get("usage"):
                     self.tokens = int(event["usage"]["completion_tokens"])
                 for choice in event.get("choices", ()):
@@ -167,14 +189,18 @@ class RemotePartner:
         headers |= {} if job.api_key is None else {"Authorization": f"Bearer {job.api_key}"}
         try:
             connection = kind(self._place, timeout=600)
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), headers)
+            connection.request(
+                method, self._path + path, None if body is None else json.dumps(body), headers
+            )
             response = connection.getresponse()
             if response.status == 200:
                 return response
             with response:
                 told = _told(json.load(response))
         except (OSError, HTTPException) as error:
-            raise ResourceError(f"{job.url}: {error}", "check that the server runs there") from error
+            raise ResourceError(
+                f"{job.url}: {error}", "check that the server runs there"
+            ) from error
         except ValueError:
             told = f"status {response.status}"
         raise InputError(f"{job.url}{path}: {told}", "change what was asked")

@@ -1,8 +1,8 @@
 """What every way to generate stands on: one model, one key-value cache, four methods.
 
-Whoever generates keeps the tokens; a decoder keeps what it has seen of them. Positions are columns of the batch: in a
-batch whose prompts are padded on the left, padding takes columns too, but it is never attended to, and a sequence's own
-positions count from its first real token.
+Whoever generates keeps the tokens; a decoder keeps what it has seen of them. Positions are columns
+of the batch: in a batch whose prompts are padded on the left, padding takes columns too, but it is
+never attended to, and a sequence's own positions count from its first real token.
 """
 
 from typing import Protocol, runtime_checkable
@@ -35,13 +35,15 @@ class Decoder(Protocol):
             capacity: no sequence will have more positions than this, padding included.
         """
 
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True
+    ) -> Tensor:
         """Append T positions to every sequence of the cache.
 
         Args:
             input_ids: [B, T] int64, T at least 1.
-            padding: [B] int64, how many tokens at the left of a prompt are padding; given with the first forward after
-                `begin`, or never; the decoder remembers it.
+            padding: [B] int64, how many tokens at the left of a prompt are padding; given with the
+                first forward after `begin`, or never; the decoder remembers it.
             last_only: compute the logits of the last position only.
 
         Returns:
@@ -63,11 +65,14 @@ class Decoder(Protocol):
 class HiddenDecoder(Decoder, Protocol):
     """A decoder that can show what its head reads; contrastive search and Medusa heads need one."""
 
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward_hidden(
+        self, input_ids: Tensor, *, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Do as `forward`, all positions.
 
         Returns:
-            logits [B, T, V] float32, and the final hidden states [B, T, H] float32 (after the last norm).
+            logits [B, T, V] float32, and the final hidden states [B, T, H] float32 (after the last
+            norm).
         """
 
 
@@ -78,7 +83,9 @@ def require_length(length: int, *, have: int) -> None:
         UsageError: naming both numbers.
     """
     if not 0 <= length <= have:
-        raise UsageError(f"crop to {length} positions: the cache has {have}", "crop to at most what there is")
+        raise UsageError(
+            f"crop to {length} positions: the cache has {have}", "crop to at most what there is"
+        )
 
 
 def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) -> None:

@@ -1,7 +1,7 @@
 """What generate may be asked for, checked once: prompts, how tokens are drawn, what may be said, and by which method.
 
-The records are plain, so that a command line and a process that starts others know them without torch. A field says of itself
-which option it is (quantflow/settings.py).
+The records are plain, so that a command line and a process that starts others know them without
+torch. A field says of itself which option it is (quantflow/settings.py).
 """
 
 import math
@@ -25,7 +25,9 @@ REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
 COMPILE_HELP = "Run transformers' modules, compiled by torch.compile at the first token (minutes)."
 BIND_HELP = "Keep each process to cores of its own, of one NUMA node where they fit."
-TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
+TRUST_HELP = (
+    "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
+)
 
 
 def require(fits: bool, told: str, remedy: str) -> None:
@@ -63,24 +65,41 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; above 0.
         top_k: keep the k most likely tokens; None keeps all.
-        top_p: keep the most likely tokens whose probabilities together reach p, 0 < p <= 1; None keeps all.
-        min_p: keep tokens at least p times as likely as the most likely, 0 <= p <= 1; None keeps all.
-        typical_p: keep the most typical tokens whose probabilities together reach p, 0 < p < 1; None keeps all.
+        top_p: keep the most likely tokens whose probabilities together reach p, 0 < p <= 1; None
+            keeps all.
+        min_p: keep tokens at least p times as likely as the most likely, 0 <= p <= 1; None keeps
+            all.
+        typical_p: keep the most typical tokens whose probabilities together reach p, 0 < p < 1;
+            None keeps all.
         seed: of the generator; the same seed gives the same tokens.
     """
 
     temperature: float = setting(
-        1.0, flag="--temperature", verbs=GENERATE, help="Sample instead of taking the most likely token; 0 takes it."
+        1.0,
+        flag="--temperature",
+        verbs=GENERATE,
+        help="Sample instead of taking the most likely token; 0 takes it.",
     )
-    top_k: int | None = setting(None, flag="--top-k", verbs=GENERATE, help="Sample from the k most likely tokens.")
+    top_k: int | None = setting(
+        None, flag="--top-k", verbs=GENERATE, help="Sample from the k most likely tokens."
+    )
     top_p: float | None = setting(
-        None, flag="--top-p", verbs=GENERATE, help="Sample from the fewest tokens that hold this probability."
+        None,
+        flag="--top-p",
+        verbs=GENERATE,
+        help="Sample from the fewest tokens that hold this probability.",
     )
     min_p: float | None = setting(
-        None, flag="--min-p", verbs=GENERATE, help="Sample from tokens at least this share as likely as the likeliest."
+        None,
+        flag="--min-p",
+        verbs=GENERATE,
+        help="Sample from tokens at least this share as likely as the likeliest.",
     )
     typical_p: float | None = setting(
-        None, flag="--typical-p", verbs=GENERATE, help="Sample from the most typical tokens that hold this probability."
+        None,
+        flag="--typical-p",
+        verbs=GENERATE,
+        help="Sample from the most typical tokens that hold this probability.",
     )
     seed: int = setting(0, flag="--seed", verbs=GENERATE, shown=True, help="")
 
@@ -91,10 +110,16 @@ class Sampling:
             UsageError: naming the value.
         """
         usable = 0 < self.temperature < math.inf
-        require(usable, f"temperature={self.temperature}", "use a positive number, or greedy decoding")
+        require(
+            usable, f"temperature={self.temperature}", "use a positive number, or greedy decoding"
+        )
         require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k}", "use 1 or more")
-        require(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p}", "use 0 < top_p <= 1")
-        require(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p}", "use 0 <= min_p <= 1")
+        require(
+            self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p}", "use 0 < top_p <= 1"
+        )
+        require(
+            self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p}", "use 0 <= min_p <= 1"
+        )
         typical = self.typical_p is None or 0 < self.typical_p < 1
         require(typical, f"typical_p={self.typical_p}", "use 0 < typical_p < 1")
         require(-(2**63) <= self.seed < 2**64, f"seed={self.seed}", "use a number of 64 bits")
@@ -105,10 +130,12 @@ class Rules:
     """What may be said; applied before anything is chosen, in the order of the attributes.
 
     Attributes:
-        repetition_penalty: above 1 makes tokens of prompt and text less likely, below 1 more; positive.
+        repetition_penalty: above 1 makes tokens of prompt and text less likely, below 1 more;
+            positive.
         frequency_penalty: subtracted from a token's logit for every time it was generated.
         presence_penalty: subtracted once from a token's logit if it was generated.
-        no_repeat_ngram_size: no n-gram of so many tokens stands twice in prompt and text; 0: any may.
+        no_repeat_ngram_size: no n-gram of so many tokens stands twice in prompt and text; 0: any
+            may.
         bad_words: token ids of words that are never generated.
         min_length: the text does not end before prompt and new tokens are so many.
         min_new_tokens: the text does not end before so many new tokens.
@@ -129,16 +156,30 @@ class Rules:
         help="Lower a token's logit by X each time it was generated.",
     )
     presence_penalty: float = setting(
-        0.0, flag="--presence-penalty", metavar="X", verbs=GENERATE, help="Lower a token's logit by X if it was generated."
+        0.0,
+        flag="--presence-penalty",
+        metavar="X",
+        verbs=GENERATE,
+        help="Lower a token's logit by X if it was generated.",
     )
     no_repeat_ngram_size: int = setting(
-        0, flag="--no-repeat-ngram-size", metavar="N", verbs=GENERATE, help="Never generate the same N tokens in a row twice."
+        0,
+        flag="--no-repeat-ngram-size",
+        metavar="N",
+        verbs=GENERATE,
+        help="Never generate the same N tokens in a row twice.",
     )
     bad_words: Words = ()
     min_length: int = setting(
-        0, flag="--min-length", metavar="N", verbs=GENERATE, help="No end before N tokens of prompt and text."
+        0,
+        flag="--min-length",
+        metavar="N",
+        verbs=GENERATE,
+        help="No end before N tokens of prompt and text.",
     )
-    min_new_tokens: int = setting(0, flag="--min-new-tokens", metavar="N", verbs=GENERATE, help="No end before N new tokens.")
+    min_new_tokens: int = setting(
+        0, flag="--min-new-tokens", metavar="N", verbs=GENERATE, help="No end before N new tokens."
+    )
 
     def __post_init__(self) -> None:
         """Refuse values outside their ranges.
@@ -147,11 +188,23 @@ class Rules:
             UsageError: naming the value.
         """
         usable = 0 < self.repetition_penalty < math.inf
-        require(usable, f"repetition_penalty={self.repetition_penalty}", "use a positive number; 1 changes nothing")
+        require(
+            usable,
+            f"repetition_penalty={self.repetition_penalty}",
+            "use a positive number; 1 changes nothing",
+        )
         for name in ("frequency_penalty", "presence_penalty"):
-            require(-2 <= getattr(self, name) <= 2, f"{name}={getattr(self, name)}", "use -2 to 2; 0 changes nothing")
+            require(
+                -2 <= getattr(self, name) <= 2,
+                f"{name}={getattr(self, name)}",
+                "use -2 to 2; 0 changes nothing",
+            )
         for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
-            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}", "use 0 or more; 0 changes nothing")
+            require(
+                getattr(self, name) >= 0,
+                f"{name}={getattr(self, name)}",
+                "use 0 or more; 0 changes nothing",
+            )
         require(all(self.bad_words), "bad_words: a word of no token", "leave it out")
 
 
@@ -162,12 +215,14 @@ class Beams:
     Attributes:
         count: sequences that are followed at once; with `sampling` their continuations are drawn.
         length_penalty: a sequence's score is its log-probability / (new tokens ** length_penalty).
-        early_stopping: True ends at `count` finished sequences, False where the running ones look unable to win at their
-            present length, "never" where they cannot win at any length.
+        early_stopping: True ends at `count` finished sequences, False where the running ones look
+            unable to win at their present length, "never" where they cannot win at any length.
         force_words: token ids of words that every returned sequence contains.
     """
 
-    count: int = setting(flag="--num-beams", metavar="N", verbs=GENERATE, help="Beam search: follow N sequences.")
+    count: int = setting(
+        flag="--num-beams", metavar="N", verbs=GENERATE, help="Beam search: follow N sequences."
+    )
     length_penalty: float = setting(
         1.0,
         flag="--length-penalty",
@@ -207,7 +262,10 @@ class Contrastive:
     """
 
     alpha: float = setting(
-        flag="--penalty-alpha", metavar="X", verbs=GENERATE, help="Contrastive search among --top-k candidates."
+        flag="--penalty-alpha",
+        metavar="X",
+        verbs=GENERATE,
+        help="Contrastive search among --top-k candidates.",
     )
     top_k: int = setting(4, help="Candidates of each step.")
 
@@ -218,7 +276,9 @@ class Contrastive:
             UsageError: naming the value.
         """
         require(0 <= self.alpha <= 1, f"penalty_alpha={self.alpha}", "use 0 <= penalty_alpha <= 1")
-        require(self.top_k > 1, f"top_k={self.top_k} with penalty_alpha", "use 2 or more candidates")
+        require(
+            self.top_k > 1, f"top_k={self.top_k} with penalty_alpha", "use 2 or more candidates"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +305,11 @@ class Lookup:
         Raises:
             UsageError: naming them.
         """
-        require(self.tokens >= 1 and self.ngram >= 1, f"lookup tokens={self.tokens}, ngram={self.ngram}", "use 1 or more")
+        require(
+            self.tokens >= 1 and self.ngram >= 1,
+            f"lookup tokens={self.tokens}, ngram={self.ngram}",
+            "use 1 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +320,18 @@ class GenerateJob:
         prompts: given one by one.
         repeat: all prompts so many times, one round after the other.
         output: a file for the texts, prompt -> text, as `reference` reads it.
-        source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
+        source: a file, folder or hub name with more of them
+            (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
         `limit` of them. chat: texts are the user's messages of a chat.
         echo: print the prompt before the text; None does so but for chats.
         max_input_tokens: of each prompt the first so many; None keeps all.
-        max_new_tokens, max_length: tokens of a text at most; with the second those of its prompt count, and the first does not.
+        max_new_tokens, max_length: tokens of a text at most; with the second those of its prompt
+            count, and the first does not.
         batch_size: prompts that are continued together.
-        method: beams, contrastive search, lookup; None: one token after the other, or what `draft` or `medusa` names.
-        draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a time.
+        method: beams, contrastive search, lookup; None: one token after the other, or what `draft`
+            or `medusa` names.
+        draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a
+            time.
         medusa: folder of Medusa heads.
         rules: penalties and lengths; `bad_words` and `force_words` are put in as tokens.
         stop: texts end with any of these.
@@ -274,9 +342,11 @@ class GenerateJob:
         decoder: `lean` or `transformers`, or `auto` for the first where it can.
         kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
         torch_compile: run transformers' modules, compiled.
-        pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
+        pack: keep the weights beside the artifact as the lean decoder holds them, and load them
+            from there.
         exact: inputs that the schemes leave alone are never rounded.
-        disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
+        disk_offload: leave the weights on disk and read them for every token; the same tokens with
+            little memory.
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
@@ -287,14 +357,19 @@ class GenerateJob:
 
     artifact: Path
     prompts: tuple[str, ...] = setting(
-        (), flag="--prompt", metavar="TEXT", verbs=GENERATE, help="A text to continue; also several."
+        (),
+        flag="--prompt",
+        metavar="TEXT",
+        verbs=GENERATE,
+        help="A text to continue; also several.",
     )
     source: str | None = setting(
         None,
         flag="--prompts",
         metavar="FILE|DIR|NAME",
         verbs=GENERATE,
-        help="More prompts: .txt (blank lines between), .json (a list or table), .jsonl, .csv, .parquet; a folder; a hub name.",
+        help="More prompts: .txt (blank lines between), .json (a list or table), .jsonl, .csv, "
+        ".parquet; a folder; a hub name.",
     )
     column: str | None = setting(
         None,
@@ -303,9 +378,16 @@ class GenerateJob:
         verbs=GENERATE,
         help="Column of --prompts (default: the first that holds text).",
     )
-    limit: int | None = setting(None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts.")
+    limit: int | None = setting(
+        None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts."
+    )
     repeat: int = setting(
-        1, flag="--repeat", metavar="N", verbs=GENERATE, least=1, help="All prompts N times, --limit applied before."
+        1,
+        flag="--repeat",
+        metavar="N",
+        verbs=GENERATE,
+        least=1,
+        help="All prompts N times, --limit applied before.",
     )
     output: Path | None = setting(
         None,
@@ -316,10 +398,16 @@ class GenerateJob:
         help="Write JSON of prompt: text, which --reference reads.",
     )
     echo: bool | None = setting(
-        None, flag="--echo/--no-echo", verbs=GENERATE, help="Print the prompt before the text (default: unless --chat)."
+        None,
+        flag="--echo/--no-echo",
+        verbs=GENERATE,
+        help="Print the prompt before the text (default: unless --chat).",
     )
     chat: bool = setting(
-        False, flag="--chat", verbs=GENERATE, help="Prompts are a user's messages: put them into the chat template."
+        False,
+        flag="--chat",
+        verbs=GENERATE,
+        help="Prompts are a user's messages: put them into the chat template.",
     )
     max_input_tokens: int | None = setting(
         None,
@@ -330,7 +418,11 @@ class GenerateJob:
         help="The first N tokens of each prompt (default, or -1: all).",
     )
     batch_size: int = setting(
-        1, flag="--batch-size", verbs=GENERATE, shown=True, help="Prompts that run together, padded on the left."
+        1,
+        flag="--batch-size",
+        verbs=GENERATE,
+        shown=True,
+        help="Prompts that run together, padded on the left.",
     )
     reference: Path | None = setting(
         None,
@@ -342,10 +434,18 @@ class GenerateJob:
     )
     max_new_tokens: int = setting(64, flag="--max-new-tokens", verbs=GENERATE, shown=True, help="")
     max_length: int | None = setting(
-        None, flag="--max-length", metavar="N", verbs=GENERATE, help="N tokens of prompt and text, in place of it."
+        None,
+        flag="--max-length",
+        metavar="N",
+        verbs=GENERATE,
+        help="N tokens of prompt and text, in place of it.",
     )
-    stop: tuple[str, ...] = setting((), flag="--stop", metavar="TEXT", verbs=GENERATE, help="End with this text; also several.")
-    ignore_eos: bool = setting(False, flag="--ignore-eos", verbs=GENERATE, help="Go on after end tokens.")
+    stop: tuple[str, ...] = setting(
+        (), flag="--stop", metavar="TEXT", verbs=GENERATE, help="End with this text; also several."
+    )
+    ignore_eos: bool = setting(
+        False, flag="--ignore-eos", verbs=GENERATE, help="Go on after end tokens."
+    )
     sampling: Sampling | None = None
     rules: Rules = Rules()
     bad_words: tuple[str, ...] = setting(
@@ -356,7 +456,9 @@ class GenerateJob:
         help="Never generate this word; also several.",
     )
     method: Beams | Contrastive | Lookup | None = None
-    returned: int = setting(1, flag="--num-return-sequences", metavar="N", verbs=GENERATE, help="Texts per prompt.")
+    returned: int = setting(
+        1, flag="--num-return-sequences", metavar="N", verbs=GENERATE, help="Texts per prompt."
+    )
     force_words: tuple[str, ...] = setting(
         (),
         flag="--force-words",
@@ -373,7 +475,11 @@ class GenerateJob:
         help="A smaller artifact or model with the same tokenizer, which proposes tokens.",
     )
     draft_tokens: int = setting(
-        5, flag="--assistant-tokens", verbs=GENERATE, shown=True, help="Tokens that it proposes at a time."
+        5,
+        flag="--assistant-tokens",
+        verbs=GENERATE,
+        shown=True,
+        help="Tokens that it proposes at a time.",
     )
     medusa: Path | None = setting(
         None,
@@ -401,16 +507,28 @@ class GenerateJob:
     bind: bool = setting(False, flag="--bind", verbs=GENERATE, help=BIND_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=GENERATE, help=TRUST_HELP)
     backend: str = setting("auto", flag="--backend", verbs=GENERATE, shown=True, help=BACKEND_HELP)
-    dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")
+    dtype: str = setting(
+        "float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help=""
+    )
     device: str = setting(
-        "cpu", flag="--device", metavar="DEVICE", verbs=GENERATE, parse=device_flag, shown=True, help=DEVICE_HELP
+        "cpu",
+        flag="--device",
+        metavar="DEVICE",
+        verbs=GENERATE,
+        parse=device_flag,
+        shown=True,
+        help=DEVICE_HELP,
     )
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     torch_compile: bool = setting(False, flag="--torch-compile", verbs=GENERATE, help=COMPILE_HELP)
-    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
+    kv_cache: str = setting(
+        "auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP
+    )
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=GENERATE, help=EXACT_HELP)
-    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP)
+    revision: str | None = setting(
+        None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP
+    )
     signature: RequiredSignature = RequiredSignature()
     disk_offload: bool = setting(
         False,

@@ -38,30 +38,49 @@ from quantflow.runtime.timed_decoder import Timed
 from quantflow.settings import check_numbers
 
 
-def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
+def run(
+    job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None
+) -> dict[str, Any] | None:
     """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
 
     Returns:
-        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `ranks`; `adapter`,
-        how many linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
-        None on a rank that is not the first.
+        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no
+        faster one; `ranks`; `adapter`, how many linears it went into and beside; and `differing`,
+        the prompts whose texts are not those of the reference. None on a rank that is not the
+        first.
     """
     _check(job)
     job.signature.check(job.artifact)
-    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
-    without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload, "torch_compile": job.torch_compile}
-    world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)
+    without = {
+        "the transformers decoder": job.decoder == "transformers",
+        f"device {job.device}": job.device != "cpu",
+    }
+    without |= {
+        "an adapter": job.adapter is not None,
+        "disk_offload": job.disk_offload,
+        "torch_compile": job.torch_compile,
+    }
+    world = rank_processes.world_of(
+        "generate", job.ranks, trusted=job.trust_network, without=without
+    )
     telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
-        return rank_processes.start("generate", job, world=world, progress=telling, stream=stream, bind=job.bind)
-    with rank_processes.bound("generate", asked=job.bind), rank_processes.joined("generate", world) as wire:
+        return rank_processes.start(
+            "generate", job, world=world, progress=telling, stream=stream, bind=job.bind
+        )
+    with (
+        rank_processes.bound("generate", asked=job.bind),
+        rank_processes.joined("generate", world) as wire,
+    ):
         prompts: list[Prompt] = list(job.prompts)
         if job.source is not None and (wire is None or wire.rank == 0):
             prompts += read_prompts(job.source, column=job.column, limit=job.limit)
         prompts *= job.repeat
         expected = _reference(job.reference)
         loaded, adapted = _open(job, wire)
-        result = rank_processes.drive(loaded, wire, lambda led: _continue(job, led, prompts, stream, telling))
+        result = rank_processes.drive(
+            loaded, wire, lambda led: _continue(job, led, prompts, stream, telling)
+        )
     if result is None:
         return None
     if job.output is not None:
@@ -70,15 +89,23 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     return {
         **result,
         "ranks": world,
-        "adapter": None if adapted is None else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
+        "adapter": None
+        if adapted is None
+        else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
         "differing": [
-            o["prompt"] for o in result["outputs"] if expected is not None and expected.get(o["prompt"]) != o["text"]
+            o["prompt"]
+            for o in result["outputs"]
+            if expected is not None and expected.get(o["prompt"]) != o["text"]
         ],
     }
 
 
 def _continue(
-    job: GenerateJob, loaded: Loaded, prompts: Sequence[Prompt], stream: Callable[[str], None], progress: Progress
+    job: GenerateJob,
+    loaded: Loaded,
+    prompts: Sequence[Prompt],
+    stream: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """Return the outputs, how long they took, and what decoded."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
@@ -89,7 +116,9 @@ def _continue(
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
     room = _room(job, rows)
     decoder = Timed(loaded.decoder)
-    batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
+    batches = [
+        range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)
+    ]
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
@@ -97,19 +126,43 @@ def _continue(
     telling = progress if len(batches) > 1 else SILENT
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         since, told_before = time.perf_counter(), len(outputs)
-        ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
-        told = _Spoken(tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream) if alone else None
+        ids, padding = _left_padded(
+            [rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device
+        )
+        told = (
+            _Spoken(
+                tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream
+            )
+            if alone
+            else None
+        )
         tell = None if told is None else told.put
         new = max(room[i] for i in batch)
-        found = generate(decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options)
+        found = generate(
+            decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options
+        )
         if told is not None:
             told.end()
-        for i, row in zip((i for i in batch for _ in range(job.returned)), found[:, ids.shape[1] :].tolist(), strict=True):
+        for i, row in zip(
+            (i for i in batch for _ in range(job.returned)),
+            found[:, ids.shape[1] :].tolist(),
+            strict=True,
+        ):
             tokens = _own(row[: room[i]], options["eos_token_id"], options["stop"])
             text = continuation(tokenizer, rows[i], tokens)
             outputs.append({"prompt": shown(prompts[i]), "text": text, "tokens": tokens})
-        taken, made = time.perf_counter() - since, sum(len(output["tokens"]) for output in outputs[told_before:])
-        steps.append({"prompts": len(batch), "seconds": taken, "tokens": made, "tokens_per_second": made / taken})
+        taken, made = (
+            time.perf_counter() - since,
+            sum(len(output["tokens"]) for output in outputs[told_before:]),
+        )
+        steps.append(
+            {
+                "prompts": len(batch),
+                "seconds": taken,
+                "tokens": made,
+                "tokens_per_second": made / taken,
+            }
+        )
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
     return {
         "outputs": outputs,
@@ -133,21 +186,31 @@ def _check(job: GenerateJob) -> None:
         UsageError: naming them.
     """
     if job.disk_offload and job.torch_compile:
-        raise UsageError("generate: disk_offload with torch_compile", "leave one of them out: weights on disk are not compiled")
+        raise UsageError(
+            "generate: disk_offload with torch_compile",
+            "leave one of them out: weights on disk are not compiled",
+        )
     if job.disk_offload and job.device != "cpu":
         raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
     if not job.prompts and job.source is None:
         raise UsageError("generate: no prompt", "give --prompt, or --prompts FILE")
     check_numbers(job)
     if job.output is not None and job.returned > 1:
-        raise UsageError(f"generate: output with {job.returned} texts per prompt", "leave it out, and give --json")
+        raise UsageError(
+            f"generate: output with {job.returned} texts per prompt",
+            "leave it out, and give --json",
+        )
     if job.output is not None and not job.output.parent.is_dir():
-        raise UsageError(f"{job.output.parent}: no such folder for the texts", "make it, or name another file")
+        raise UsageError(
+            f"{job.output.parent}: no such folder for the texts", "make it, or name another file"
+        )
     if job.batch_size < 1:
         raise UsageError(f"batch_size={job.batch_size}", "use 1 or more")
     methods = [name for name in ("method", "draft", "medusa") if getattr(job, name) is not None]
     if len(methods) > 1:
-        raise UsageError(f"generate: {' and '.join(methods)} together", "choose one way to generate")
+        raise UsageError(
+            f"generate: {' and '.join(methods)} together", "choose one way to generate"
+        )
     if job.force_words and not isinstance(job.method, Beams):
         raise UsageError("generate: force_words without beams", "give --num-beams, such as 4")
     if job.merge and job.adapter is None:
@@ -161,14 +224,20 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
-        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        options |= {
+            "decoder": job.decoder,
+            "kv_cache": job.kv_cache,
+            "pack": job.pack,
+            "device": job.device,
+        }
         options["compiled"] = job.torch_compile
         return load(job.artifact, wire=wire, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
         raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
     if job.disk_offload:
-        from quantflow.runtime.offload import load_offloaded  # here, as in `_draft`: it imports transformers' model code
+        # here, as in `_draft`: it imports transformers' model code
+        from quantflow.runtime.offload import load_offloaded
 
         loaded = load_offloaded(job.artifact, **options)
     else:
@@ -177,7 +246,9 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
         return loaded, None
     assert loaded.model is not None  # these are transformers' modules
     adapted = attach_(loaded.model, job.adapter, merge=job.merge)
-    return replace(loaded, reasons=(f"the lean decoder is not used: {special[0]} was asked for",)), adapted
+    return replace(
+        loaded, reasons=(f"the lean decoder is not used: {special[0]} was asked for",)
+    ), adapted
 
 
 def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | None:
@@ -195,16 +266,27 @@ def _draft(folder: Path, job: GenerateJob) -> Decoder:
     """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
-        loaded = load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True, exact=job.exact)
+        loaded = load(
+            folder,
+            decoder="auto",
+            backend=job.backend,
+            dtype=dtype,
+            device=job.device,
+            crops=True,
+            exact=job.exact,
+        )
         return loaded.decoder
-    from quantflow.models.load import load_model, open_source  # here: they import transformers' model code
+    # here: they import transformers' model code
+    from quantflow.models.load import load_model, open_source
     from quantflow.runtime.transformers_decoder import TransformersDecoder
 
     model = load_model(open_source(folder), dtype=dtype)
     return TransformersDecoder(model.to(job.device), device=job.device, crops=True)
 
 
-def _options(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _options(
+    job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
     ends = () if job.ignore_eos else loaded.eos_token_ids
     return {
@@ -221,15 +303,21 @@ def _room(job: GenerateJob, rows: Sequence[list[int]]) -> list[int]:
     """Return how many tokens may follow each prompt.
 
     Raises:
-        UsageError: a prompt that is as long as the whole text may be; beams of several prompts, which end by their lengths.
+        UsageError: a prompt that is as long as the whole text may be; beams of several prompts,
+            which end by their lengths.
     """
     if job.max_length is None:
         return [job.max_new_tokens] * len(rows)
     if isinstance(job.method, Beams) and job.batch_size > 1:
-        raise UsageError(f"generate: max_length with beams and batch_size={job.batch_size}", "give --max-new-tokens")
+        raise UsageError(
+            f"generate: max_length with beams and batch_size={job.batch_size}",
+            "give --max-new-tokens",
+        )
     for number, row in enumerate(rows, start=1):
         if len(row) >= job.max_length:
-            raise UsageError(f"prompt {number}: {len(row)} tokens, max_length={job.max_length}", "give more")
+            raise UsageError(
+                f"prompt {number}: {len(row)} tokens, max_length={job.max_length}", "give more"
+            )
     return [job.max_length - len(row) for row in rows]
 
 
@@ -238,7 +326,9 @@ def _reference(path: Path | None) -> dict[str, Any] | None:
         return None
     expected = read_json(path)
     if not isinstance(expected, dict):
-        raise InputError(f"{path}: {type(expected).__name__}, a table of prompt and text is needed", "write one")
+        raise InputError(
+            f"{path}: {type(expected).__name__}, a table of prompt and text is needed", "write one"
+        )
     return expected
 
 
@@ -253,7 +343,11 @@ class _Spoken:
     """The text of a single sequence on its way out; the prompt goes with the first piece, so not before there is one."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int], stream: Callable[[str], None]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str,
+        tokens: Sequence[int],
+        stream: Callable[[str], None],
     ) -> None:
         self._prompt, self._stream = prompt, stream
         self._text = TextStream(tokenizer, tokens, tell=self._tell)
@@ -269,7 +363,9 @@ class _Spoken:
         self._prompt = ""
 
 
-def _own(tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None) -> list[int]:
+def _own(
+    tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None
+) -> list[int]:
     """Return the tokens up to the end of the text; what follows fills the batch."""
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] in ends or (stop is not None and stop(tokens[:count])):

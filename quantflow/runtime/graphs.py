@@ -1,8 +1,9 @@
 """transformers' modules over a cache of fixed length, so that a decode step can be captured once and replayed.
 
-A step reads and writes tensors that stay where they are: the ids, their positions, where they are written, what is padding, and
-the cache. It may run twice without harm, because it begins by telling every layer where it writes. A prompt, which has another
-length each time, is not captured. The cache's length is that of a bucket, so that a graph serves many prompts.
+A step reads and writes tensors that stay where they are: the ids, their positions, where they are
+written, what is padding, and the cache. It may run twice without harm, because it begins by telling
+every layer where it writes. A prompt, which has another length each time, is not captured. The
+cache's length is that of a bucket, so that a graph serves many prompts.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class GraphDecoder:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
     """
 
-    def __init__(self, model: nn.Module, *, device: torch.device, capture: Callable[[Step], Step]) -> None:
+    def __init__(
+        self, model: nn.Module, *, device: torch.device, capture: Callable[[Step], Step]
+    ) -> None:
         """Take a model; there is no cache until `begin`.
 
         Args:
@@ -68,7 +71,9 @@ class GraphDecoder:
         self._length = 0
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True
+    ) -> Tensor:
         """Append positions; see `Decoder.forward`.
 
         Raises:
@@ -81,11 +86,15 @@ class GraphDecoder:
             return logits[:, -1].float() if last_only else logits.float()
         self._ids.copy_(input_ids)
         if self._step is None:
-            self._step = self._capture(lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float())
+            self._step = self._capture(
+                lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float()
+            )
         return self._step().clone()  # the next step writes where it lies
 
     @torch.inference_mode()
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward_hidden(
+        self, input_ids: Tensor, *, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`. It is not captured."""
         self._place(input_ids, padding)
         output = self._run(input_ids, output_hidden_states=True)
@@ -124,7 +133,9 @@ class GraphDecoder:
 
     def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Say where ids are written, and make room for them."""
-        require_room(input_ids, rows=len(self._ids), length=self._length, capacity=len(self._columns))
+        require_room(
+            input_ids, rows=len(self._ids), length=self._length, capacity=len(self._columns)
+        )
         if padding is not None:
             self._padding.copy_(padding[:, None])
         self._at.fill_(self._length)
@@ -134,7 +145,12 @@ class GraphDecoder:
         counts = [layer.cumulative_length for layer in self._cache.layers]
         torch._foreach_copy_(counts, [self._at] * len(counts))
         end = self._at + input_ids.shape[1]
-        real = (self._columns >= self._padding) & (self._columns < end)  # [B, columns]; what is behind the end is nobody's yet
+        # [B, columns]; what is behind the end is nobody's yet
+        real = (self._columns >= self._padding) & (self._columns < end)
         at = self._at + self._columns[: input_ids.shape[1]]  # [T]
-        batch = {"input_ids": input_ids, "attention_mask": real, "position_ids": (at - self._padding).clamp(min=0)}
+        batch = {
+            "input_ids": input_ids,
+            "attention_mask": real,
+            "position_ids": (at - self._padding).clamp(min=0),
+        }
         return self._model(**batch, past_key_values=self._cache, use_cache=True, **options)

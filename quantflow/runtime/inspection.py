@@ -1,9 +1,10 @@
 """A folder that another program quantized, or a GGUF file, in words: who wrote it, how, and whether its tensors are whole.
 
-Every quantized linear is decoded, so what is damaged is refused with the tensor's name, as when it runs; without `verify`
-headers and config.json alone are read. Damage that leaves every number in its range has no hash to be seen by. One kind shows
-all the same: where the codes of a weight with zero points stand in another order than the zero points (nibbles swapped, outputs
-permuted), a group's mean code no longer follows its zero point (quantflow/runtime/code_order.py).
+Every quantized linear is decoded, so what is damaged is refused with the tensor's name, as when it
+runs; without `verify` headers and config.json alone are read. Damage that leaves every number in
+its range has no hash to be seen by. One kind shows all the same: where the codes of a weight with
+zero points stand in another order than the zero points (nibbles swapped, outputs permuted), a
+group's mean code no longer follows its zero point (quantflow/runtime/code_order.py).
 """
 
 import re
@@ -46,11 +47,13 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
         progress: is told how far it is.
 
     Returns:
-        `kind`, `program` (None where nothing says it), `quant_method`, `configuration` (the file and the key that say how the
-        folder is quantized), `format` (a key of `quantflow.formats.LAYOUTS`; None: not read), `runs` (a sentence where this
-        version does not run it, else None), `quantized` (a table for each scheme: its bits, group, whether symmetric, inputs,
-        act-order, which linears and their bytes), `left` (matrices that are not quantized), `bits_per_weight` of the quantized
-        linears, `bytes`, `verified` (how many linears were decoded).
+        `kind`, `program` (None where nothing says it), `quant_method`, `configuration` (the file
+        and the key that say how the folder is quantized), `format` (a key of
+        `quantflow.formats.LAYOUTS`; None: not read), `runs` (a sentence where this version does not
+        run it, else None), `quantized` (a table for each scheme: its bits, group, whether
+        symmetric, inputs, act-order, which linears and their bytes), `left` (matrices that are not
+        quantized), `bits_per_weight` of the quantized linears, `bytes`, `verified` (how many
+        linears were decoded).
 
     Raises:
         InputError: the folder, a header or a tensor is damaged; it names the tensor.
@@ -58,7 +61,9 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     checkpoint = open_checkpoint(folder)
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
-        raise InputError(f"{folder}: no quantization_config", "give a folder that another program quantized")
+        raise InputError(
+            f"{folder}: no quantization_config", "give a folder that another program quantized"
+        )
     told: dict[str, Any] = {
         "kind": "quantized by another program",
         "program": program_of(table, checkpoint.files),
@@ -74,13 +79,16 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     except UnsupportedError as error:
         return told | {"format": None, "runs": f"no: {error.cause}"}
     name = layout_of(table, checkpoint.infos).name
-    return told | {"format": name, "runs": None} | _linears(artifact, verify=verify, progress=progress)
+    return (
+        told | {"format": name, "runs": None} | _linears(artifact, verify=verify, progress=progress)
+    )
 
 
 def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     """Return what a GGUF file holds, as plain data: its types, how many tensors and bytes each, and which.
 
-    Of a file that is one of several `part` says which, `1 of 3`; the numbers are those of this file alone.
+    Of a file that is one of several `part` says which, `1 of 3`; the numbers are those of this file
+    alone.
 
     Raises:
         InputError: the file is damaged or truncated; it names the tensor where one is.
@@ -89,7 +97,9 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
     header = gguf.read_header(path, types=blocks.readable())
     infos, part = header.tensors, gguf.part_of(header.metadata, path)
     if verify:
-        for info in progress.steps(list(infos.values()), stage="inspect", unit="tensor", nbytes=lambda info: info.nbytes):
+        for info in progress.steps(
+            list(infos.values()), stage="inspect", unit="tensor", nbytes=lambda info: info.nbytes
+        ):
             rows = max(1, _ELEMENTS // max(1, torch.Size(info.shape[1:]).numel()))
             for start in range(0, info.shape[0], rows):
                 blocks.read_rows(path, info, start, min(info.shape[0], start + rows))
@@ -104,7 +114,11 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
     return {
         "kind": gguf.NAME,
         **({} if part is None else {"part": str(part)}),
-        **{key.rpartition(".")[2]: header.metadata[key][1] for key in _KEYS if key in header.metadata},
+        **{
+            key.rpartition(".")[2]: header.metadata[key][1]
+            for key in _KEYS
+            if key in header.metadata
+        },
         "types": {name: row | {"names": _patterns(row["names"])} for name, row in types.items()},
         "bits_per_weight": 8 * sum(info.nbytes for info in matrices) / weights if weights else None,
         "tensors": len(infos),
@@ -116,19 +130,31 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
 def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[str, Any]:
     """Return the part of `describe_folder` that the linears say."""
     infos, kinds, owned = artifact.checkpoint.infos, dict[_Kind, list[str]](), dict[str, int]()
-    for name in progress.steps(list(artifact.linears), stage="inspect", unit="linear") if verify else artifact.linears:
+    for name in (
+        progress.steps(list(artifact.linears), stage="inspect", unit="linear")
+        if verify
+        else artifact.linears
+    ):
         placement = artifact.linears[name]
         linear = artifact.decode(name) if verify else None
         ordered = placement.reordered if linear is None else linear.order is not None
-        kind = _Kind(scheme=placement.scheme, ordered=None if linear is None and ordered else ordered)
+        kind = _Kind(
+            scheme=placement.scheme, ordered=None if linear is None and ordered else ordered
+        )
         kinds.setdefault(kind, []).append(name)
-        owned[name] = sum(infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme))
-    plain = [name for name in artifact.names if name.removesuffix(".weight") not in artifact.linears]
+        owned[name] = sum(
+            infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme)
+        )
+    plain = [
+        name for name in artifact.names if name.removesuffix(".weight") not in artifact.linears
+    ]
     if verify:
         for name in plain:
             read_tensors(artifact.checkpoint, [name])
         artifact.kv_scales()
-    weights = sum(placement.shape[0] * placement.shape[1] for placement in artifact.linears.values())
+    weights = sum(
+        placement.shape[0] * placement.shape[1] for placement in artifact.linears.values()
+    )
     return {
         "quantized": [
             {**words_of(kind.scheme), "act_order": kind.ordered, "linears": len(names)}
@@ -136,7 +162,11 @@ def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[st
             for kind, names in kinds.items()
         ],
         "left": _patterns(name for name in plain if len(infos[name].shape) == 2),
-        **({} if artifact.kv_cache is None else {"kv_cache": f"{artifact.kv_cache.kind}{artifact.kv_cache.num_bits}"}),
+        **(
+            {}
+            if artifact.kv_cache is None
+            else {"kv_cache": f"{artifact.kv_cache.kind}{artifact.kv_cache.num_bits}"}
+        ),
         "bits_per_weight": 8 * sum(owned.values()) / weights,
         "verified": len(artifact.linears) if verify else 0,
     }
@@ -156,7 +186,9 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
         "granularity": weights.granularity,
         "group_size": weights.group_size,
         "symmetric": weights.symmetric,
-        "inputs": None if inputs is None else f"{one(inputs)}{', measured' if inputs.measured else ''}",
+        "inputs": None
+        if inputs is None
+        else f"{one(inputs)}{', measured' if inputs.measured else ''}",
     }
 
 

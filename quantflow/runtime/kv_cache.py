@@ -1,14 +1,16 @@
 """Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
 
-decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16 columns side by side,
-[columns / 16, features, 16], so that one step of a vector unit adds a feature to the scores of 16 columns. In bfloat16 both lie
-by twos, [columns / 2, features, 2] and [columns / 16, features / 2, 16, 2], since such a step multiplies pairs there; where the
-number of columns is odd, zeros lie beside the last one's values.
+decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16
+columns side by side, [columns / 16, features, 16], so that one step of a vector unit adds a feature
+to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2] and [columns /
+16, features / 2, 16, 2], since such a step multiplies pairs there; where the number of columns is
+odd, zeros lie beside the last one's values.
 
-With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0 then, having no code for it.
-Without, float8 is e4m3fn as serving systems keep it: keys after the rotation and values lie well inside its range of 448; and
-int8 has a scale per head and position, the largest magnitude / 127.5. Attention reads what was kept, of new positions too, so
-that a position means the same in whatever forward it is attended to.
+With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0
+then, having no code for it. Without, float8 is e4m3fn as serving systems keep it: keys after the
+rotation and values lie well inside its range of 448; and int8 has a scale per head and position,
+the largest magnitude / 127.5. Attention reads what was kept, of new positions too, so that a
+position means the same in whatever forward it is attended to.
 """
 
 from collections.abc import Sequence
@@ -22,10 +24,19 @@ from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import require_length
 
-# The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is decode.c's `enum kind`.
-KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
+# The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is
+# decode.c's `enum kind`.
+KINDS = MappingProxyType(
+    {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float8": torch.uint8,
+        "int8": torch.int8,
+    }
+)
 LANES = 16
-KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})  # of measured scales: TensorScheme.kind -> a key of KINDS
+# of measured scales: TensorScheme.kind -> a key of KINDS
+KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
 
 
 class KVCache:
@@ -34,16 +45,19 @@ class KVCache:
     Attributes:
         kind: a key of KINDS.
         rows: sequences in use; storage may hold more.
-        capacity: columns that there is room for, a multiple of LANES, so it may be more than was asked for.
+        capacity: columns that there is room for, a multiple of LANES, so it may be more than was
+            asked for.
         length: columns in use.
         padding: [rows] int64, how many columns at the left of a sequence are padding.
-        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype; in bfloat16
-            [rows or more, kv_heads, capacity / LANES, head_dim / 2, LANES, 2].
-        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype; in bfloat16
-            [rows or more, kv_heads, capacity / 2, head_dim, 2].
-        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8 that was not measured;
+        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the
+            storage's dtype; in bfloat16 [rows or more, kv_heads, capacity / LANES, head_dim / 2,
+            LANES, 2].
+        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype;
+            in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2].
+        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8
+            that was not measured; otherwise empty.
+        key_steps, value_steps: of each layer, [kv_heads] float32 where they were measured;
             otherwise empty.
-        key_steps, value_steps: of each layer, [kv_heads] float32 where they were measured; otherwise empty.
     """
 
     def __init__(
@@ -73,9 +87,14 @@ class KVCache:
         """
         require_kind(kind)
         if rows < 1 or capacity < 1:
-            raise UsageError(f"kv cache of {rows} rows and {capacity} positions", "give at least one of each")
+            raise UsageError(
+                f"kv cache of {rows} rows and {capacity} positions", "give at least one of each"
+            )
         if any(KIND_OF[scale.scheme.kind] != kind for scale in scales):
-            raise UsageError(f"kv cache {kind}: the scales are of {scales[0].scheme.kind}", "use the kind that was measured")
+            raise UsageError(
+                f"kv cache {kind}: the scales are of {scales[0].scheme.kind}",
+                "use the kind that was measured",
+            )
         blocks = -(-capacity // LANES)
         self.kind, self.capacity = kind, blocks * LANES
         self.clear(rows)
@@ -88,7 +107,9 @@ class KVCache:
         self.key_steps = [scale.keys.expand(kv_heads).contiguous() for scale in scales]
         self.value_steps = [scale.values.expand(kv_heads).contiguous() for scale in scales]
         count = layers if kind == "int8" and not scales else 0
-        self.key_scales, self.value_scales = ([torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2))
+        self.key_scales, self.value_scales = (
+            [torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +118,10 @@ class KVCache:
 
     def of(self, layer: int) -> tuple[Any, ...]:
         """Return keys, values, their scales and their steps of a layer, None for what there is not."""
-        return tuple(part[layer] if part else None for part in (*self._storage(), self.key_steps, self.value_steps))
+        return tuple(
+            part[layer] if part else None
+            for part in (*self._storage(), self.key_steps, self.value_steps)
+        )
 
     def clear(self, rows: int) -> None:
         """Forget everything and expect so many sequences, at most those there is storage for."""
@@ -113,12 +137,16 @@ class KVCache:
             UsageError: a row that there is not, or none at all.
         """
         if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= self.rows:
-            raise UsageError(f"kv cache: keep rows {rows.tolist()} of {self.rows}", "keep at least one that there is")
+            raise UsageError(
+                f"kv cache: keep rows {rows.tolist()} of {self.rows}",
+                "keep at least one that there is",
+            )
         self.padding = self.padding[rows]
         changed = not torch.equal(rows, torch.arange(len(rows)))
         for tensors in self._storage() if changed else ():
             for layer, tensor in enumerate(tensors):
-                used = -(-self.length * tensor.shape[2] // self.capacity)  # columns, or blocks of them
+                # columns, or blocks of them
+                used = -(-self.length * tensor.shape[2] // self.capacity)
                 kept = tensor[:, :, :used][rows]  # [B', kv_heads, used, ...]
                 if len(rows) > len(tensor):
                     tensors[layer] = tensor.new_empty((len(rows), *tensor.shape[1:]))

@@ -1,8 +1,9 @@
 """The tensors of a model by arithmetic on its config.json: names, shapes, linears. No module is made for it.
 
-It is what an artifact's headers are compared with where `quantflow.runtime.architecture` knows the family. The list has every
-tensor of the family's module tree in transformers and no other (tests hold both to be equal, for all families of `DESIGNS`).
-An artifact that it does not fit exactly, by a name, a shape or a key of config.json, is judged by the module tree instead
+It is what an artifact's headers are compared with where `quantflow.runtime.architecture` knows the
+family. The list has every tensor of the family's module tree in transformers and no other (tests
+hold both to be equal, for all families of `DESIGNS`). An artifact that it does not fit exactly, by
+a name, a shape or a key of config.json, is judged by the module tree instead
 (quantflow/runtime/module_layout.py): that one knows older names of tensors, and says what is wrong.
 """
 
@@ -39,7 +40,8 @@ class Bound:
 
     Attributes:
         parameters: of the model; of two that are tied, where one tensor is there, both.
-        head: the linear that makes logits, by the name of the tensor that it multiplies by, without `.weight`.
+        head: the linear that makes logits, by the name of the tensor that it multiplies by, without
+            `.weight`.
     """
 
     parameters: tuple[Parameter, ...]
@@ -81,13 +83,26 @@ class ListedLayout:
         """
         self._names, self._heads, self._layers = made.names, made.heads.shared, made.layers
         self._block = None if made.mixture is None else made.mixture.block
-        self._tied = bool(keys.get("tie_word_embeddings")) if keys.has("tie_word_embeddings") else design.tied
+        self._tied = (
+            bool(keys.get("tie_word_embeddings"))
+            if keys.has("tie_word_embeddings")
+            else design.tied
+        )
         self._linears = {name: shape for name, shape, _ in _linears(design, made, keys)}
-        self._shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in self._linears.items()}
-        self._shapes |= {f"{name}.bias": shape[:1] for name, shape, bias in _linears(design, made, keys) if bias}
-        self._shapes |= {f"{made.names.embedding}.weight": self._shapes[f"{made.names.head}.weight"]}
+        self._shapes: dict[str, Shape] = {
+            f"{name}.weight": shape for name, shape in self._linears.items()
+        }
+        self._shapes |= {
+            f"{name}.bias": shape[:1] for name, shape, bias in _linears(design, made, keys) if bias
+        }
+        self._shapes |= {
+            f"{made.names.embedding}.weight": self._shapes[f"{made.names.head}.weight"]
+        }
         for name, width in _norms(made, keys):
-            self._shapes |= {f"{name}.{leaf}": (width,) for leaf in (("weight", "bias") if design.centered else ("weight",))}
+            self._shapes |= {
+                f"{name}.{leaf}": (width,)
+                for leaf in (("weight", "bias") if design.centered else ("weight",))
+            }
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -116,14 +131,22 @@ class ListedLayout:
         if self._tied and head not in names:
             source[head] = embedding
         if differing := sorted(set(names) ^ set(source.values())):
-            raise InputError(f"{differing[0]}: in only one of config.json and the folder", "export the artifact again")
-        parameters = tuple(Parameter(source=source[name], shape=shape) for name, shape in self._shapes.items())
+            raise InputError(
+                f"{differing[0]}: in only one of config.json and the folder",
+                "export the artifact again",
+            )
+        parameters = tuple(
+            Parameter(source=source[name], shape=shape) for name, shape in self._shapes.items()
+        )
         return Bound(parameters=parameters, head=source[head].removesuffix(".weight"))
 
     def caches(self) -> dict[str, int]:
         """Return the attentions and their heads; see `Layout`."""
         attention = self._names.output.rpartition(".")[0]
-        return {f"{self._names.layers}.{index}.{attention}": self._heads for index in range(self._layers)}
+        return {
+            f"{self._names.layers}.{index}.{attention}": self._heads
+            for index in range(self._layers)
+        }
 
 
 def listed(config: Mapping[str, Any]) -> ListedLayout | None:
@@ -142,10 +165,14 @@ def _is_causal_lm(model_type: str, architectures: object) -> bool:
     if architectures is None:
         return True
     name = f"{model_type.removesuffix('_text').replace('_', '')}forcausallm"
-    return isinstance(architectures, list) and [str(given).lower() for given in architectures] == [name]
+    return isinstance(architectures, list) and [str(given).lower() for given in architectures] == [
+        name
+    ]
 
 
-def _linears(design: Design, made: Blueprint, keys: Keys) -> Iterator[tuple[str, tuple[int, int], bool]]:
+def _linears(
+    design: Design, made: Blueprint, keys: Keys
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
     """Yield every linear, its (out_features, in_features), and whether it has a bias."""
     names, hidden, heads = made.names, keys.count("hidden_size"), made.heads
     queries, values = heads.query * heads.dim, heads.shared * heads.dim
@@ -167,7 +194,9 @@ def _linears(design: Design, made: Blueprint, keys: Keys) -> Iterator[tuple[str,
     yield names.head, (made.vocab_size, hidden), _has(design.head_bias, keys)
 
 
-def _of_mixture(design: Design, made: Blueprint, mixture: Mixture, keys: Keys) -> Iterator[tuple[str, tuple[int, int]]]:
+def _of_mixture(
+    design: Design, made: Blueprint, mixture: Mixture, keys: Keys
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the linears of a mixture by their names in its block, and their shapes."""
     assert made.routing is not None  # a layer is sparse
     hidden = keys.count("hidden_size")
@@ -200,7 +229,9 @@ def _norms(made: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
         (names.k_norm, values * heads.dim),
     )
     for index in range(made.layers):
-        yield from ((f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None)
+        yield from (
+            (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
+        )
     yield names.norm, hidden
 
 

@@ -1,8 +1,9 @@
 """A decoder of our own: the layers as a short list of products, with C between them.
 
-No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it knows, and what they compute.
-Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
-With dtype bfloat16 and a bfloat16 cache, attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
+No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it
+knows, and what they compute. Hidden states are float32 whatever the artifact's dtype is: that one
+says what linears read, and how their weights are kept. With dtype bfloat16 and a bfloat16 cache,
+attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,14 @@ from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.operations import NO_NORM, DecoderBlock, Norm, Operations, Projection, product
+from quantflow.runtime.operations import (
+    NO_NORM,
+    DecoderBlock,
+    Norm,
+    Operations,
+    Projection,
+    product,
+)
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.ranks.tensor_parallel import Ranks
@@ -51,7 +59,8 @@ class LeanDecoder:
     Attributes:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
         cache: keys and values since `begin`; None before.
-        why_not_invariant: why the bits of a sequence may depend on what is computed with it, in a sentence; None: they do not.
+        why_not_invariant: why the bits of a sequence may depend on what is computed with it, in a
+            sentence; None: they do not.
     """
 
     def __init__(
@@ -66,10 +75,11 @@ class LeanDecoder:
 
         Args:
             artifact: opened for the CPU.
-            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or `auto` for what the artifact
-                brings scales for, else its dtype.
+            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or
+                `auto` for what the artifact brings scales for, else its dtype.
             pack: where weights are looked for first; what is not there is put into it.
-            ranks: what puts the parts together where `artifact` is the share of one of several processes.
+            ranks: what puts the parts together where `artifact` is the share of one of several
+                processes.
 
         Raises:
             UnsupportedError: `why_not` has a reason.
@@ -79,12 +89,20 @@ class LeanDecoder:
         reason, made = why_not(artifact), architecture.read(artifact.checkpoint.config)
         if reason is not None or isinstance(made, str):
             raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
-        self.vocab_size, self.positions, self.device = made.vocab_size, made.positions, artifact.device
+        self.vocab_size, self.positions, self.device = (
+            made.vocab_size,
+            made.positions,
+            artifact.device,
+        )
         self.cache: KVCache | None = None
         self._blueprint = made
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":
-            kv_cache = KIND_OF[kv_scales[0].scheme.kind] if kv_scales else str(artifact.dtype).removeprefix("torch.")
+            kv_cache = (
+                KIND_OF[kv_scales[0].scheme.kind]
+                if kv_scales
+                else str(artifact.dtype).removeprefix("torch.")
+            )
         require_kind(kv_cache)
         shape = {"layers": made.layers, "kv_heads": made.heads.shared, "head_dim": made.heads.dim}
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
@@ -92,17 +110,25 @@ class LeanDecoder:
         embedding, self._norm, self._head = ends(artifact, made, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
-            blocks = [_put_together(block, made, index, ranks) for index, block in enumerate(blocks)]
+            blocks = [
+                _put_together(block, made, index, ranks) for index, block in enumerate(blocks)
+            ]
             self._embed = ranks.embedding(embedding, made.names.embedding)
             self._head = ranks.joined(self._head, artifact.head)
         self._blocks = blocks
         self._rounds = artifact.dtype == torch.bfloat16
         self._operations = Operations(made.heads, blocks, made.form, rounds=self._rounds)
         self._row_adapters: tuple[RowAdapters, Operations] | None = None  # and the layers with them
-        foreign = {linear.backend.name for linear in artifact.linears.values() if linear.backend.linear is not kernels.linear}
+        foreign = {
+            linear.backend.name
+            for linear in artifact.linears.values()
+            if linear.backend.linear is not kernels.linear
+        }
         self.why_not_invariant: str | None = None
         if foreign:
-            self.why_not_invariant = f"{', '.join(sorted(foreign))} sums in another order for more tokens"
+            self.why_not_invariant = (
+                f"{', '.join(sorted(foreign))} sums in another order for more tokens"
+            )
         elif made.mixture:
             self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
         self._tables: list[tuple[Tensor, Tensor]] = []
@@ -120,8 +146,10 @@ class LeanDecoder:
             folders: of the adapters by name, as PEFT writes them.
 
         Raises:
-            InputError: files that are missing or damaged, tensors that belong to no linear of the model or do not fit it.
-            UnsupportedError: another kind of adapter than plain LoRA on linears of attention and MLP.
+            InputError: files that are missing or damaged, tensors that belong to no linear of the
+                model or do not fit it.
+            UnsupportedError: another kind of adapter than plain LoRA on linears of attention and
+                MLP.
         """
         made, adapters = self._blueprint, RowAdapters(artifact, folders)
         order = _by_kind_of_head(made) if made.by_head else None
@@ -134,7 +162,10 @@ class LeanDecoder:
             ]
             blocks.append(replace(block, products=tuple(products)))
         adapters.require_used()
-        self._row_adapters = adapters, Operations(made.heads, blocks, made.form, rounds=self._rounds)
+        self._row_adapters = (
+            adapters,
+            Operations(made.heads, blocks, made.form, rounds=self._rounds),
+        )
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""
@@ -147,7 +178,9 @@ class LeanDecoder:
         self._operations.begin(cache, self._tables)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True
+    ) -> Tensor:
         """Append positions; see `Decoder.forward`.
 
         Raises:
@@ -157,9 +190,12 @@ class LeanDecoder:
         return logits if last_only else logits.view(*input_ids.shape, -1)  # [B, T, V]
 
     @torch.inference_mode()
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward_hidden(
+        self, input_ids: Tensor, *, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`."""
-        hidden = self._hidden(input_ids, padding, last_only=False).clone()  # the next step writes where it lies
+        # the next step writes where it lies
+        hidden = self._hidden(input_ids, padding, last_only=False).clone()
         logits = self._logits(hidden)
         return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
 
@@ -197,7 +233,8 @@ class LeanDecoder:
             start: [B] int64, the position of the first of them.
             table: [B, W] int64, the blocks of each sequence.
             wanted: [M] int64, of which of the N positions logits are returned, in their order.
-            adapters: of each sequence, one of `adapters` or None; none at all where no sequence has one.
+            adapters: of each sequence, one of `adapters` or None; none at all where no sequence has
+                one.
 
         Returns:
             [M, V] float32.
@@ -235,7 +272,8 @@ class LeanDecoder:
         cache.length += count
         if last_only and count > 1:
             last = slice(count - 1, None, count)
-            x, delta = x[last].contiguous(), None if delta is None else delta[last].contiguous()  # [B, H]
+            # [B, H]
+            x, delta = x[last].contiguous(), None if delta is None else delta[last].contiguous()
         return operations.last_norm(x, delta, self._norm)
 
     def _embedded(self, ids: Tensor) -> Tensor:
@@ -264,7 +302,8 @@ def scaled(logits: Tensor, made: Blueprint) -> Tensor:
         logits = logits * made.logits_scale
     if not made.logits_cap:
         return logits
-    rows = (logits[index : index + 1] for index in range(len(logits)))  # a row's bits depend on nothing but the row
+    # a row's bits depend on nothing but the row
+    rows = (logits[index : index + 1] for index in range(len(logits)))
     return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
 
 
@@ -277,11 +316,21 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
     names, prefix = made.names, f"{made.names.layers}.{index}"
     order = _by_kind_of_head(made) if made.by_head else None
     groups = linears_of(made, index)
-    products = [projection(artifact, group, pack, order=None if at else order) for at, group in enumerate(groups)]
+    products = [
+        projection(artifact, group, pack, order=None if at else order)
+        for at, group in enumerate(groups)
+    ]
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
-    norms = {kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}") for kind, name in called.items()}
-    experts = _experts(artifact, made, f"{prefix}.{made.mixture.block}", pack) if made.mixture and made.sparse[index] else None
+    norms = {
+        kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}")
+        for kind, name in called.items()
+    }
+    experts = (
+        _experts(artifact, made, f"{prefix}.{made.mixture.block}", pack)
+        if made.mixture and made.sparse[index]
+        else None
+    )
     return DecoderBlock(
         products=tuple(products),
         experts=experts,
@@ -310,9 +359,20 @@ def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None
     router, *score = (projection(artifact, [f"{prefix}.{name}"], pack) for name in names.routers)
     shared = None
     if names.shared:
-        shared = expert(prefix, [name for group in names.shared for name in group.linears]), score[0]
-    experts = [expert(f"{prefix}.experts.{number}", names.linears) for number in range(routing.experts)]
-    return RoutedExperts(router=router, experts=experts, chosen=routing.chosen, normalized=routing.normalized, shared=shared)
+        shared = (
+            expert(prefix, [name for group in names.shared for name in group.linears]),
+            score[0],
+        )
+    experts = [
+        expert(f"{prefix}.experts.{number}", names.linears) for number in range(routing.experts)
+    ]
+    return RoutedExperts(
+        router=router,
+        experts=experts,
+        chosen=routing.chosen,
+        normalized=routing.normalized,
+        shared=shared,
+    )
 
 
 def _by_kind_of_head(made: Blueprint) -> Tensor:
@@ -326,12 +386,23 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
     names, prefix = made.names, f"{made.names.layers}.{index}"
     qkv, output, up, down = block.products
     output = ranks.across(output, f"{prefix}.{names.qkv[0]}", f"{prefix}.{names.output}")
-    return replace(block, products=(qkv, output, up, ranks.across(down, f"{prefix}.{names.up[0]}", f"{prefix}.{names.down}")))
+    return replace(
+        block,
+        products=(
+            qkv,
+            output,
+            up,
+            ranks.across(down, f"{prefix}.{names.up[0]}", f"{prefix}.{names.down}"),
+        ),
+    )
 
 
 def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
     """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
-    embedding, source = plain_weight(artifact, f"{made.names.embedding}.weight", pack), artifact.head
+    embedding, source = (
+        plain_weight(artifact, f"{made.names.embedding}.weight", pack),
+        artifact.head,
+    )
     tied_head = partial(product, weight=embedding, bias=None, dtype=artifact.dtype)
     head = tied_head if source == made.names.embedding else projection(artifact, [source], pack)
     return embedding, _norm(artifact, made, made.names.norm), head
@@ -340,4 +411,6 @@ def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor
 def _norm(artifact: Artifact, made: Blueprint, name: str) -> Norm:
     """Read a norm, [H] or [dim] float32; of a model whose norms multiply by 1 + their weight, that sum."""
     weight = artifact.read([f"{name}.weight"], torch.float32)[f"{name}.weight"]
-    return Norm(weight=1.0 + weight if made.unit_offset else weight, bias=artifact.bias(name, torch.float32))
+    return Norm(
+        weight=1.0 + weight if made.unit_offset else weight, bias=artifact.bias(name, torch.float32)
+    )

@@ -1,11 +1,13 @@
 """Whether the lean decoder computes what transformers' modules compute: layer by layer, with one layer in memory.
 
-A layer is given the hidden state that transformers' layer was given; what each adds to it is compared, token by token.
-Two computations of one formula in float32 differ by the order of their sums, so the bound is half of its digits, 2^-12 (it
-rounds to 2^-24), and 2^-20 of the hidden state, to which that was added. Where inputs or keys and values are rounded to
-codes, a number in the middle between two falls to either, and what follows differs by more. So the lean decoder also
-computes the layer without that rounding. Either decoder is away from that by what rounding costs the token, so twice that is
-added to the bound. A layer whose inputs have outliers loses most to it, and differs most.
+A layer is given the hidden state that transformers' layer was given; what each adds to it is
+compared, token by token. Two computations of one formula in float32 differ by the order of their
+sums, so the bound is half of its digits, 2^-12 (it rounds to 2^-24), and 2^-20 of the hidden state,
+to which that was added. Where inputs or keys and values are rounded to codes, a number in the
+middle between two falls to either, and what follows differs by more. So the lean decoder also
+computes the layer without that rounding. Either decoder is away from that by what rounding costs
+the token, so twice that is added to the bound. A layer whose inputs have outliers loses most to it,
+and differs most.
 """
 
 from dataclasses import replace
@@ -27,7 +29,8 @@ class LeanCheck:
     """The lean decoder of an artifact, a layer at a time.
 
     Attributes:
-        reason: why the lean decoder does not run it, or what it computes otherwise, in a sentence; None so far.
+        reason: why the lean decoder does not run it, or what it computes otherwise, in a sentence;
+            None so far.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -52,14 +55,20 @@ class LeanCheck:
         found = self._added(self._artifact, index, given[0], rounded=True)
         rounds = self._unrounded is not self._artifact or self._scales
         exact = self._added(self._unrounded, index, given[0], rounded=False) if rounds else found
-        self._compare(f"layer {index}", found, (expected - given)[0], exact=exact, least=expected[0])
+        self._compare(
+            f"layer {index}", found, (expected - given)[0], exact=exact, least=expected[0]
+        )
 
     @torch.inference_mode()
     def logits(self, given: Tensor, expected: Tensor) -> None:
         """Compare the logits of the last token, as `layer`.  given: [1, S, H]; expected: [1, S, V]."""
         if self.reason is None:
             found = self._last_logits(self._artifact, given[0, -1:])
-            exact = found if self._unrounded is self._artifact else self._last_logits(self._unrounded, given[0, -1:])
+            exact = (
+                found
+                if self._unrounded is self._artifact
+                else self._last_logits(self._unrounded, given[0, -1:])
+            )
             self._compare("logits", found, expected[0, -1:], exact=exact, least=expected[0, -1:])
 
     @torch.inference_mode()
@@ -76,7 +85,13 @@ class LeanCheck:
         made, positions = self._made, len(given)
         scales = self._scales[index : index + 1] if rounded else ()
         kind = KIND_OF[scales[0].scheme.kind] if scales else "float32"
-        shape = {"rows": 1, "layers": 1, "kv_heads": made.heads.shared, "capacity": positions, "head_dim": made.heads.dim}
+        shape = {
+            "rows": 1,
+            "layers": 1,
+            "kv_heads": made.heads.shared,
+            "capacity": positions,
+            "head_dim": made.heads.dim,
+        }
         cache = KVCache(kind=kind, scales=scales, **shape)
         operations = Operations(made.heads, [lean.block(artifact, made, index, None)], made.form)
         operations.begin(cache, [rope.table(cache.capacity) for rope in made.ropes])
@@ -88,10 +103,14 @@ class LeanCheck:
     def _last_logits(self, artifact: Artifact, given: Tensor) -> Tensor:
         """Return the logits [1, V] of a hidden state [1, H] behind the layers."""
         _, norm, head = lean.ends(artifact, self._made, None)
-        hidden = Operations(self._made.heads, [], self._made.form).last_norm(given.clone(), None, norm)
+        hidden = Operations(self._made.heads, [], self._made.form).last_norm(
+            given.clone(), None, norm
+        )
         return lean.scaled(head(hidden), self._made)
 
-    def _compare(self, what: str, found: Tensor, expected: Tensor, *, exact: Tensor, least: Tensor) -> None:
+    def _compare(
+        self, what: str, found: Tensor, expected: Tensor, *, exact: Tensor, least: Tensor
+    ) -> None:
         """Note the token whose difference is most above its bound: digits of what is expected and of `least`, and rounding.
 
         Args:
@@ -113,6 +132,9 @@ class LeanCheck:
 
 def _unrounded(artifact: Artifact) -> Artifact:
     """Return an artifact whose linears take their inputs as they are; itself where all do."""
-    linears = {name: replace(each, scheme=replace(each.scheme, input=None)) for name, each in artifact.linears.items()}
+    linears = {
+        name: replace(each, scheme=replace(each.scheme, input=None))
+        for name, each in artifact.linears.items()
+    }
     rounds = any(each.scheme.input is not None for each in artifact.linears.values())
     return replace(artifact, linears=linears) if rounds else artifact

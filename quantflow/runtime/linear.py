@@ -17,12 +17,20 @@ class QuantLinear(nn.Module):
         in_features, out_features: the shape of the weight.
         backend: the backend's name.
         bias: [out_features] in the dtype of the inputs, or None.
-        weight: has the shape of the weight and the dtype of the inputs, for families that ask for them; and no values.
+        weight: has the shape of the weight and the dtype of the inputs, for families that ask for
+            them; and no values.
     """
 
     bias: Tensor | None
 
-    def __init__(self, quantized: QuantizedLinear, *, bias: Tensor | None, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        quantized: QuantizedLinear,
+        *,
+        bias: Tensor | None,
+        backend: Backend,
+        dtype: torch.dtype,
+    ) -> None:
         """Prepare the weight.
 
         Args:
@@ -35,14 +43,20 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = quantized.weight.qvalue.shape
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
         self.weight = torch.empty(quantized.weight.qvalue.shape, dtype=dtype, device="meta")
-        self.backend, self._linear, self._rotation = backend.name, backend.linear, quantized.scheme.rotation
+        self.backend, self._linear, self._rotation = (
+            backend.name,
+            backend.linear,
+            quantized.scheme.rotation,
+        )
         self._order = quantized.order
         self._prepared = backend.prepare(quantized, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
         x = x if self._order is None else x[..., self._order]
-        return self._linear(x if self._rotation is None else mixed(x, self._rotation), self._prepared, self.bias)
+        return self._linear(
+            x if self._rotation is None else mixed(x, self._rotation), self._prepared, self.bias
+        )
 
     def extra_repr(self) -> str:
         """Return shape and backend, for print(model)."""

@@ -29,7 +29,9 @@ from quantflow.runtime.ranks.tensor_parallel import Ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
+_TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}
+)
 _GENERATION = "generation_config.json"
 _MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
     {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
@@ -43,11 +45,14 @@ class Loaded:
     """An artifact that decodes.
 
     Attributes:
-        artifact: what was opened: the manifest, and of each quantized linear its backend and why those before it cannot run it.
+        artifact: what was opened: the manifest, and of each quantized linear its backend and why
+            those before it cannot run it.
         decoder: what runs it.
-        model: of the transformers decoder, the Hugging Face causal LM with QuantLinear in place of its quantized linears, in
-            eval mode and without gradients; None beside the lean decoder, which has no modules.
-        reasons: why a faster way was not taken, in sentences; empty where all that there is was used.
+        model: of the transformers decoder, the Hugging Face causal LM with QuantLinear in place of
+            its quantized linears, in eval mode and without gradients; None beside the lean decoder,
+            which has no modules.
+        reasons: why a faster way was not taken, in sentences; empty where all that there is was
+            used.
         tokenizer: None when the artifact has no tokenizer files.
         eos_token_ids: tokens that end a text.
     """
@@ -88,66 +93,98 @@ def load(
 ) -> Loaded:
     """Open an artifact, or a model that is not quantized.
 
-    Weights are read and prepared one linear at a time, so memory holds the prepared model and one linear.
+    Weights are read and prepared one linear at a time, so memory holds the prepared model and one
+    linear.
 
     Args:
-        folder: what `quantflow export` wrote, or a Hugging Face model (`quantflow.runtime.artifact.open_folder`).
-        decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
-        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
-            artifact's measured scales where it brings some, else for dtype.
-        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
+        folder: what `quantflow export` wrote, or a Hugging Face model
+            (`quantflow.runtime.artifact.open_folder`).
+        decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the
+            first where it can.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or
+            `auto` for 8 bits with the artifact's measured scales where it brings some, else for
+            dtype.
+        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`,
+            or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
         device: where the model runs.
         crops: whether `crop` will be called; speculation does.
-        pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
-        exact: leave inputs that the schemes leave alone as they are, though the manifest says that rounding them costs next to
-            nothing (`quantflow.files.manifest.rounds_inputs`).
-        compiled: transformers' modules run, and torch.compile compiles them at the first token; `auto` then means them.
-        require_signature: a public key, PEM, or whom else the signature beside the artifact has to be of; checked first.
-        wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
+        pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put
+            them there.
+        exact: leave inputs that the schemes leave alone as they are, though the manifest says that
+            rounding them costs next to nothing (`quantflow.files.manifest.rounds_inputs`).
+        compiled: transformers' modules run, and torch.compile compiles them at the first token;
+            `auto` then means them.
+        require_signature: a public key, PEM, or whom else the signature beside the artifact has to
+            be of; checked first.
+        wire: to the other processes that share the model with this one, which then holds its part
+            of the lean decoder alone.
 
     Raises:
         IntegrityError: a file differs from its hash.
-        InputError: a tensor that is missing, unknown or not used; a scale that is not finite and positive; no manifest; damaged
-            files of a tokenizer.
-        UnsupportedError: a family, layout version, device or scheme that this version does not know; a mixture on a Gaudi; the
-            lean decoder was asked for and cannot run this artifact.
-        UsageError: a decoder or backend that is unknown, a backend that cannot run a linear, a cache that transformers'
-            modules do not have; another dtype than float32, bfloat16 and float16.
+        InputError: a tensor that is missing, unknown or not used; a scale that is not finite and
+            positive; no manifest; damaged files of a tokenizer.
+        UnsupportedError: a family, layout version, device or scheme that this version does not
+            know; a mixture on a Gaudi; the lean decoder was asked for and cannot run this artifact.
+        UsageError: a decoder or backend that is unknown, a backend that cannot run a linear, a
+            cache that transformers' modules do not have; another dtype than float32, bfloat16 and
+            float16.
     """
     folder, device = Path(folder), torch.device(device)
     if require_signature is not None:
         trusted = require_signature if isinstance(require_signature, signing.Trusted) else None
-        signing.require_signature(folder, trusted or signing.Trusted(key=Path(str(require_signature))))
+        signing.require_signature(
+            folder, trusted or signing.Trusted(key=Path(str(require_signature)))
+        )
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if compiled and decoder == "lean":
-        raise UsageError("torch_compile: the lean decoder has no modules to compile", "leave one of them out")
+        raise UsageError(
+            "torch_compile: the lean decoder has no modules to compile", "leave one of them out"
+        )
     why = "it was not asked for"
     if compiled and decoder == "auto":
         decoder, why = "transformers", "torch_compile was asked for"
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
-        raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
+        raise UsageError(
+            f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu"
+        )
     if device.type not in _MISSING:
         raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
     if missing := _MISSING[device.type](device):  # before anything is read
-        raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
+        raise UnsupportedError(
+            f"device {device}: needs {missing}", "use device cpu, or a machine with that"
+        )
     kept, manifest = None, None
     if pack and decoder != "transformers" and device.type == "cpu":
         if is_model(folder):
-            raise UsageError(f"{folder}: a pack of a model that is not quantized, which has no hash", "leave pack out")
+            raise UsageError(
+                f"{folder}: a pack of a model that is not quantized, which has no hash",
+                "leave pack out",
+            )
         if not is_artifact(folder):
-            raise UsageError(f"{folder}: a pack of another program's folder, which has no hash", "leave pack out")
+            raise UsageError(
+                f"{folder}: a pack of another program's folder, which has no hash", "leave pack out"
+            )
         manifest = read_manifest(folder)
         rounds = not exact and rounds_inputs(manifest)
         kept = _pack(folder, manifest["digest"], (backend, dtype, rounds), wire, verify=verify)
-        if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
+        # the weights' own files are not read, and the pack has been checked
+        if kept.complete and verify:
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
     inputs: Inputs = "stored" if exact else "usual"
-    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest, inputs=inputs)
+    artifact = open_folder(
+        folder,
+        backend=backend,
+        dtype=dtype,
+        verify=verify,
+        device=device,
+        manifest=manifest,
+        inputs=inputs,
+    )
     reason = why if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
@@ -157,21 +194,40 @@ def load(
             kept.save()
         return loaded(artifact, made, model=None, reasons=())
     if kv_cache != "auto":
-        raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
-    from quantflow.runtime.modules import filled, with_modules  # here: it imports transformers' model code
+        raise UsageError(
+            f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}",
+            "leave kv_cache out",
+        )
+    # here: it imports transformers' model code
+    from quantflow.runtime.modules import filled, with_modules
 
     return with_modules(artifact, filled(artifact), reason=reason, crops=crops, compiled=compiled)
 
 
-def _pack(folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool) -> packed.Pack:
+def _pack(
+    folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool
+) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
-    choices = (*asked, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, wire and (wire.rank, wire.world))
-    code = [Path(module.__file__ or "") for module in (scheme, kernels, lean, operations, packed, projection)]
+    choices = (
+        *asked,
+        native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None,
+        wire and (wire.rank, wire.world),
+    )
+    code = [
+        Path(module.__file__ or "")
+        for module in (scheme, kernels, lean, operations, packed, projection)
+    ]
     name = packed.name_of(digest, *choices, sources=(*code, kernels.SOURCE))
     return packed.Pack(beside(folder, "-packed") / name, verify=verify)
 
 
-def loaded(artifact: Artifact, decoder: Decoder, *, model: "PreTrainedModel | None", reasons: tuple[str, ...]) -> Loaded:
+def loaded(
+    artifact: Artifact,
+    decoder: Decoder,
+    *,
+    model: "PreTrainedModel | None",
+    reasons: tuple[str, ...],
+) -> Loaded:
     """Return an artifact with what decodes it, its tokenizer and the tokens that end a text.
 
     Raises:
@@ -183,7 +239,9 @@ def loaded(artifact: Artifact, decoder: Decoder, *, model: "PreTrainedModel | No
         decoder=decoder,
         model=model,
         reasons=reasons,
-        tokenizer=None if _TOKENIZER_FILES.isdisjoint(checkpoint.files) else load_tokenizer(checkpoint.folder),
+        tokenizer=None
+        if _TOKENIZER_FILES.isdisjoint(checkpoint.files)
+        else load_tokenizer(checkpoint.folder),
         eos_token_ids=_eos_token_ids(checkpoint),
     )
 

@@ -27,9 +27,21 @@ class ModuleLayout:
 
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Return the linears among these names; see `Layout`."""
-        known = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
-        modules = {name: known.get(self.module(name)) for name in names if not self._names.beside(f"{name}.weight")}
-        return {name: (module.out_features, module.in_features) for name, module in modules.items() if module is not None}
+        known = {
+            name: module
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        modules = {
+            name: known.get(self.module(name))
+            for name in names
+            if not self._names.beside(f"{name}.weight")
+        }
+        return {
+            name: (module.out_features, module.in_features)
+            for name, module in modules.items()
+            if module is not None
+        }
 
     def module(self, linear: str) -> str:
         """Return what the model calls a linear of the checkpoint; see `Layout`."""
@@ -46,14 +58,23 @@ class ModuleLayout:
         for parameter, source in to_source.items():
             linear = source.rpartition(".")[0]
             if linear in quantized and parameter.rpartition(".")[0] != self.module(linear):
-                raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
+                raise InputError(
+                    f"{parameter}: needed by the model, not in the artifact",
+                    "export the artifact again",
+                )
         parameters = tuple(
-            Parameter(source=source, shape=tuple(state[name].shape), floating=state[name].is_floating_point())
+            Parameter(
+                source=source,
+                shape=tuple(state[name].shape),
+                floating=state[name].is_floating_point(),
+            )
             for name, source in to_source.items()
         )
         head: Any = self._model.get_output_embeddings()
         called = next(name for name, module in self._model.named_modules() if module is head)
-        return Bound(parameters=parameters, head=to_source[f"{called}.weight"].removesuffix(".weight"))
+        return Bound(
+            parameters=parameters, head=to_source[f"{called}.weight"].removesuffix(".weight")
+        )
 
     def caches(self) -> dict[str, int]:
         """Return the attentions and their heads; see `Layout`."""

@@ -21,7 +21,9 @@ from quantflow.runtime.transformers_decoder import TransformersDecoder
 _COMPILERS = ("g++", "clang++", "c++")  # torch.compile writes C++ for a CPU
 
 
-def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool, compiled: bool = False) -> Loaded:
+def with_modules(
+    artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool, compiled: bool = False
+) -> Loaded:
     """Return transformers' modules as what decodes.
 
     Args:
@@ -37,14 +39,18 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     """
     if compiled:
         _compile_(artifact, model)
-    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
+    decoder: Decoder = TransformersDecoder(
+        model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales()
+    )
     reasons = [f"the lean decoder is not used: {reason}"]
     if compiled:
         reasons.append("decode steps are not captured: torch.compile was asked for")
     elif artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
         reasons.append(f"decode steps are not captured: {missing}")
     elif artifact.device.type == cuda.NAME:
-        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=partial(cuda.capture, device=artifact.device))
+        decoder = graphs.GraphDecoder(
+            model, device=artifact.device, capture=partial(cuda.capture, device=artifact.device)
+        )
     return loaded(artifact, decoder, model=model, reasons=tuple(reasons))
 
 
@@ -55,9 +61,13 @@ def _compile_(artifact: Artifact, model: PreTrainedModel) -> None:
         UnsupportedError: there is no compiler of C++, or the device is a Gaudi.
     """
     if artifact.device.type == hpu.NAME:
-        raise UnsupportedError(f"torch_compile on {hpu.NAME}: its graphs are captured", "leave --torch-compile out")
+        raise UnsupportedError(
+            f"torch_compile on {hpu.NAME}: its graphs are captured", "leave --torch-compile out"
+        )
     if not any(map(shutil.which, _COMPILERS)):
-        raise UnsupportedError(f"torch_compile: none of {', '.join(_COMPILERS)} is on PATH", "install g++")
+        raise UnsupportedError(
+            f"torch_compile: none of {', '.join(_COMPILERS)} is on PATH", "install g++"
+        )
     model.forward = torch.compile(model.forward, dynamic=True)
 
 

@@ -1,12 +1,14 @@
 """A model that runs although its weights do not fit into memory: each is read from the artifact when its turn comes.
 
-The weights of one token's forward are a list of pieces in the order in which they are used: the linears of layer 0, of
-layer 1, ..., then the head in parts of a fixed number of rows. Each linear of the model is a small module that takes its
-pieces, multiplies, and lets go, while a thread reads and prepares the pieces that follow; after the last comes the first.
-Of the embedding the rows of the tokens are read. Norms stay in memory, and so does the key-value cache.
+The weights of one token's forward are a list of pieces in the order in which they are used: the
+linears of layer 0, of layer 1, ..., then the head in parts of a fixed number of rows. Each linear
+of the model is a small module that takes its pieces, multiplies, and lets go, while a thread reads
+and prepares the pieces that follow; after the last comes the first. Of the embedding the rows of
+the tokens are read. Norms stay in memory, and so does the key-value cache.
 
-The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and where a weight is
-multiplied a few rows at a time each output is still one dot product of the same length.
+The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and
+where a weight is multiplied a few rows at a time each output is still one dot product of the same
+length.
 """
 
 import ctypes
@@ -55,13 +57,16 @@ class Piece:
 class Prefetch:
     """Makes pieces in their order, in a thread that stays ahead of whoever takes them. Taken from one thread."""
 
-    def __init__(self, make: Callable[[Piece], Multiply], order: Sequence[Piece], *, ahead: int) -> None:
+    def __init__(
+        self, make: Callable[[Piece], Multiply], order: Sequence[Piece], *, ahead: int
+    ) -> None:
         """Begin with the first piece.
 
         Args:
             make: reads and prepares one piece; called in the thread.
             order: every piece, in the order of a forward; after the last comes the first.
-            ahead: bytes, as stored, up to which pieces are made before they are asked for; one piece is, whatever it has.
+            ahead: bytes, as stored, up to which pieces are made before they are asked for; one
+                piece is, whatever it has.
         """
         self._make = make
         self._order = tuple(order)
@@ -117,12 +122,15 @@ class StreamedEmbedding(nn.Module):
     def __init__(self, embedding: nn.Module, artifact: Artifact, name: str) -> None:
         """Read rows of the tensor `name`, and do with them what the family's own module does."""
         super().__init__()
-        self._own, self._artifact, self._name = [embedding], artifact, name  # in a list: its weight is no parameter of this
+        # in a list: its weight is no parameter of this
+        self._own, self._artifact, self._name = [embedding], artifact, name
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return what the embedding makes of ids, [..., H] in the artifact's dtype."""
         rows, places = torch.unique(ids, return_inverse=True)
-        found: Tensor = with_rows(self._own[0], self._artifact.read_rows(self._name, rows).to(self._artifact.dtype))(places)
+        found: Tensor = with_rows(
+            self._own[0], self._artifact.read_rows(self._name, rows).to(self._artifact.dtype)
+        )(places)
         return found
 
 
@@ -137,10 +145,11 @@ def load_offloaded(
 ) -> Loaded:
     """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
 
-    Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as the largest linear
-    has, and one linear), and while a linear is prepared what its backend needs for that. What the system keeps of the
-    files in its own cache is not this process's; nothing is asked to be dropped from it, since the next token reads it again.
-    From here on glibc gives tensors of 1 MiB and more back to the system as soon as they are freed, in the whole process.
+    Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as
+    the largest linear has, and one linear), and while a linear is prepared what its backend needs
+    for that. What the system keeps of the files in its own cache is not this process's; nothing is
+    asked to be dropped from it, since the next token reads it again. From here on glibc gives
+    tensors of 1 MiB and more back to the system as soon as they are freed, in the whole process.
 
     Args:
         folder: what `quantflow export` wrote.
@@ -151,8 +160,8 @@ def load_offloaded(
         exact: as for `load`.
 
     Raises:
-        IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values: those are checked when
-            they are read, so what they raise comes from the model's forward.
+        IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values:
+            those are checked when they are read, so what they raise comes from the model's forward.
     """
     _return_memory()
     inputs: Inputs = "stored" if exact else "usual"
@@ -161,24 +170,35 @@ def load_offloaded(
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())
     head = _name_of(model, model.get_output_embeddings())
-    linears = {names.to_module[f"{name}.weight"].removesuffix(".weight"): name for name in graph_for(artifact.config).linears}
-    linears[head] = names.to_source[f"{head}.weight"].removesuffix(".weight")  # a tied head is the embedding's rows
+    linears = {
+        names.to_module[f"{name}.weight"].removesuffix(".weight"): name
+        for name in graph_for(artifact.config).linears
+    }
+    # a tied head is the embedding's rows
+    linears[head] = names.to_source[f"{head}.weight"].removesuffix(".weight")
     pieces = {module: _pieces(artifact, name) for module, name in linears.items()}
     order = [piece for module in linears for piece in pieces[module]]
-    prefetch = Prefetch(lambda piece: _multiply(artifact, piece), order, ahead=max(piece.nbytes for piece in order))
-    streamed = {f"{module}.{leaf}" for module in (*linears, embedding) for leaf in ("weight", "bias")}
+    prefetch = Prefetch(
+        lambda piece: _multiply(artifact, piece), order, ahead=max(piece.nbytes for piece in order)
+    )
+    streamed = {
+        f"{module}.{leaf}" for module in (*linears, embedding) for leaf in ("weight", "bias")
+    }
     resident = {name: source for name, source in names.to_source.items() if name not in streamed}
     for module in linears:
         model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
     own = model.get_submodule(embedding)
-    model.set_submodule(embedding, StreamedEmbedding(own, artifact, names.to_source[f"{embedding}.weight"]))
+    model.set_submodule(
+        embedding, StreamedEmbedding(own, artifact, names.to_source[f"{embedding}.weight"])
+    )
     artifact.fill_(model, resident, dtype=dtype)
     return with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
 
 
 def _return_memory() -> None:
     """Keep glibc from keeping what is freed: it would raise its threshold with every tensor, to 32 MiB, and keep 300 MB."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # elsewhere there is none, and nothing to keep
+    # elsewhere there is none, and nothing to keep
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _RETURNED)
 
@@ -201,7 +221,8 @@ def _pieces(artifact: Artifact, name: str) -> list[Piece]:
     step = _rows_at_once(width)
     width_bytes = info.nbytes // height
     return [
-        Piece(linear=name, start=start, stop=stop, nbytes=(stop - start) * width_bytes) for start, stop in _ranges(height, step)
+        Piece(linear=name, start=start, stop=stop, nbytes=(stop - start) * width_bytes)
+        for start, stop in _ranges(height, step)
     ]
 
 
@@ -221,7 +242,9 @@ def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
     if name in artifact.linears:
         if artifact.linears[name].backend.name != "reference":
             return artifact.prepare(name)
-        return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
+        return _Dequantized(
+            linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype
+        )
     weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))
     bias = artifact.bias(name)
     return _Plain(weight=weight, bias=None if bias is None else bias[piece.start : piece.stop])
@@ -252,5 +275,7 @@ class _Dequantized:
         parts = []
         for start, stop in _ranges(height, _rows_at_once(width)):
             weight = self.linear.weight.rows(slice(start, stop)).dequantize().to(self.dtype)
-            parts.append(functional.linear(x, weight, None if self.bias is None else self.bias[start:stop]))
+            parts.append(
+                functional.linear(x, weight, None if self.bias is None else self.bias[start:stop])
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -1,7 +1,8 @@
 """The layers of a decoder: their products, and between them norms, rotation, cache, attention, the gate.
 
-Where kernels.c has all products, the layers are one call of decode.c, else each operation is one. All tensors are float32. The
-state is that of one batch: `begin` gives it a cache, `step` says how many columns are new.
+Where kernels.c has all products, the layers are one call of decode.c, else each operation is one.
+All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says how
+many columns are new.
 """
 
 import ctypes
@@ -57,7 +58,8 @@ class Form:
     Attributes:
         activation: of the MLP, one of ACTIVATIONS.
         gated: it is activation(gate) * up, else activation(up).
-        parallel: the MLP reads the hidden state that attention reads, not the one that attention was added to.
+        parallel: the MLP reads the hidden state that attention reads, not the one that attention
+            was added to.
         centered: norms subtract the mean first (LayerNorm).
         residual: times what attention and MLP add.
     """
@@ -85,8 +87,10 @@ class DecoderBlock:
     """A decoder layer.
 
     Attributes:
-        products: qkv, output, up (gate and up where there is a gate), down; the first two alone where there are experts.
-        experts: what stands in the place of the MLP: a function of its input [N, H] and of `Operations.gate`; or None.
+        products: qkv, output, up (gate and up where there is a gate), down; the first two alone
+            where there are experts.
+        experts: what stands in the place of the MLP: a function of its input [N, H] and of
+            `Operations.gate`; or None.
         attention_norm, attended_norm: of what attention reads, and of what it adds.
         mlp_norm, gated_norm: of what the MLP reads, and of what it adds.
         q_norm, k_norm: of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -125,9 +129,22 @@ class _Product(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps")]
+        [
+            (name, ctypes.c_void_p)
+            for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps")
+        ]
         + [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
-        + [(name, _Norm) for name in ("q_norm", "k_norm", "attention_norm", "attended_norm", "mlp_norm", "gated_norm")]
+        + [
+            (name, _Norm)
+            for name in (
+                "q_norm",
+                "k_norm",
+                "attention_norm",
+                "attended_norm",
+                "mlp_norm",
+                "gated_norm",
+            )
+        ]
         + [(name, _Product) for name in ("qkv", "output", "up", "down")]
         + [("window", ctypes.c_int64), ("rotary", ctypes.c_int64)]
     )
@@ -136,15 +153,24 @@ class _Layer(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("padding", "first", "start", "table", "tiles")]
-        + [(name, ctypes.c_int64) for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")]
-        + [(name, ctypes.c_int64) for name in ("whole_norms", "centered", "parallel", "activation", "gated", "rounds")]
+        + [
+            (name, ctypes.c_int64)
+            for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")
+        ]
+        + [
+            (name, ctypes.c_int64)
+            for name in ("whole_norms", "centered", "parallel", "activation", "gated", "rounds")
+        ]
         + [(name, ctypes.c_float) for name in ("scale", "eps", "cap", "residual")]
     )
 
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.c
-    ("add_norm", [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT]),
+    (
+        "add_norm",
+        [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT],
+    ),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4),
     ("product", [_POINTER] * 4 + [_COUNT] * 5),
     ("summarize", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
@@ -168,16 +194,20 @@ def compiled() -> Any:
     return library
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return x @ weight.T + bias in float32; a weight in bfloat16 is taken as the float32 numbers that it is.
 
-    What a row gives does not depend on the others, in no bit: torch's product sums in another order for more rows.
+    What a row gives does not depend on the others, in no bit: torch's product sums in another order
+    for more rows.
 
     Args:
         x: [N, I] float32.
         weight: [O, I], float32 or bfloat16.
         bias: [O], or None.
-        dtype: of the inputs; x is rounded to bfloat16 where the weight is in it too, products of both are exact in float32.
+        dtype: of the inputs; x is rounded to bfloat16 where the weight is in it too, products of
+            both are exact in float32.
     """
     x, weight = x.contiguous(), weight.contiguous()
     if dtype == weight.dtype == torch.bfloat16:
@@ -185,7 +215,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtyp
     out = torch.empty(len(x), len(weight))
     kinds = (tuple(KINDS).index(str(each.dtype).removeprefix("torch.")) for each in (x, weight))
     if len(x):
-        compiled().product(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight), *kinds)
+        compiled().product(
+            *map(native.address, (x, weight, bias, out)), *x.shape, len(weight), *kinds
+        )
     return out
 
 
@@ -204,9 +236,10 @@ def summarize(logits: Tensor) -> tuple[list[int], list[float]]:
 def release_threads() -> None:
     """Give back the OpenMP threads that loops of the calling thread have used; its next loop makes new ones.
 
-    libgomp counts the threads that it made for all threads of the process. Where they are more than the cores, a thread that
-    waits for the next loop sleeps at once and has to be woken, several times a layer: a token of a small model takes twice as
-    long. So a thread that computes no more gives its threads back.
+    libgomp counts the threads that it made for all threads of the process. Where they are more than
+    the cores, a thread that waits for the next loop sleeps at once and has to be woken, several
+    times a layer: a token of a small model takes twice as long. So a thread that computes no more
+    gives its threads back.
     """
     compiled().release_threads()
 
@@ -228,42 +261,84 @@ class Operations:
             heads: of attention.
             blocks: the layers.
             form: None: Llama's.
-            rounds: over a bfloat16 cache, queries and attention probabilities may be rounded to bfloat16.
+            rounds: over a bfloat16 cache, queries and attention probabilities may be rounded to
+                bfloat16.
 
         Raises:
             UnsupportedError: see `compiled`.
         """
-        self._heads, self._form, self._blocks, self._library = heads, form or Form(), blocks, compiled()
+        self._heads, self._form, self._blocks, self._library = (
+            heads,
+            form or Form(),
+            blocks,
+            compiled(),
+        )
         self._rounds = rounds
         self._rooms: dict[str, Tensor] = {}
-        # What decode.c's `run` computes of a layer goes into these; no widths where Python calls it step by step.
+        # What decode.c's `run` computes of a layer goes into these; no widths where Python calls it
+        # step by step.
         self._widths: tuple[int, ...] = ()
         self._between: list[Tensor] = []
         self._addresses: list[int | None] = []
         found: list[Any] = [product for block in blocks for product in block.products]
         sparse = any(block.experts is not None for block in blocks)
-        if found and not sparse and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
+        if (
+            found
+            and not sparse
+            and all(isinstance(p, partial) and p.func is kernels.linear for p in found)
+        ):
             # those of the other layers are like the first's
             qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
             words = (product.keywords for product in found)
-            ordered = max((each["prepared"].weight.columns for each in words if each["order"] is not None), default=0)
-            self._widths = (qkv.columns, qkv.rows, output.columns, up.rows, down.columns, ordered, down.rows)
+            ordered = max(
+                (each["prepared"].weight.columns for each in words if each["order"] is not None),
+                default=0,
+            )
+            self._widths = (
+                qkv.columns,
+                qkv.rows,
+                output.columns,
+                up.rows,
+                down.columns,
+                ordered,
+                down.rows,
+            )
 
     def begin(self, cache: KVCache, rotations: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take a cache, or one whose storage has changed.
 
         Args:
             cache: of the batch.
-            rotations: cosines and sines of each position, [capacity, features that are rotated]; blocks name them by number.
+            rotations: cosines and sines of each position, [capacity, features that are rotated];
+                blocks name them by number.
         """
         heads, form = self._heads, self._form
         self._cache, self._rotations = cache, rotations  # C has their addresses: they must live on
-        sizes = (cache.rows, cache.capacity, 1, heads.query, heads.shared, heads.dim, tuple(KINDS).index(cache.kind))
-        flags = (heads.whole_norms, form.centered, form.parallel, ACTIVATIONS.index(form.activation), form.gated)
+        sizes = (
+            cache.rows,
+            cache.capacity,
+            1,
+            heads.query,
+            heads.shared,
+            heads.dim,
+            tuple(KINDS).index(cache.kind),
+        )
+        flags = (
+            heads.whole_norms,
+            form.centered,
+            form.parallel,
+            ACTIVATIONS.index(form.activation),
+            form.gated,
+        )
         floats = (heads.scale, heads.eps, heads.cap, form.residual)
-        self._step = _Step(native.address(cache.padding), *[None] * 4, *sizes, *flags, self._rounds, *floats)
+        self._step = _Step(
+            native.address(cache.padding), *[None] * 4, *sizes, *flags, self._rounds, *floats
+        )
         self._count = 0  # columns of each sequence that the last step had
-        structures = [self._structure(block, cache.of(index), rotations) for index, block in enumerate(self._blocks)]
+        structures = [
+            self._structure(block, cache.of(index), rotations)
+            for index, block in enumerate(self._blocks)
+        ]
         self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
@@ -271,16 +346,23 @@ class Operations:
         rows = self._cache.rows
         if count != self._count:
             self._count, self._start = count, torch.empty(rows, dtype=torch.int64)
-            self.step_rows(torch.arange(rows + 1) * count, self._start, torch.arange(rows)[:, None], self._cache.padding)
+            self.step_rows(
+                torch.arange(rows + 1) * count,
+                self._start,
+                torch.arange(rows)[:, None],
+                self._cache.padding,
+            )
         self._start.fill_(self._cache.length)
 
     def step_rows(self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor) -> None:
         """Expect new columns of sequences that lie in blocks of the cache: its rows.
 
         Args:
-            first: [B + 1] int64, where the columns of each begin among all that are new, and how many there are.
+            first: [B + 1] int64, where the columns of each begin among all that are new, and how
+                many there are.
             start: [B] int64, the first new column of each.
-            table: [B, W] int64, the cache's rows that hold the columns of each, `cache.capacity` to a row.
+            table: [B, W] int64, the cache's rows that hold the columns of each, `cache.capacity` to
+                a row.
             padding: [B] int64, columns at the left of each that are no text.
         """
         step, group = self._step, self._heads.query // self._heads.shared
@@ -297,14 +379,20 @@ class Operations:
             if not self._between or len(self._between[-1]) < rows:
                 self._between = [torch.empty(rows, width) for width in self._widths]
                 self._addresses = [*map(native.address, self._between)]
-            if self._library.run(self._step, self._structures, len(self._structures), x.data_ptr(), *self._addresses):
+            if self._library.run(
+                self._step, self._structures, len(self._structures), x.data_ptr(), *self._addresses
+            ):
                 raise MemoryError(f"inputs of {rows} tokens")
             return self._between[-1][:rows]
         delta, after = None, NO_NORM
         for index, block in enumerate(self._blocks):
             qkv, output, *mlp = block.products
-            delta = output(self.attend(qkv(self.add_norm(x, delta, block.attention_norm, after=after)), index))
-            norm = self.add_norm(x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel)
+            delta = output(
+                self.attend(qkv(self.add_norm(x, delta, block.attention_norm, after=after)), index)
+            )
+            norm = self.add_norm(
+                x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel
+            )
             if block.experts is not None:
                 delta = block.experts(norm, self.gate)
             else:
@@ -315,9 +403,19 @@ class Operations:
 
     def last_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Add what `run` left to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
-        return self.add_norm(x, delta, norm, after=self._blocks[-1].gated_norm if self._blocks else NO_NORM)
+        return self.add_norm(
+            x, delta, norm, after=self._blocks[-1].gated_norm if self._blocks else NO_NORM
+        )
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, *, after: Norm = NO_NORM, late: bool = False) -> Tensor:
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm,
+        *,
+        after: Norm = NO_NORM,
+        late: bool = False,
+    ) -> Tensor:
         """Add the norm `after` of delta to x in place and return the norm of x, valid until the next call.
 
         Args:
@@ -329,7 +427,9 @@ class Operations:
         """
         out = self._room("norm", *x.shape)
         pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())
-        self._library.add_norm(*pointers, *x.shape, self._heads.eps, self._form.centered, self._form.residual, late)
+        self._library.add_norm(
+            *pointers, *x.shape, self._heads.eps, self._form.centered, self._form.residual, late
+        )
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
@@ -345,23 +445,50 @@ class Operations:
         form = self._form
         rows, width = up.shape[0], up.shape[1] // (2 if form.gated else 1)
         out = self._room("gate", rows, width)
-        self._library.gate(up.data_ptr(), out.data_ptr(), rows, width, ACTIVATIONS.index(form.activation), form.gated)
+        self._library.gate(
+            up.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            ACTIVATIONS.index(form.activation),
+            form.gated,
+        )
         return out
 
     def _structure(
-        self, block: DecoderBlock, cached: Iterable[Tensor | None], rotations: Sequence[tuple[Tensor, Tensor]]
+        self,
+        block: DecoderBlock,
+        cached: Iterable[Tensor | None],
+        rotations: Sequence[tuple[Tensor, Tensor]],
     ) -> _Layer:
         """Return a layer as decode.c reads it: cache, rotation, norms, and of each product weight, bias and function."""
         table = (None, None) if block.rotation is None else rotations[block.rotation]
         rotary = 0 if table[0] is None else table[0].shape[1]
-        norms = (block.q_norm, block.k_norm, block.attention_norm, block.attended_norm, block.mlp_norm, block.gated_norm)
+        norms = (
+            block.q_norm,
+            block.k_norm,
+            block.attention_norm,
+            block.attended_norm,
+            block.mlp_norm,
+            block.gated_norm,
+        )
         products: Any = block.products if self._widths else ()
         made = [_Product()] * 4
         for index, words in enumerate(p.keywords for p in products):
-            prepared, call = words["prepared"], ctypes.cast(words["prepared"].call, ctypes.c_void_p).value
-            pointers = (ctypes.addressof(prepared.weight), native.address(words["bias"]), call, native.address(words["order"]))
+            prepared, call = (
+                words["prepared"],
+                ctypes.cast(words["prepared"].call, ctypes.c_void_p).value,
+            )
+            pointers = (
+                ctypes.addressof(prepared.weight),
+                native.address(words["bias"]),
+                call,
+                native.address(words["order"]),
+            )
             made[index] = _Product(*pointers)
-        return _Layer(*map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary)
+        return _Layer(
+            *map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary
+        )
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""

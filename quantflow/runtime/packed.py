@@ -1,14 +1,17 @@
 """What loading an artifact makes of its weights, kept beside it in one safetensors file: loading it again is mapping it.
 
-The file is named after the hash of everything that decides what is in it: the artifact's digest, the dtype, the kernels, the
-code that lays the weights out. It is never changed; another artifact or another version makes another file. So unlike a
-checkpoint (`quantflow.models.reading`) it may be mapped: weights lie in the page cache, once for all processes, and nothing is
-copied. Its tensors are called KEY|PART; those that fill whole lines of the CPU's cache come first, so each of these begins at
-one. The metadata has a hash of names, dtypes, shapes, and sums that take hardly longer than to read the data: a block of 32 KiB
-is a square of 64 x 64 words, and the sum of each row and of each column is in the hash. So one changed word is found, and two
-that changed places, which a sum alone has no eye for.
+The file is named after the hash of everything that decides what is in it: the artifact's digest,
+the dtype, the kernels, the code that lays the weights out. It is never changed; another artifact or
+another version makes another file. So unlike a checkpoint (`quantflow.models.reading`) it may be
+mapped: weights lie in the page cache, once for all processes, and nothing is copied. Its tensors
+are called KEY|PART; those that fill whole lines of the CPU's cache come first, so each of these
+begins at one. The metadata has a hash of names, dtypes, shapes, and sums that take hardly longer
+than to read the data: a block of 32 KiB is a square of 64 x 64 words, and the sum of each row and
+of each column is in the hash. So one changed word is found, and two that changed places, which a
+sum alone has no eye for.
 
-A pack is not signed: whoever may write it decides what the model says. One that others may write to is not read.
+A pack is not signed: whoever may write it decides what the model says. One that others may write to
+is not read.
 """
 
 import hashlib
@@ -79,8 +82,14 @@ class Pack:
         """Write the file, unless it was read; another process that does the same renames over it."""
         if self.complete:
             return
-        tensors = {f"{key}|{part}": tensor for key, parts in self._kept.items() for part, tensor in parts.items()}
-        order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, -tensors[name].itemsize))
+        tensors = {
+            f"{key}|{part}": tensor
+            for key, parts in self._kept.items()
+            for part, tensor in parts.items()
+        }
+        order = sorted(
+            tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, -tensors[name].itemsize)
+        )
         specs = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
         digest = _digest(specs, (bytes_of(tensors[name]) for name in order))
         header = layout(specs, metadata={"sha256": digest}, keep_order=True, align=_LINE).header
@@ -88,7 +97,9 @@ class Pack:
             self.path.parent.mkdir(parents=True)
             self.path.parent.chmod(_FOLDER_MODE)
         _remove_leftovers(self.path.parent)
-        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=f"{_UNFINISHED}{os.getpid()}-") as folder:
+        with tempfile.TemporaryDirectory(
+            dir=self.path.parent, prefix=f"{_UNFINISHED}{os.getpid()}-"
+        ) as folder:
             made = Path(folder) / self.path.name
             with made.open("wb") as file:
                 file.write(header)
@@ -125,7 +136,8 @@ def _digest(specs: Mapping[str, Spec], data: Iterable[memoryview]) -> str:
     for piece in data:
         if whole := 0 if len(piece) % _LINE else len(piece) // _BLOCK * _BLOCK:
             blocks = torch.frombuffer(piece[:whole], dtype=torch.int64).view(-1, _SIDE, _SIDE)
-            digest.update(bytes_of(torch.cat([blocks.sum(1), blocks.sum(2)], dim=1)))  # [blocks, 2 sides]
+            # [blocks, 2 sides]
+            digest.update(bytes_of(torch.cat([blocks.sum(1), blocks.sum(2)], dim=1)))
         digest.update(piece[whole:])
     return digest.hexdigest()
 
@@ -139,11 +151,19 @@ def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
     if not infos:
         raise IntegrityError(f"{path}: holds no tensor", _REMEDY)
     with reading(path) as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of one that cannot be written
-    data, specs = torch.frombuffer(memory, dtype=torch.uint8), {name: (info.dtype, info.shape) for name, info in infos.items()}
+        # torch warns of one that cannot be written
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data, specs = (
+        torch.frombuffer(memory, dtype=torch.uint8),
+        {name: (info.dtype, info.shape) for name, info in infos.items()},
+    )
     spans = {name: data[info.offset : info.offset + info.nbytes] for name, info in infos.items()}
-    if not verify:  # so a thread has the pages mapped, 16 by a read, beside the interpreter; the sums do it too
+    # so a thread has the pages mapped, 16 by a read, beside the interpreter; the sums do it too
+    if not verify:
         ThreadPoolExecutor(1).submit(lambda: data[:: 16 * mmap.PAGESIZE].sum())
     elif _digest(specs, map(bytes_of, spans.values())) != metadata.get("sha256"):
         raise IntegrityError(f"{path}: its data is not what was written", _REMEDY)
-    return {name: span.view(DTYPES[infos[name].dtype]).view(infos[name].shape) for name, span in spans.items()}
+    return {
+        name: span.view(DTYPES[infos[name].dtype]).view(infos[name].shape)
+        for name, span in spans.items()
+    }

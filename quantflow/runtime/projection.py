@@ -1,7 +1,8 @@
 """The linears of a decoder layer that share an input, as one product where their weights allow it.
 
-The rows of weights that are quantized alike are put below each other, and so are those of weights that are not quantized;
-what a row gives does not depend on the others. Where they differ each linear is computed on its own.
+The rows of weights that are quantized alike are put below each other, and so are those of weights
+that are not quantized; what a row gives does not depend on the others. Where they differ each
+linear is computed on its own.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,11 @@ from quantflow.runtime.packed import Pack
 
 
 def projection(
-    artifact: Artifact, names: Sequence[str], pack: Pack | None = None, *, order: Tensor | None = None
+    artifact: Artifact,
+    names: Sequence[str],
+    pack: Pack | None = None,
+    *,
+    order: Tensor | None = None,
 ) -> Projection:
     """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
 
@@ -31,7 +36,8 @@ def projection(
         artifact: where they are.
         names: source names, without `.weight`.
         pack: where they are looked for first, and kept.
-        order: int64 [O], which output comes at each place; None leaves them as they are. Of one model always the same.
+        order: int64 [O], which output comes at each place; None leaves them as they are. Of one
+            model always the same.
 
     Raises:
         InputError: see `Artifact.decode`.
@@ -41,7 +47,9 @@ def projection(
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
         return _plain(artifact, names, pack, order)
-    blocks = order is not None and any(artifact.linears[name].scheme.weights.granularity == "per_block" for name in names)
+    blocks = order is not None and any(
+        artifact.linears[name].scheme.weights.granularity == "per_block" for name in names
+    )
     found = _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
     if found is not None:
         return found
@@ -55,7 +63,8 @@ def projection(
 def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
     """Return a matrix that is not quantized, in the dtype that it is held in.
 
-    That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same numbers in half the bytes.
+    That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same
+    numbers in half the bytes.
     """
 
     def make() -> dict[str, Tensor]:
@@ -67,29 +76,44 @@ def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
     kept, shape = pack.get(name, make).get("weight"), artifact.checkpoint.infos[name].shape
     if kept is None or kept.shape != shape or kept.dtype not in (torch.bfloat16, artifact.dtype):
         found = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
-        raise IntegrityError(f"{pack.path}: {name}: {found} where {list(shape)} belongs", "remove the pack; it is made again")
+        raise IntegrityError(
+            f"{pack.path}: {name}: {found} where {list(shape)} belongs",
+            "remove the pack; it is made again",
+        )
     return kept
 
 
-def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None) -> Projection:
+def _plain(
+    artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None
+) -> Projection:
     weights = [plain_weight(artifact, f"{name}.weight", pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32, order)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return partial(product, weight=weight if order is None else weight[order], bias=bias, dtype=artifact.dtype)
+    return partial(
+        product, weight=weight if order is None else weight[order], bias=bias, dtype=artifact.dtype
+    )
 
 
-def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None) -> Projection | None:
+def _quantized(
+    artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None
+) -> Projection | None:
     """Return quantized linears as one product, or None where they are not one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
-        rows, columns = sum(artifact.linears[name].shape[0] for name in names), artifact.linears[names[0]].shape[1]
+        rows, columns = (
+            sum(artifact.linears[name].shape[0] for name in names),
+            artifact.linears[names[0]].shape[1],
+        )
         prepared: Any = kernels.restore(pack.get(key, dict), dtype, shape=(rows, columns))
         inputs = None
     else:
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:
             return None
-        prepared, inputs = backend.prepare(joined if order is None else _ordered(joined, order), dtype), joined.order
+        prepared, inputs = (
+            backend.prepare(joined if order is None else _ordered(joined, order), dtype),
+            joined.order,
+        )
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
     ours = isinstance(prepared, kernels.Prepared)
@@ -98,7 +122,9 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None, orde
     linear: Any = backend.linear
     if ours:
         return partial(linear, prepared=prepared, bias=bias, order=inputs)
-    return lambda x: linear((x if inputs is None else x[..., inputs]).to(dtype), prepared, bias).float()
+    return lambda x: linear(
+        (x if inputs is None else x[..., inputs]).to(dtype), prepared, bias
+    ).float()
 
 
 def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
@@ -108,34 +134,56 @@ def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
     scale = weight.scale[order] if len(weight.scale) == rows else weight.scale
     zero = weight.zero_point
     zero = zero[order] if zero is not None and len(zero) == rows else zero
-    return replace(linear, weight=replace(weight, qvalue=weight.qvalue[order], scale=scale, zero_point=zero))
+    return replace(
+        linear, weight=replace(weight, qvalue=weight.qvalue[order], scale=scale, zero_point=zero)
+    )
 
 
 def _bias(
-    artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype, order: Tensor | None
+    artifact: Artifact,
+    names: Sequence[str],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    order: Tensor | None,
 ) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
     found = [artifact.bias(name, dtype) for name in names]
     if all(bias is None for bias in found):
         return None
-    whole = torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(found, lengths, strict=True)])
+    whole = torch.cat(
+        [
+            torch.zeros(n, dtype=dtype) if bias is None else bias
+            for bias, n in zip(found, lengths, strict=True)
+        ]
+    )
     return whole if order is None else whole[order]
 
 
-def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:
+def _join(
+    artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]
+) -> QuantizedLinear | None:
     """Return linears as one, or None where they are quantized differently or no longer fit their kernel."""
     first, placement = linears[0], artifact.linears[names[0]]
     if len(linears) == 1:
         return first
     weights, whole = first.scheme.weights, first.scheme.weights.granularity == "per_tensor"
-    kinds = [_kind(linear, artifact.linears[name].backend) for name, linear in zip(names, linears, strict=True)]
-    if kinds != kinds[:1] * len(kinds) or weights.granularity == "per_block" or (whole and not weights.symmetric):
+    kinds = [
+        _kind(linear, artifact.linears[name].backend)
+        for name, linear in zip(names, linears, strict=True)
+    ]
+    if (
+        kinds != kinds[:1] * len(kinds)
+        or weights.granularity == "per_block"
+        or (whole and not weights.symmetric)
+    ):
         return None
     shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
     case = Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
     if placement.backend.why_not(case) is not None:
         return None
-    weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
+    weight = joining.join_rows(
+        [linear.weight for linear in linears], scale=first.weight.scale if whole else None
+    ).weight
     return replace(first, weight=weight)
 
 
@@ -143,4 +191,8 @@ def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
     """Return what the linears that are one product have in common."""
     one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
     numbers = (linear.input_scale, linear.input_zero_point, one, linear.order)
-    return linear.scheme, backend, *(None if number is None else number.tolist() for number in numbers)
+    return (
+        linear.scheme,
+        backend,
+        *(None if number is None else number.tolist() for number in numbers),
+    )

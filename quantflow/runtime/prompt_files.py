@@ -21,13 +21,16 @@ _SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".parquet")
 _SPLITS = ("test", "validation", "train")  # the first that a data set has is taken
 
 
-def read_prompts(source: str, *, column: str | None = None, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    source: str, *, column: str | None = None, limit: int | None = None
+) -> list[Prompt]:
     """Read prompts.
 
     Args:
-        source: a .txt file (prompts separated by blank lines), .json (a list, or a table of texts by length), .jsonl, .csv or
-            .parquet; a folder with one of these per split; or the name of a data set on the hub, which the package `datasets`
-            reads. Of several splits the first of test, validation and train is taken.
+        source: a .txt file (prompts separated by blank lines), .json (a list, or a table of texts
+            by length), .jsonl, .csv or .parquet; a folder with one of these per split; or the name
+            of a data set on the hub, which the package `datasets` reads. Of several splits the
+            first of test, validation and train is taken.
         column: which key of the rows; None takes the first that holds a text in the first row.
         limit: the first so many only, in the order in which they stand; None takes all.
 
@@ -42,23 +45,30 @@ def read_prompts(source: str, *, column: str | None = None, limit: int | None = 
     if path.is_dir():
         path = _split_of(path)
     rows = _rows(path) if path.is_file() else _from_hub(source)
-    prompts = [_prompt(row, number, column, source=source) for number, row in enumerate(islice(rows, limit), start=1)]
+    prompts = [
+        _prompt(row, number, column, source=source)
+        for number, row in enumerate(islice(rows, limit), start=1)
+    ]
     if not prompts:
         raise InputError(f"{source}: holds no prompt", "give a file with prompts in it")
     return prompts
 
 
-def encode(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, limit: int | None, chat: bool) -> list[list[int]]:
+def encode(
+    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, limit: int | None, chat: bool
+) -> list[list[int]]:
     """Return the tokens of each prompt.
 
     Args:
         prompts: texts, or conversations.
         tokenizer: adds BOS to texts as it always does.
         limit: the first so many tokens only; None keeps all.
-        chat: put each text as the user's message into the chat template; conversations always go through it.
+        chat: put each text as the user's message into the chat template; conversations always go
+            through it.
 
     Raises:
-        UsageError: a limit below 1, a conversation without a chat template, or a prompt without a token.
+        UsageError: a limit below 1, a conversation without a chat template, or a prompt without a
+            token.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"max_input_tokens={limit}", "use 1 or more")
@@ -70,7 +80,9 @@ def encode(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, lim
         else:
             tokens = tokens_of(tokenizer, prompt, where=f"prompt {number}")
         if not tokens:
-            raise UsageError(f"prompt {number}: {prompt!r} has no token", "give a text of a token or more")
+            raise UsageError(
+                f"prompt {number}: {prompt!r} has no token", "give a text of a token or more"
+            )
         found.append(tokens[:limit])
     return found
 
@@ -80,10 +92,13 @@ def shown(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
-def _from_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
+def _from_chat(
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, number: int
+) -> list[int]:
     if tokenizer.chat_template is None:
         raise UsageError(
-            f"prompt {number}: a chat, but the tokenizer has no chat template", "leave out --chat, or use a chat model"
+            f"prompt {number}: a chat, but the tokenizer has no chat template",
+            "leave out --chat, or use a chat model",
         )
     return chat_tokens(tokenizer, messages, where=f"prompt {number}", answer=True)
 
@@ -107,13 +122,17 @@ def _rows(path: Path) -> Iterator[Any]:
         yield from _from_parquet(path)
         return
     if path.suffix not in _SUFFIXES:
-        raise InputError(f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(_SUFFIXES)}")
+        raise InputError(
+            f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(_SUFFIXES)}"
+        )
     if path.suffix == ".json":
         rows = read_json(path)
         if isinstance(rows, dict) and rows:
             rows = [_by_length(rows)]
         if not isinstance(rows, list):
-            raise InputError(f"{path}: {type(rows).__name__}, a list is needed", "give a list of prompts")
+            raise InputError(
+                f"{path}: {type(rows).__name__}, a list is needed", "give a list of prompts"
+            )
         yield from rows
         return
     with reading(path) as file:
@@ -128,7 +147,9 @@ def _rows(path: Path) -> Iterator[Any]:
         try:
             yield from csv.DictReader(io.StringIO(text, newline=""), restkey="")
         except csv.Error as error:
-            raise InputError(f"{path}: not CSV ({error})", "give shorter fields, or .jsonl") from error
+            raise InputError(
+                f"{path}: not CSV ({error})", "give shorter fields, or .jsonl"
+            ) from error
     else:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
@@ -151,7 +172,10 @@ def _by_length(table: dict[str, Any]) -> dict[str, Any]:
 
 def _from_parquet(path: Path) -> Iterator[Any]:
     if find_spec("pyarrow") is None:
-        raise UnsupportedError(f"{path}: parquet is read by pyarrow, which is not installed", "install it, or give .jsonl")
+        raise UnsupportedError(
+            f"{path}: parquet is read by pyarrow, which is not installed",
+            "install it, or give .jsonl",
+        )
     from pyarrow import ArrowException, parquet
 
     try:
@@ -170,7 +194,9 @@ def _from_hub(name: str) -> Iterator[Any]:
     try:
         splits = load_dataset(name)
     except Exception as error:  # the package raises what its readers and its network raise
-        raise InputError(f"{name}: {error}", "check the name and the network, or download the data set") from error
+        raise InputError(
+            f"{name}: {error}", "check the name and the network, or download the data set"
+        ) from error
     yield from splits[next((split for split in _SPLITS if split in splits), next(iter(splits)))]
 
 
@@ -178,16 +204,29 @@ def _prompt(row: Any, number: int, column: str | None, *, source: str) -> Prompt
     where = f"{source}: row {number}"
     if isinstance(row, str):
         if column is not None:
-            raise UsageError(f"{where}: a text, column {column} was asked for", "leave out --column")
+            raise UsageError(
+                f"{where}: a text, column {column} was asked for", "leave out --column"
+            )
         return row
     if not isinstance(row, dict):
-        raise InputError(f"{where}: {type(row).__name__}, a text or an object is needed", "give one prompt per row")
-    name = column or next((key for key, value in row.items() if isinstance(value, str) or _is_chat(value)), None)
+        raise InputError(
+            f"{where}: {type(row).__name__}, a text or an object is needed",
+            "give one prompt per row",
+        )
+    name = column or next(
+        (key for key, value in row.items() if isinstance(value, str) or _is_chat(value)), None
+    )
     if name not in row:
-        raise InputError(f"{where}: no column {name or 'with a text'} among {', '.join(map(str, row))}", "give --column")
+        raise InputError(
+            f"{where}: no column {name or 'with a text'} among {', '.join(map(str, row))}",
+            "give --column",
+        )
     value: Prompt = row[name]
     if not isinstance(value, str) and not _is_chat(value):
-        raise InputError(f"{where}: {name} is {type(value).__name__}, a text or messages are needed", "give another --column")
+        raise InputError(
+            f"{where}: {name} is {type(value).__name__}, a text or messages are needed",
+            "give another --column",
+        )
     return value
 
 
@@ -196,7 +235,9 @@ def _is_chat(value: Any) -> bool:
         isinstance(value, list)
         and bool(value)
         and all(
-            isinstance(part, dict) and isinstance(part.get("role"), str) and isinstance(part.get("content"), str)
+            isinstance(part, dict)
+            and isinstance(part.get("role"), str)
+            and isinstance(part.get("content"), str)
             for part in value
         )
     )

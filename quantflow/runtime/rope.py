@@ -2,9 +2,10 @@
 
     angle[p, i] = p * inv_freq[i]        features i and i + dim / 2 are a pair
 
-The numbers are those of transformers bit for bit, whose model code takes seconds to import (tests hold them to its
-ROPE_INIT_FUNCTIONS). Sources: Su et al. 2021, arXiv:2104.09864; Chen et al. 2023, arXiv:2306.15595 (linear); Peng et al. 2023,
-arXiv:2309.00071 (yarn); Llama 3.1's model card (llama3).
+The numbers are those of transformers bit for bit, whose model code takes seconds to import (tests
+hold them to its ROPE_INIT_FUNCTIONS). Sources: Su et al. 2021, arXiv:2104.09864; Chen et al. 2023,
+arXiv:2306.15595 (linear); Peng et al. 2023, arXiv:2309.00071 (yarn); Llama 3.1's model card
+(llama3).
 """
 
 import math
@@ -22,11 +23,18 @@ _KEYS = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
-        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *(
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+        ),
         *("mscale", "mscale_all_dim", "truncate"),
     },
 }
-_BETA_FAST, _BETA_SLOW = 32, 1  # rotations beyond which yarn keeps a frequency, and below which it divides it
+# rotations beyond which yarn keeps a frequency, and below which it divides it
+_BETA_FAST, _BETA_SLOW = 32, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +52,8 @@ class Rope:
     def table(self, positions: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the positions from 0 on, each [positions, dim] float32."""
         inv_freq, attention_factor = inverse_frequencies(self)
-        angles = torch.arange(positions)[None, :, None].float() * inv_freq  # [1, positions, dim / 2]
+        # [1, positions, dim / 2]
+        angles = torch.arange(positions)[None, :, None].float() * inv_freq
         both = torch.cat((angles, angles), dim=-1)  # [1, positions, dim]
         cos, sin = both.cos() * attention_factor, both.sin() * attention_factor
         return cos[0].contiguous(), sin[0].contiguous()
@@ -56,13 +65,23 @@ def why_not(parameters: Mapping[str, Any]) -> str | None:
     if kind not in TYPES:
         return f"its rotation depends on the position alone, that of rope_type {kind} on the sequence too"
     known = _KEYS["default"] | _KEYS[kind]
-    unknown = sorted(key for key, value in parameters.items() if key not in known and value is not None)
+    unknown = sorted(
+        key for key, value in parameters.items() if key not in known and value is not None
+    )
     if unknown:
         return f"it does not know what {unknown[0]}={parameters[unknown[0]]!r} does to a rotation of rope_type {kind}"
-    needed = {"linear": _KEYS["linear"], "llama3": _KEYS["llama3"], "yarn": {"factor", "original_max_position_embeddings"}}
+    needed = {
+        "linear": _KEYS["linear"],
+        "llama3": _KEYS["llama3"],
+        "yarn": {"factor", "original_max_position_embeddings"},
+    }
     for key in sorted({"rope_theta", *needed.get(kind, ())}):
         value = parameters.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
             return f"{key} of its rotation is {value!r}, no positive number"
     return None
 
@@ -94,18 +113,27 @@ def _llama3(inv_freq: Tensor, given: Mapping[str, Any]) -> Tensor:
 
 def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
     """Return frequencies between those of the text that was learned from and those of one `factor` times as long."""
-    base, factor, length = given["rope_theta"], given["factor"], given["original_max_position_embeddings"]
+    base, factor, length = (
+        given["rope_theta"],
+        given["factor"],
+        given["original_max_position_embeddings"],
+    )
 
     def pair(rotations: float) -> float:
         """Return the pair of features that rotates so often over the length."""
         return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
-    first, last = pair(given.get("beta_fast") or _BETA_FAST), pair(given.get("beta_slow") or _BETA_SLOW)
+    first, last = (
+        pair(given.get("beta_fast") or _BETA_FAST),
+        pair(given.get("beta_slow") or _BETA_SLOW),
+    )
     if given.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     powers: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / ((last + 0.001 if first == last else last) - first)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - first) / (
+        (last + 0.001 if first == last else last) - first
+    )
     kept = 1 - torch.clamp(ramp, 0, 1)
     found: Tensor = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
     return found

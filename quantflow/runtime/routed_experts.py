@@ -2,10 +2,11 @@
 
     y[t] = sum_e weight[t, e] * down_e(activation(gate_e(x[t])) * up_e(x[t]))    over the chosen experts, in ascending order
 
-The weights are the softmax of the router's scores over all experts; those of the chosen ones are divided by their sum where the
-family does so. A shared expert sees every token, times the sigmoid of a score of its own. An expert's products are computed
-over the tokens that are routed to it, and over no others. Sources: Shazeer et al. 2017, arXiv:1701.06538; Yang et al. 2024,
-arXiv:2407.10671, section 2.2.2 (the shared expert).
+The weights are the softmax of the router's scores over all experts; those of the chosen ones are
+divided by their sum where the family does so. A shared expert sees every token, times the sigmoid
+of a score of its own. An expert's products are computed over the tokens that are routed to it, and
+over no others. Sources: Shazeer et al. 2017, arXiv:1701.06538; Yang et al. 2024, arXiv:2407.10671,
+section 2.2.2 (the shared expert).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,8 @@ class RoutedExperts:
         Returns:
             [N, H] float32.
         """
-        weights, numbers = torch.topk(torch.softmax(self.router(x), dim=-1), self.chosen, dim=-1)  # [N, k]
+        # [N, k]
+        weights, numbers = torch.topk(torch.softmax(self.router(x), dim=-1), self.chosen, dim=-1)
         if self.normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         total = torch.zeros_like(x)

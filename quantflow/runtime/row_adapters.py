@@ -1,8 +1,9 @@
 """LoRA adapters beside the lean decoder's products, another one for each sequence of a step.
 
-The rows of a step that have an adapter are gathered, multiplied by its two factors, and added to what the product gave them.
-Both multiplications are decode.c's, whose rows do not depend on each other, so a row has the same bits whatever else runs.
-Of the families that the lean decoder runs these linears have the same names in a checkpoint and in transformers' modules.
+The rows of a step that have an adapter are gathered, multiplied by its two factors, and added to
+what the product gave them. Both multiplications are decode.c's, whose rows do not depend on each
+other, so a row has the same bits whatever else runs. Of the families that the lean decoder runs
+these linears have the same names in a checkpoint and in transformers' modules.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,31 +34,42 @@ class RowAdapters:
             folders: of each adapter, as PEFT writes it.
 
         Raises:
-            InputError: files that are missing or damaged, tensors that belong to no linear of the model or do not fit it.
+            InputError: files that are missing or damaged, tensors that belong to no linear of the
+                model or do not fit it.
             UnsupportedError: another kind of adapter than plain LoRA on linears.
         """
         self.names = tuple(folders)
-        self._factors: dict[str, dict[str, Factors]] = {}  # source name of a linear -> adapter -> its product
-        self._places: dict[str, str] = {}  # source name -> where an adapter has it, until it stands beside a product
+        # source name of a linear -> adapter -> its product
+        self._factors: dict[str, dict[str, Factors]] = {}
+        # source name -> where an adapter has it, until it stands beside a product
+        self._places: dict[str, str] = {}
         self._rows: list[tuple[str, Tensor]] = []  # of the next step
         for adapter, folder in folders.items():
             path = weights_file(folder)
             for name, factors in read_adapter(folder).items():
-                if name not in artifact.linears and f"{name}.weight" not in artifact.checkpoint.infos:
-                    raise InputError(f"{path}: {name} is no linear of the model", "give an adapter of this model")
+                if (
+                    name not in artifact.linears
+                    and f"{name}.weight" not in artifact.checkpoint.infos
+                ):
+                    raise InputError(
+                        f"{path}: {name} is no linear of the model", "give an adapter of this model"
+                    )
                 outputs, inputs = shape_of(artifact, name)
                 factors.require_fit(name, inputs=inputs, outputs=outputs, path=path)
                 self._factors.setdefault(name, {})[adapter] = factors
                 self._places.setdefault(name, f"{path}: {name}")
 
-    def beside(self, base: Projection, artifact: Artifact, linears: Sequence[str], *, order: Tensor | None) -> Projection:
+    def beside(
+        self, base: Projection, artifact: Artifact, linears: Sequence[str], *, order: Tensor | None
+    ) -> Projection:
         """Return a product with the adapters of its linears beside it.
 
         Args:
             base: what the linears compute, side by side.
             artifact: of the model.
             linears: their source names.
-            order: int64 [O], which output of theirs comes at each place; None leaves them as they are.
+            order: int64 [O], which output of theirs comes at each place; None leaves them as they
+                are.
         """
         sides: dict[str, list[tuple[slice, Factors]]] = {}
         end = 0
@@ -72,7 +84,9 @@ class RowAdapters:
             out = base(x)
             for adapter, rows in self._rows:
                 for at, factors in sides.get(adapter, ()):
-                    out[:, at].index_add_(0, rows, product(product(x[rows], factors.down, None), factors.up, None))
+                    out[:, at].index_add_(
+                        0, rows, product(product(x[rows], factors.down, None), factors.up, None)
+                    )
             return out
 
         return adapted if sides else base

@@ -25,7 +25,13 @@ from quantflow.runtime.load import load
 
 Conversation = Sequence[Mapping[str, str]]
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-_RULES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "min_new_tokens")
+_RULES = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "no_repeat_ngram_size",
+    "min_new_tokens",
+)
 
 
 class TextGeneration:
@@ -59,13 +65,17 @@ class TextGeneration:
             QuantflowError: it cannot be loaded, or has no tokenizer.
         """
         weights: torch.dtype = getattr(torch, dtype)
-        loaded = load(artifact, decoder="auto", backend=backend, dtype=weights, kv_cache=kv_cache, exact=exact)
+        loaded = load(
+            artifact, decoder="auto", backend=backend, dtype=weights, kv_cache=kv_cache, exact=exact
+        )
         if loaded.tokenizer is None:
             raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")
         self.tokenizer = loaded.tokenizer
         self._ends = loaded.eos_token_ids
         limits = BatchLimits(max_concurrent_requests=1 << 20, max_stop_sequences=1 << 10)
-        self._engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=kv_memory)
+        self._engine = Engine(
+            loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=kv_memory
+        )
 
     def __call__(
         self,
@@ -89,23 +99,32 @@ class TextGeneration:
             return_full_text: a text begins with its prompt, a conversation with its messages.
             stop_strings: texts end with any of these.
             seed: of the first text; each further one counts on.
-            options: `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`; `repetition_penalty`, `frequency_penalty`,
-                `presence_penalty`, `no_repeat_ngram_size`, `min_new_tokens`; as in transformers.
+            options: `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`; `repetition_penalty`,
+                `frequency_penalty`, `presence_penalty`, `no_repeat_ngram_size`, `min_new_tokens`;
+                as in transformers.
 
         Returns:
             `[{"generated_text": ...}, ...]` of one prompt, a list of such lists of several.
 
         Raises:
-            UsageError: an option that is unknown or outside its range, or a prompt that is too long.
-            InputError: a conversation that the chat template refuses (quantflow.models.chat_template).
+            UsageError: an option that is unknown or outside its range, or a prompt that is too
+                long.
+            InputError: a conversation that the chat template refuses
+                (quantflow.models.chat_template).
         """
         unknown = options.keys() - {*_SAMPLING, *_RULES}
         if unknown:
-            raise UsageError(f"pipeline: {', '.join(sorted(unknown))}", f"options are {', '.join((*_SAMPLING, *_RULES))}")
+            raise UsageError(
+                f"pipeline: {', '.join(sorted(unknown))}",
+                f"options are {', '.join((*_SAMPLING, *_RULES))}",
+            )
         drawn = {name: value for name in _SAMPLING if (value := options.get(name)) is not None}
         samples = bool(drawn) if do_sample is None else do_sample
         if num_return_sequences < 1 or (num_return_sequences > 1 and not samples):
-            raise UsageError(f"num_return_sequences={num_return_sequences}, do_sample={samples}", "sample, or ask for one")
+            raise UsageError(
+                f"num_return_sequences={num_return_sequences}, do_sample={samples}",
+                "sample, or ask for one",
+            )
         rules = Rules(**{name: options[name] for name in _RULES if name in options})
         alone = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], Mapping))
         prompts: list[Any] = [inputs] if alone else list(inputs)
@@ -127,7 +146,10 @@ class TextGeneration:
                     )
                     streams[-1].append(self._engine.submit(asked))
             trios = zip(prompts, rows, streams, strict=True)
-            found = [[self._text(prompt, ids, one, full=return_full_text) for one in several] for prompt, ids, several in trios]
+            found = [
+                [self._text(prompt, ids, one, full=return_full_text) for one in several]
+                for prompt, ids, several in trios
+            ]
         finally:
             for several in streams:
                 for one in several:
@@ -142,7 +164,12 @@ class TextGeneration:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close."""
         self.close()
 
@@ -150,10 +177,14 @@ class TextGeneration:
         if isinstance(prompt, str):
             return tuple(tokens_of(self.tokenizer, prompt, where="pipeline"))
         if self.tokenizer.chat_template is None:
-            raise UsageError("pipeline: a conversation, but the tokenizer has no chat template", "give texts")
+            raise UsageError(
+                "pipeline: a conversation, but the tokenizer has no chat template", "give texts"
+            )
         return tuple(chat_tokens(self.tokenizer, prompt, where="pipeline", answer=True))
 
-    def _text(self, prompt: str | Conversation, ids: tuple[int, ...], stream: Stream, *, full: bool) -> dict[str, Any]:
+    def _text(
+        self, prompt: str | Conversation, ids: tuple[int, ...], stream: Stream, *, full: bool
+    ) -> dict[str, Any]:
         tokens = []
         for event in stream:
             if event.error is not None:
@@ -164,7 +195,9 @@ class TextGeneration:
         if isinstance(prompt, str):
             return {"generated_text": prompt + text if full else text}
         answer = {"role": "assistant", "content": text}
-        return {"generated_text": [*(dict(message) for message in prompt), answer] if full else text}
+        return {
+            "generated_text": [*(dict(message) for message in prompt), answer] if full else text
+        }
 
 
 def pipeline(artifact: str | Path, **options: Any) -> TextGeneration:

@@ -19,7 +19,11 @@ class Timed:
 
     def __init__(self, decoder: Decoder) -> None:
         """Stand in for `decoder`; it shows hidden states if that one does."""
-        self.vocab_size, self.positions, self.device = decoder.vocab_size, decoder.positions, decoder.device
+        self.vocab_size, self.positions, self.device = (
+            decoder.vocab_size,
+            decoder.positions,
+            decoder.device,
+        )
         self.keep, self.crop = decoder.keep, decoder.crop
         self.forward: Any = self._timed(decoder.forward)
         if isinstance(decoder, HiddenDecoder):

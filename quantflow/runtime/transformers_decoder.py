@@ -25,7 +25,13 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
 
     def rounded(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
-        return update(scales[layer].round_keys(keys), scales[layer].round_values(values), layer, *args, **kwargs)
+        return update(
+            scales[layer].round_keys(keys),
+            scales[layer].round_values(values),
+            layer,
+            *args,
+            **kwargs,
+        )
 
     cache.update = rounded
     return cache
@@ -58,15 +64,19 @@ class TransformersDecoder:
         """Take a model; its cache is empty until `begin`.
 
         Args:
-            model: called as `model(input_ids=..., past_key_values=..., use_cache=True, logits_to_keep=...)`.
+            model: called as `model(input_ids=..., past_key_values=..., use_cache=True,
+                logits_to_keep=...)`.
             device: where it runs; None asks its parameters.
-            crops: whether `crop` will be called. The cache of a sliding window then keeps what lies before the window.
-            kv_scales: of each layer; the cache then holds keys and values rounded with them, in the model's dtype.
+            crops: whether `crop` will be called. The cache of a sliding window then keeps what lies
+                before the window.
+            kv_scales: of each layer; the cache then holds keys and values rounded with them, in the
+                model's dtype.
         """
         config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
         positions = getattr(config, "max_position_embeddings", None)
-        self.positions: int | None = None if positions is not None and positions < 0 else positions  # XLNet's -1 is no limit
+        # XLNet's -1 is no limit
+        self.positions: int | None = None if positions is not None and positions < 0 else positions
         self.device = torch.device(device or next(model.parameters(), torch.empty(0)).device)
         self._model, self._crops, self._kv_scales = model, crops, kv_scales
         self.begin(rows=0, capacity=0)
@@ -74,19 +84,26 @@ class TransformersDecoder:
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; it grows with the tokens, so neither number is needed."""
         rounded = self._kv_scales
-        self._cache = rounded_cache(self._model.config, rounded) if rounded else plain_cache(self._model)
+        self._cache = (
+            rounded_cache(self._model.config, rounded) if rounded else plain_cache(self._model)
+        )
         self._length = 0
         self._padding: Tensor | None = None
         for layer in self._cache.layers:
             if self._crops and layer.is_sliding:
                 layer.activate_past_recording()
 
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True
+    ) -> Tensor:
         """Append positions; see `Decoder.forward`."""
-        logits: Tensor = self._call(input_ids, padding, logits_to_keep=1 if last_only else 0).logits  # [B, T or 1, V]
+        # [B, T or 1, V]
+        logits: Tensor = self._call(input_ids, padding, logits_to_keep=1 if last_only else 0).logits
         return logits[:, -1].float() if last_only else logits.float()
 
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward_hidden(
+        self, input_ids: Tensor, *, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`."""
         output = self._call(input_ids, padding, logits_to_keep=0, output_hidden_states=True)
         return output.logits.float(), output.hidden_states[-1].float()
@@ -106,7 +123,8 @@ class TransformersDecoder:
         if not self._crops or not 0 <= length <= self._length:
             cause = f"crop to {length} positions: the cache has {self._length}, crops={self._crops}"
             raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
-        self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
+        # transformers takes how many to remove, as a negative number
+        self._cache.crop(length - self._length)
         self._length = length
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
@@ -118,5 +136,8 @@ class TransformersDecoder:
             columns = torch.arange(self._length, device=input_ids.device)
             real = columns >= self._padding[:, None]  # [B, length]
             options["attention_mask"] = real.long()
-            options["position_ids"] = (columns - self._padding[:, None]).clamp(min=0)[:, begin:]  # [B, T]
-        return self._model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, **options)
+            # [B, T]
+            options["position_ids"] = (columns - self._padding[:, None]).clamp(min=0)[:, begin:]
+        return self._model(
+            input_ids=input_ids, past_key_values=self._cache, use_cache=True, **options
+        )

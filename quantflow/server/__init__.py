@@ -13,9 +13,10 @@
     models.py       models by name, each with an engine, loaded on demand
     metrics.py      what /metrics says; openapi.py: what /openapi.json says; site.py: what routes share
 
-Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start that may take 3, and its description of routes is
-70 lines here. h11 parses: it bounds headers, which httptools does not. uvicorn takes uvloop's event loop where it is installed:
-the loop runs on the cores that compute, and uvloop's needs them less.
+Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start that may take 3, and
+its description of routes is 70 lines here. h11 parses: it bounds headers, which httptools does not.
+uvicorn takes uvloop's event loop where it is installed: the loop runs on the cores that compute,
+and uvloop's needs them less.
 """
 
 from dataclasses import replace
@@ -47,7 +48,9 @@ def in_folders(job: ServeJob, progress: Progress) -> ServeJob:
     """
     artifact = api.model_folder(job.artifact, revision=job.revision, progress=progress)
     pairs = [pair.partition("=")[::2] for pair in job.models]
-    models = tuple(f"{name}={api.model_folder(Path(model), progress=progress)}" for name, model in pairs)
+    models = tuple(
+        f"{name}={api.model_folder(Path(model), progress=progress)}" for name, model in pairs
+    )
     return replace(job, artifact=artifact, models=models)
 
 
@@ -69,5 +72,7 @@ def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
     try:
         from quantflow.server.process import run
     except ModuleNotFoundError as error:
-        raise UnsupportedError(f"serve: {error.name} is not installed", "install quantflow[serve]") from error
+        raise UnsupportedError(
+            f"serve: {error.name} is not installed", "install quantflow[serve]"
+        ) from error
     run(job, progress)

@@ -36,19 +36,42 @@ def application(site: Site) -> ASGIApp:
         return JSONResponse(text)
 
     described = Endpoint(
-        method="GET", path="/openapi.json", run=openapi, tag="This", summary="Return this description.", free=True, shown=False
+        method="GET",
+        path="/openapi.json",
+        run=openapi,
+        tag="This",
+        summary="Return this description.",
+        free=True,
+        shown=False,
     )
     routes = (*routes, described)
     patience = Patience(body_bytes=job.payload_limit, seconds=job.client_timeout)
-    free = {(one.method, one.path) for one in routes if one.free and not (one.health and job.protect_health)}
-    middleware = [Middleware(_Gate, key=key, free=free, hosts=allowed_hosts(job, key), openai=_openai_paths(routes))]
+    free = {
+        (one.method, one.path)
+        for one in routes
+        if one.free and not (one.health and job.protect_health)
+    }
+    middleware = [
+        Middleware(
+            _Gate, key=key, free=free, hosts=allowed_hosts(job, key), openai=_openai_paths(routes)
+        )
+    ]
     if job.cors_allow_origin:
         origins = list(job.cors_allow_origin)
         middleware.insert(
-            0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            ),
         )
     return Starlette(
-        routes=[_route(path, routes, site, patience) for path in dict.fromkeys(endpoint.path for endpoint in routes)],
+        routes=[
+            _route(path, routes, site, patience)
+            for path in dict.fromkeys(endpoint.path for endpoint in routes)
+        ],
         middleware=middleware,
         exception_handlers={HTTPException: _refused_by_starlette},
     )
@@ -65,7 +88,9 @@ def read_key(job: ServeJob) -> bytes | None:
     try:
         lines = job.api_key_file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{job.api_key_file}: {error}", "give a file whose first line is the key") from error
+        raise InputError(
+            f"{job.api_key_file}: {error}", "give a file whose first line is the key"
+        ) from error
     if not lines or not lines[0].strip():
         raise InputError(f"{job.api_key_file}: its first line is empty", "write the key there")
     return lines[0].strip().encode()
@@ -74,8 +99,8 @@ def read_key(job: ServeJob) -> bytes | None:
 def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
     """Return the names that a Host header may have; None where any may.
 
-    A page of anybody can reach a server on the loopback by a name that it lets point there. A key, which such a page does
-    not have, keeps it out as well.
+    A page of anybody can reach a server on the loopback by a name that it lets point there. A key,
+    which such a page does not have, keeps it out as well.
     """
     if job.host not in LOOPBACK or key is not None:
         return None
@@ -113,13 +138,20 @@ class _Gate:
         host = request.headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if self._hosts is not None and name.lower() not in self._hosts:
-            return Refused("forbidden_host", f"Host {name[:100]!r} is not served; allow it with --allowed-host")
+            return Refused(
+                "forbidden_host", f"Host {name[:100]!r} is not served; allow it with --allowed-host"
+            )
         method = "GET" if request.method == "HEAD" else request.method
         if self._key is None or (method, request.url.path) in self._free or method == "OPTIONS":
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)  # the bytes that came: starlette reads them so
-        return None if right and scheme.lower() == "bearer" else Refused("unauthorized", "Unauthorized")
+        # the bytes that came: starlette reads them so
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
+        return (
+            None
+            if right and scheme.lower() == "bearer"
+            else Refused("unauthorized", "Unauthorized")
+        )
 
 
 def _openai_paths(routes: Sequence[Endpoint]) -> frozenset[str]:
@@ -128,7 +160,11 @@ def _openai_paths(routes: Sequence[Endpoint]) -> frozenset[str]:
 
 def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience) -> Route:
     """Return the route of a path; its methods are served by an endpoint each."""
-    by_method = {endpoint.method: Serving(endpoint, site, patience) for endpoint in routes if endpoint.path == path}
+    by_method = {
+        endpoint.method: Serving(endpoint, site, patience)
+        for endpoint in routes
+        if endpoint.path == path
+    }
 
     class ByMethod:
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +177,11 @@ def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience
 async def _refused_by_starlette(request: Request, error: Exception) -> Response:
     """Answer a path or a method that there is not, in the server's own form."""
     status = getattr(error, "status_code", 404)
-    refused = Refused("method_not_allowed", "Method not allowed") if status == 405 else Refused("not_found", "Not found")
+    refused = (
+        Refused("method_not_allowed", "Method not allowed")
+        if status == 405
+        else Refused("not_found", "Not found")
+    )
     response = refusal(refused, openai=request.url.path.startswith("/v1/"))
     response.headers.update(getattr(error, "headers", None) or {})
     return response

@@ -1,7 +1,7 @@
 """Bodies of requests, as pydantic reads them: TGI's and OpenAI's fields, each with its type and nothing else.
 
-What a value may be beside its type is for validation.py, in TGI's order and words. Unknown fields are ignored, as both ignore
-them; `openapi.py` describes these classes.
+What a value may be beside its type is for validation.py, in TGI's order and words. Unknown fields
+are ignored, as both ignore them; `openapi.py` describes these classes.
 """
 
 from typing import Annotated, Any, Literal

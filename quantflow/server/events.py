@@ -1,6 +1,7 @@
 """Server-sent events on their way to a client: each as it comes, comments in long silences, an end for one that reads nothing.
 
-One task looks at the clock for the whole answer: a timer and a task for every event would cost more than to make the event.
+One task looks at the clock for the whole answer: a timer and a task for every event would cost more
+than to make the event.
 """
 
 import asyncio
@@ -34,7 +35,9 @@ class SlowClient(Exception):
     """A client did not take what was sent to it; its connection is closed."""
 
 
-async def send_events(stream: EventStream, send: Send, *, patience: float, silence: float = SILENCE_SECONDS) -> None:
+async def send_events(
+    stream: EventStream, send: Send, *, patience: float, silence: float = SILENCE_SECONDS
+) -> None:
     """Send an answer, then close its events and what it holds.
 
     Args:
@@ -56,7 +59,11 @@ async def send_events(stream: EventStream, send: Send, *, patience: float, silen
     with stream.held:
         line = _Line(send)
         try:
-            async with asyncio.timeout(None) as limit, line.watched(limit, patience, silence), aclosing(stream.events):
+            async with (
+                asyncio.timeout(None) as limit,
+                line.watched(limit, patience, silence),
+                aclosing(stream.events),
+            ):
                 await line.put({"type": "http.response.start", "status": 200, "headers": raw})
                 async for event in stream.events:
                     await line.put(_body(f"data: {event}\n\n"))
@@ -82,7 +89,9 @@ class _Line:
         self._waits, self._taken = None, time.monotonic()
 
     @asynccontextmanager
-    async def watched(self, limit: asyncio.Timeout, patience: float, silence: float) -> AsyncIterator[None]:
+    async def watched(
+        self, limit: asyncio.Timeout, patience: float, silence: float
+    ) -> AsyncIterator[None]:
         """Look at the clock inside the block, which its limit ends when a piece waits longer than `patience`."""
         watch = asyncio.create_task(self._watch(limit, patience, silence))
         try:

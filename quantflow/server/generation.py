@@ -2,7 +2,8 @@
 
     asked  ->  prepare: admission, checks, tokens, grammar  ->  Answer: rows of the engine  ->  pieces, or all of it
 
-A row that nobody waits for any more is cancelled: an `Answer` is a context manager, and its rows end with it.
+A row that nobody waits for any more is cancelled: an `Answer` is a context manager, and its rows
+end with it.
 """
 
 import secrets
@@ -124,7 +125,9 @@ class Answer:
         new_tokens: that each continuation may have.
     """
 
-    def __init__(self, model: ServedModel, admission: Admission, *, count: int, timings: Timings) -> None:
+    def __init__(
+        self, model: ServedModel, admission: Admission, *, count: int, timings: Timings
+    ) -> None:
         """Ask to be admitted.
 
         Raises:
@@ -142,7 +145,12 @@ class Answer:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Cancel what still runs and let the next request in."""
         for row in self.rows:
             row.stream.cancel()
@@ -163,7 +171,8 @@ class Answer:
         """Yield the tokens of a continuation as they come.
 
         Raises:
-            Refused: of kind generation, when the engine fails it; of kind validation, when its grammar does.
+            Refused: of kind generation, when the engine fails it; of kind validation, when its
+                grammar does.
         """
         one = self.rows[row]
         special = self.model.vocabulary.special
@@ -271,13 +280,18 @@ class Service:
         answer = Answer(model, self.admission, count=count, timings=timings)
         try:
             check_truncate(asked, max_input_tokens=model.max_input_tokens)
-            ids = tuple(tokens or ()) if text is None else await model.encode(text, rendered=rendered)
+            ids = (
+                tuple(tokens or ()) if text is None else await model.encode(text, rendered=rendered)
+            )
             ids = ids if asked.truncate is None else ids[-asked.truncate :]
             known = model.loaded.decoder.vocab_size
             wrong = next((token for token in ids if not 0 <= token < known), None)
             if wrong is not None:
                 raise invalid(f"token {wrong} is not one of {known}")
-            most = {"max_input_tokens": model.max_input_tokens, "max_total_tokens": model.max_total_tokens}
+            most = {
+                "max_input_tokens": model.max_input_tokens,
+                "max_total_tokens": model.max_total_tokens,
+            }
             answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
             answer.prompt = ids
             masks = await self._masks(model, asked, count)
@@ -296,14 +310,19 @@ class Service:
                     ends=model.loaded.eos_token_ids,
                     stop=asked.stop,
                     top_n=asked.top_n_tokens or 0,
-                    prompt_logprobs=asked.prefill and (row == 0 or not answer.new_tokens),  # it has the prompt alone
+                    # it has the prompt alone
+                    prompt_logprobs=asked.prefill and (row == 0 or not answer.new_tokens),
                     mask=masks[row],
                     lookup=self.lookup,
                     adapter=adapter,
                 )
                 grows = AnswerText(model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop)
                 answer.rows.append(
-                    Continuation(stream=_submit(model, request), seed=None if sampling is None else seed, text=grows)
+                    Continuation(
+                        stream=_submit(model, request),
+                        seed=None if sampling is None else seed,
+                        text=grows,
+                    )
                 )
         except BaseException:
             answer.__exit__(None, None, None)
@@ -324,7 +343,8 @@ def refusal_of(error: BaseException | None) -> Refused:
         return error
     if isinstance(error, QuantflowError):
         return failed(error.cause)
-    return failed("" if error is None else type(error).__name__)  # no foreign text leaves the server
+    # no foreign text leaves the server
+    return failed("" if error is None else type(error).__name__)
 
 
 def _submit(model: ServedModel, request: BatchRequest) -> Stream:

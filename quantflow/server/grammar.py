@@ -1,7 +1,8 @@
 """What a text must follow, as masks over the vocabulary: JSON schemas, regular expressions, choices and Lark grammars.
 
-llguidance computes them (Earley parsing over a trie of the tokens, in Rust). xgrammar was measured beside it on the same 49,152
-tokens; docs/serving.md has the figures. A grammar is compiled once and kept, and a request follows a copy of it.
+llguidance computes them (Earley parsing over a trie of the tokens, in Rust). xgrammar was measured
+beside it on the same 49,152 tokens; docs/serving.md has the figures. A grammar is compiled once and
+kept, and a request follows a copy of it.
 """
 
 import json
@@ -22,7 +23,8 @@ LONGEST = 100_000  # characters of a grammar
 DEEPEST = 64  # objects and lists inside each other in a schema
 NOT_SUPPORTED = "grammar is not supported"
 ANY_OBJECT = {"type": "object"}
-SPACES = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}  # one at most: models go on and on with newlines
+# one at most: models go on and on with newlines
+SPACES = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 
 
 class GrammarMask:
@@ -79,7 +81,8 @@ class Grammars:
         """Return a request's way through a grammar. It blocks while the grammar is compiled.
 
         Raises:
-            Refused: of kind validation; the grammar is wrong or too large, or llguidance is not installed.
+            Refused: of kind validation; the grammar is wrong or too large, or llguidance is not
+                installed.
         """
         if find_spec("llguidance") is None:
             raise invalid(f"{NOT_SUPPORTED}: llguidance is not installed")
@@ -99,9 +102,13 @@ class Grammars:
 
         if self._trie is None:
             try:
-                self._trie = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None)
+                self._trie = from_tokenizer(
+                    self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None
+                )
             except Exception as error:  # of a tokenizer whose tokens it cannot spell as bytes
-                raise invalid(f"{NOT_SUPPORTED} by this model's tokenizer: {_short(str(error))}") from error
+                raise invalid(
+                    f"{NOT_SUPPORTED} by this model's tokenizer: {_short(str(error))}"
+                ) from error
         limits = LLParserLimits(
             max_items_in_row=2000,
             initial_lexer_fuel=1_000_000,
@@ -166,7 +173,11 @@ def require_shallow(value: Any) -> None:
     """
     level = [value]
     for _ in range(DEEPEST):
-        inner = [list(item.values()) if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        inner = [
+            list(item.values()) if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
         level = [part for parts in inner for part in parts]
     if any(isinstance(item, dict | list) for item in level):
         raise invalid(f"grammar is not valid: deeper than {DEEPEST}")

@@ -1,7 +1,8 @@
 """HTTP between routes and the server: bodies in, JSON and server-sent events out, with limits on how long clients may take.
 
-A route is an `Endpoint`: a path, what its body must be, and a function. While the function works, the connection is watched;
-a client that goes away cancels it, and with it the rows that it waits for. `Site` is what all functions share (site.py).
+A route is an `Endpoint`: a path, what its body must be, and a function. While the function works,
+the connection is watched; a client that goes away cancels it, and with it the rows that it waits
+for. `Site` is what all functions share (site.py).
 """
 
 import asyncio
@@ -98,7 +99,9 @@ class Serving:
         except ClientDisconnect:
             return
         gone = asyncio.create_task(_gone(receive))
-        work = asyncio.create_task(self._work(HttpCall(request=request, body=body, site=self._site), scope, receive, send))
+        work = asyncio.create_task(
+            self._work(HttpCall(request=request, body=body, site=self._site), scope, receive, send)
+        )
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -147,7 +150,8 @@ class Serving:
         """Return the body.
 
         Raises:
-            Refused: it is too large, too slow, of another type, no JSON, or not what the route takes.
+            Refused: it is too large, too slow, of another type, no JSON, or not what the route
+                takes.
             ClientDisconnect: the client went away.
         """
         data = await self._bytes(request)
@@ -155,11 +159,16 @@ class Serving:
             return None
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json" and not media.endswith("+json"):
-            raise Refused("unsupported_media_type", "Expected request with `Content-Type: application/json`")
+            raise Refused(
+                "unsupported_media_type", "Expected request with `Content-Type: application/json`"
+            )
         return typed(self.endpoint.body, parse(data))
 
     async def _bytes(self, request: Request) -> bytes:
-        most, told = self._patience.body_bytes, f"length limit exceeded: {self._patience.body_bytes} bytes may be"
+        most, told = (
+            self._patience.body_bytes,
+            f"length limit exceeded: {self._patience.body_bytes} bytes may be",
+        )
         declared = request.headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
             raise Refused("payload_too_large", told)
@@ -172,7 +181,9 @@ class Serving:
                         raise Refused("payload_too_large", told)
                     pieces.append(piece)
         except TimeoutError:
-            raise Refused("timeout", f"the body did not come in {self._patience.seconds:g} s") from None
+            raise Refused(
+                "timeout", f"the body did not come in {self._patience.seconds:g} s"
+            ) from None
         return b"".join(pieces)
 
 
@@ -215,7 +226,11 @@ def parse(data: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
         return value
     except (ValueError, RecursionError) as error:
-        name = "too deep" if isinstance(error, RecursionError) else next(iter(str(error).splitlines()), "")[:200]
+        name = (
+            "too deep"
+            if isinstance(error, RecursionError)
+            else next(iter(str(error).splitlines()), "")[:200]
+        )
         raise Refused("bad_json", f"Failed to parse the request body as JSON: {name}") from None
 
 

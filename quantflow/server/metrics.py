@@ -1,7 +1,7 @@
 """What /metrics says: TGI's names with TGI's meaning, and the engine's own counters.
 
-TGI's counters have no `_total` behind their names, so they are collected here by hand; Prometheus reads them as untyped, and
-`rate()` works on them as it does on TGI's.
+TGI's counters have no `_total` behind their names, so they are collected here by hand; Prometheus
+reads them as untyped, and `rate()` works on them as it does on TGI's.
 """
 
 import dataclasses
@@ -17,7 +17,26 @@ from quantflow.runtime.batching import EngineCounters
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = tuple(0.0001 * 1.5**power for power in range(40))  # TGI's buckets: 0.1 ms to 12 min
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # TGI's buckets of a batch
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_TOKENS = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+    2048,
+    4096,
+    8192,
+    16384,
+    32768,
+    65536,
+    131072,
+)
 
 
 class Metrics:
@@ -69,7 +88,9 @@ class Metrics:
         self._seconds["validation_duration"].observe(timings.validation)
         self._seconds["queue_duration"].observe(timings.queue)
         self._seconds["inference_duration"].observe(timings.inference)
-        self._seconds["mean_time_per_token_duration"].observe(timings.inference / max(1, *generated))
+        self._seconds["mean_time_per_token_duration"].observe(
+            timings.inference / max(1, *generated)
+        )
         self._tokens["input_length"].observe(len(answer.prompt))
         self._tokens["max_new_tokens"].observe(answer.new_tokens)
         self._tokens["skipped_tokens"].observe(answer.rows[0].stream.cached_tokens)
@@ -93,11 +114,19 @@ class Metrics:
                 metric.add_sample(name, {"err": kind} if kind else {}, self._counts[name, kind])
             yield metric
         models = self._counters()
-        yield _gauge("tgi_queue_size", "Requests that wait.", sum(counters.waiting for _, counters in models))
-        yield _gauge("tgi_batch_current_size", "Requests that run.", sum(counters.running for _, counters in models))
+        yield _gauge(
+            "tgi_queue_size", "Requests that wait.", sum(counters.waiting for _, counters in models)
+        )
+        yield _gauge(
+            "tgi_batch_current_size",
+            "Requests that run.",
+            sum(counters.running for _, counters in models),
+        )
         yield _batch_sizes(counters for _, counters in models)
         for name in sorted({name for _, counters in models for name, _ in _flat(counters)}):
-            family = GaugeMetricFamily(f"quantflow_engine_{name}", "As quantflow.runtime.batching says.", labels=["model"])
+            family = GaugeMetricFamily(
+                f"quantflow_engine_{name}", "As quantflow.runtime.batching says.", labels=["model"]
+            )
             for model, counters in models:
                 family.add_metric([model], dict(_flat(counters))[name])
             yield family
@@ -108,10 +137,15 @@ def _batch_sizes(models: Iterable[EngineCounters]) -> Metric:
     steps: Counter[int] = Counter()
     for counters in models:
         steps.update(counters.batch_sizes)
-    buckets = [(str(float(most)), float(sum(count for size, count in steps.items() if size <= most))) for most in _ROWS]
+    buckets = [
+        (str(float(most)), float(sum(count for size, count in steps.items() if size <= most)))
+        for most in _ROWS
+    ]
     buckets.append(("+Inf", float(steps.total())))
     rows = float(sum(size * count for size, count in steps.items()))
-    return HistogramMetricFamily("tgi_batch_next_size", "Requests of a step.", buckets=buckets, sum_value=rows)
+    return HistogramMetricFamily(
+        "tgi_batch_next_size", "Requests of a step.", buckets=buckets, sum_value=rows
+    )
 
 
 def _gauge(name: str, help: str, value: float) -> Metric:

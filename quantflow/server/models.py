@@ -42,7 +42,11 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
     Raises:
         UsageError: limits that contradict each other or the model.
     """
-    total = min(positions or LONGEST, LONGEST) if limits.max_total_tokens is None else limits.max_total_tokens
+    total = (
+        min(positions or LONGEST, LONGEST)
+        if limits.max_total_tokens is None
+        else limits.max_total_tokens
+    )
     longest = max(1, total - 1) if limits.max_input_tokens is None else limits.max_input_tokens
     return BatchLimits(
         max_input_tokens=longest,
@@ -83,7 +87,9 @@ class ServedModel:
         weight_bytes: of its files.
     """
 
-    def __init__(self, name: str, loaded: Loaded, *, job: ServeJob, workers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, name: str, loaded: Loaded, *, job: ServeJob, workers: ThreadPoolExecutor
+    ) -> None:
         """Start the engine.
 
         Raises:
@@ -91,7 +97,9 @@ class ServedModel:
             UsageError: limits that do not fit the model.
         """
         if loaded.tokenizer is None:
-            raise InputError(f"{name}: the artifact has no tokenizer", "export it with its tokenizer's files")
+            raise InputError(
+                f"{name}: the artifact has no tokenizer", "export it with its tokenizer's files"
+            )
         self.name, self.loaded, self.tokenizer = name, loaded, loaded.tokenizer
         limits = batch_limits(job.limits, positions=loaded.decoder.positions)
         self.engine = Engine(
@@ -104,7 +112,9 @@ class ServedModel:
         self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
         self.max_total_tokens = int(self.engine.limits.max_total_tokens or 0)
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, vocab_size=loaded.decoder.vocab_size, ends=loaded.eos_token_ids)
+        self.grammars = Grammars(
+            self.tokenizer, vocab_size=loaded.decoder.vocab_size, ends=loaded.eos_token_ids
+        )
         self.used, self.rows = 0, 0
         self._workers = workers
         self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
@@ -114,7 +124,8 @@ class ServedModel:
             1, thread_name_prefix="quantflow-template"
         )  # threads that tokenize never wait for it
         with contextlib.suppress(InputError):  # of a tokenizer that does not know the word
-            tokens_of(self.tokenizer, "warm", where=name)  # settles padding and truncation, so that threads only read
+            # settles padding and truncation, so that threads only read
+            tokens_of(self.tokenizer, "warm", where=name)
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -129,7 +140,10 @@ class ServedModel:
     @property
     def float8(self) -> bool:
         """Whether its weights are float8."""
-        return any(linear.scheme.weights.kind == "float" for linear in self.loaded.artifact.linears.values())
+        return any(
+            linear.scheme.weights.kind == "float"
+            for linear in self.loaded.artifact.linears.values()
+        )
 
     async def encode(self, text: str, *, rendered: bool) -> tuple[int, ...]:
         """Return the tokens of a prompt, in a thread.
@@ -147,12 +161,18 @@ class ServedModel:
         """Return TGI's table of a text's tokens: id, text, and where it begins and ends; see `encode` for `rendered`."""
         found = await self._encoding(text, rendered=rendered, offsets=True)
         pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        return [{"id": i, "text": text[a:b] or self.vocabulary.text(i), "start": a, "stop": b} for i, (a, b) in pairs]
+        return [
+            {"id": i, "text": text[a:b] or self.vocabulary.text(i), "start": a, "stop": b}
+            for i, (a, b) in pairs
+        ]
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]
+    ) -> str:
         """Return a conversation as the prompt that the chat template makes of it.
 
-        It is rendered in the model's own process (`quantflow.models.chat_template`); time, memory and length are bounded.
+        It is rendered in the model's own process (`quantflow.models.chat_template`); time, memory
+        and length are bounded.
 
         Raises:
             Refused: of kind template_error.
@@ -162,12 +182,18 @@ class ServedModel:
 
         def work() -> str:
             given = {"template": self._template, "tools": tools, "options": options}
-            return chat_template.render(self.tokenizer, messages, answer=True, renderer=self._renderer, **given)
+            return chat_template.render(
+                self.tokenizer, messages, answer=True, renderer=self._renderer, **given
+            )
 
         try:
-            text: str = await asyncio.wait_for(self._in_thread(work, self._rendering), TEMPLATE_SECONDS)
+            text: str = await asyncio.wait_for(
+                self._in_thread(work, self._rendering), TEMPLATE_SECONDS
+            )
         except TimeoutError:
-            raise bad_template(f"others of the model take more than {TEMPLATE_SECONDS:.0f} s") from None
+            raise bad_template(
+                f"others of the model take more than {TEMPLATE_SECONDS:.0f} s"
+            ) from None
         except chat_template.NotRendered as error:
             raise bad_template(str(error)) from error
         if len(text) > TEMPLATE_CHARACTERS:
@@ -190,13 +216,22 @@ class ServedModel:
 
     async def _encoding(self, text: str, *, rendered: bool, offsets: bool) -> BatchEncoding:
         try:
-            work = partial(encoding_of, self.tokenizer, text, where="inputs", special=not rendered, offsets=offsets)
+            work = partial(
+                encoding_of,
+                self.tokenizer,
+                text,
+                where="inputs",
+                special=not rendered,
+                offsets=offsets,
+            )
             found: BatchEncoding = await self._in_thread(work)
         except InputError as error:
             raise invalid(error.cause) from error
         return found
 
-    async def _in_thread(self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None) -> Any:
+    async def _in_thread(
+        self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None
+    ) -> Any:
         return await asyncio.get_running_loop().run_in_executor(workers or self._workers, work)
 
 
@@ -218,7 +253,9 @@ class Models:
             QuantflowError: it cannot be served.
         """
         self.job = job
-        self.workers = ThreadPoolExecutor(job.limits.validation_workers, thread_name_prefix="quantflow-validation")
+        self.workers = ThreadPoolExecutor(
+            job.limits.validation_workers, thread_name_prefix="quantflow-validation"
+        )
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="quantflow-loading")
         _adapt(first, job.adapter_folders)
         self.first = ServedModel(job.first_name, first, job=job, workers=self.workers)
@@ -237,7 +274,9 @@ class Models:
     @property
     def failed(self) -> BaseException | None:
         """What killed an engine; None while all are well."""
-        return next((model.engine.failed for model in self.running if model.engine.failed is not None), None)
+        return next(
+            (model.engine.failed for model in self.running if model.engine.failed is not None), None
+        )
 
     def adapter(self, name: str | None) -> str | None:
         """Return the adapter that a request names in the place of a model, None where it names none."""
@@ -248,7 +287,8 @@ class Models:
         """Yield the model that a request names, loading it where it is not; it is not dropped in the block.
 
         Args:
-            name: None and what clients of a single model say is the first, and so is an adapter's name.
+            name: None and what clients of a single model say is the first, and so is an adapter's
+                name.
 
         Raises:
             Refused: there is none of the name, or it cannot be loaded.
@@ -274,7 +314,12 @@ class Models:
         if name in self.places:
             return str(name)
         source = self.first.manifest.get("source", {}).get("name")
-        if not name or name in ANY_NAME or name in (source, str(self.job.artifact)) or self.adapter(name):
+        if (
+            not name
+            or name in ANY_NAME
+            or name in (source, str(self.job.artifact))
+            or self.adapter(name)
+        ):
             return self.first.name
         there = ", ".join([*self.places, *self.job.adapter_folders])
         raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {there}")
@@ -291,9 +336,14 @@ class Models:
                 await self._make_room(place)
                 loop = asyncio.get_running_loop()
                 try:
-                    place.served = await loop.run_in_executor(self._loaders, lambda: self._load(key, place.folder))
+                    place.served = await loop.run_in_executor(
+                        self._loaders, lambda: self._load(key, place.folder)
+                    )
                 except QuantflowError as error:
-                    raise Refused("generation", f"Request failed during generation: model {key}: {error.cause}") from error
+                    raise Refused(
+                        "generation",
+                        f"Request failed during generation: model {key}: {error.cause}",
+                    ) from error
             return place.served
 
     def _load(self, name: str, folder: Path) -> ServedModel:
@@ -304,8 +354,19 @@ class Models:
         most = self.job.model_bytes
         if most is None:
             return
-        while sum(weight_bytes(place.folder) for place in self.places.values() if place.served or place is wanted) > most:
-            idle = [p for p in self.places.values() if p.served and not p.served.rows and p.served is not self.first]
+        while (
+            sum(
+                weight_bytes(place.folder)
+                for place in self.places.values()
+                if place.served or place is wanted
+            )
+            > most
+        ):
+            idle = [
+                p
+                for p in self.places.values()
+                if p.served and not p.served.rows and p.served is not self.first
+            ]
             if not idle:
                 raise Refused("overloaded", "Model is overloaded")
             oldest = min(idle, key=lambda place: place.served.used if place.served else 0)
@@ -318,7 +379,8 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
     """Open an artifact as it is served.
 
     Raises:
-        QuantflowError: as `quantflow.runtime.load.load`; a signature that is asked for is missing or another's.
+        QuantflowError: as `quantflow.runtime.load.load`; a signature that is asked for is missing
+            or another's.
     """
     job.signature.check(folder)
     dtype: torch.dtype = getattr(torch, job.dtype)
@@ -345,7 +407,9 @@ def _adapt(loaded: Loaded, folders: Mapping[str, str]) -> None:
         return
     if not isinstance(loaded.decoder, LeanDecoder):
         told = f"adapters {', '.join(folders)}: requests choose adapters of the lean decoder alone; {'; '.join(loaded.reasons)}"
-        raise UnsupportedError(told, "leave --adapter out, or merge the adapter into the model before it is quantized")
+        raise UnsupportedError(
+            told, "leave --adapter out, or merge the adapter into the model before it is quantized"
+        )
     loaded.decoder.adapt(loaded.artifact, folders)
 
 

@@ -45,11 +45,18 @@ async def chat(call: HttpCall) -> Response | EventStream:
     if grammar is not None and wanted is not None:
         raise invalid("grammar and tools are mutually exclusive")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    asked = _asked(body, grammar=grammar or wanted, limit=limit, top=(body.top_logprobs or 0) if body.logprobs else 0)
+    asked = _asked(
+        body,
+        grammar=grammar or wanted,
+        limit=limit,
+        top=(body.top_logprobs or 0) if body.logprobs else 0,
+    )
     adapter = site.models.adapter(body.model)
     async with site.models.using(body.model) as model:
         text = await render(model, body, tools)
-        answer = await _begin(site, model, asked, timings, text=text, rendered=True, adapter=adapter)
+        answer = await _begin(
+            site, model, asked, timings, text=text, rendered=True, adapter=adapter
+        )
     writer = ChatWriter(
         model,
         name=adapter or model.name,
@@ -85,13 +92,19 @@ async def completions(call: HttpCall) -> Response | EventStream:
     try:
         async with site.models.using(body.model) as model:
             for prompt in prompts:
-                words = {"text": prompt} if isinstance(prompt, str) else {"text": None, "tokens": prompt}
+                words = (
+                    {"text": prompt}
+                    if isinstance(prompt, str)
+                    else {"text": None, "tokens": prompt}
+                )
                 answers.append(await _begin(site, model, asked, timings, adapter=adapter, **words))
     except BaseException:
         for answer in answers:
             answer.__exit__(None, None, None)
         raise
-    writer = CompletionWriter(model, name=adapter or model.name, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    writer = CompletionWriter(
+        model, name=adapter or model.name, echo=bool(body.echo), logprobs=body.logprobs is not None
+    )
     return await _respond(site, answers, writer, body)
 
 
@@ -101,14 +114,34 @@ async def models(call: HttpCall) -> Response:
     entries = []
     for name, place in site.models.places.items():
         served = place.served
-        entry: dict[str, Any] = {"id": name, "object": "model", "created": site.started, "owned_by": "quantflow"}
+        entry: dict[str, Any] = {
+            "id": name,
+            "object": "model",
+            "created": site.started,
+            "owned_by": "quantflow",
+        }
         entry["loaded"] = served is not None
         if served is not None:
-            entry |= {"max_model_len": served.max_total_tokens, "root": served.manifest.get("source", {}).get("name")}
+            entry |= {
+                "max_model_len": served.max_total_tokens,
+                "root": served.manifest.get("source", {}).get("name"),
+            }
         entries.append(entry)
     for name in site.job.adapter_folders:  # as vLLM lists them
-        entry = {"id": name, "object": "model", "created": site.started, "owned_by": "quantflow", "loaded": True}
-        entries.append(entry | {"parent": site.models.first.name, "max_model_len": site.models.first.max_total_tokens})
+        entry = {
+            "id": name,
+            "object": "model",
+            "created": site.started,
+            "owned_by": "quantflow",
+            "loaded": True,
+        }
+        entries.append(
+            entry
+            | {
+                "parent": site.models.first.name,
+                "max_model_len": site.models.first.max_total_tokens,
+            }
+        )
     return JSONResponse({"object": "list", "data": entries})
 
 
@@ -117,7 +150,9 @@ async def chat_tokenize(call: HttpCall) -> Response:
     site, body = call.site, call.body
     async with site.models.using(body.model) as model:
         text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
-        return JSONResponse({"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text})
+        return JSONResponse(
+            {"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text}
+        )
 
 
 async def invocations(call: HttpCall) -> Response | EventStream:
@@ -128,7 +163,9 @@ async def invocations(call: HttpCall) -> Response | EventStream:
     run, kind = (chat, ChatBody) if "messages" in value else (completions, CompletionBody)
     if "messages" not in value and "prompt" not in value:
         run, kind = compat_generate, CompatBody
-    response: Response | EventStream = await run(HttpCall(request=call.request, body=typed(kind, value), site=call.site))
+    response: Response | EventStream = await run(
+        HttpCall(request=call.request, body=typed(kind, value), site=call.site)
+    )
     return response
 
 
@@ -140,7 +177,10 @@ def grammar_of(format: ResponseFormat | None) -> Grammar | None:
         return Grammar(type="json_object")
     if format.type == "regex":
         return Grammar(type="regex", value=format.value)
-    return Grammar(type="json", value=format.value if format.json_schema is None else format.json_schema.json_schema)
+    return Grammar(
+        type="json",
+        value=format.value if format.json_schema is None else format.json_schema.json_schema,
+    )
 
 
 async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> str:
@@ -191,14 +231,22 @@ def _plain(message: Message) -> dict[str, Any]:
     """Return a message as templates expect it: text alone."""
     content: Any = message.content
     if isinstance(content, list):
-        other = next((part.type for part in content if part.type != "text" or part.text is None), None)
+        other = next(
+            (part.type for part in content if part.type != "text" or part.text is None), None
+        )
         if other is not None:
             raise invalid(f"`messages` hold a part of type {other[:40]!r}; this model reads text")
         content = "".join(part.text or "" for part in content)
     found: dict[str, Any] = {"role": message.role, "content": content or ""}
-    found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    found |= {
+        name: value
+        for name in ("name", "tool_call_id")
+        if (value := getattr(message, name)) is not None
+    }
     if message.tool_calls:
-        found["tool_calls"] = [_earlier(one.model_dump(exclude_none=True)) for one in message.tool_calls]
+        found["tool_calls"] = [
+            _earlier(one.model_dump(exclude_none=True)) for one in message.tool_calls
+        ]
     return found
 
 
@@ -261,7 +309,9 @@ def _prompts(body: CompletionBody) -> list[Any]:
     return list(prompt)
 
 
-async def _begin(site: Site, model: ServedModel, asked: Asked, timings: Timings, **prompt: Any) -> Answer:
+async def _begin(
+    site: Site, model: ServedModel, asked: Asked, timings: Timings, **prompt: Any
+) -> Answer:
     site.metrics.asked()
     try:
         return await site.service.answer(model, asked, keeps_stop=False, timings=timings, **prompt)
@@ -270,10 +320,13 @@ async def _begin(site: Site, model: ServedModel, asked: Asked, timings: Timings,
         raise
 
 
-async def _respond(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> Response | EventStream:
+async def _respond(
+    site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody
+) -> Response | EventStream:
     """Return answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
-        held = ExitStack()  # `_stream` ends the rows itself, but not where the client goes before it begins
+        # `_stream` ends the rows itself, but not where the client goes before it begins
+        held = ExitStack()
         for answer in answers:
             held.enter_context(answer)
         return EventStream(events=_stream(site, answers, writer, body), held=held)
@@ -283,7 +336,9 @@ async def _respond(site: Site, answers: list[Answer], writer: AnswerWriter, body
     return JSONResponse(writer.whole(answers, count=body.n or 1))
 
 
-async def _stream(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> AsyncGenerator[str, None]:
+async def _stream(
+    site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody
+) -> AsyncGenerator[str, None]:
     """Yield the events of answers whose rows are submitted, then their usage where it was asked for, then [DONE]."""
     try:
         async with ending(site, answers):
@@ -352,7 +407,9 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Answer, 
 _CHAT_ANSWER = {
     "id": "chatcmpl-0",
     "object": "chat.completion",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Four."}, "finish_reason": "stop"}],
+    "choices": [
+        {"index": 0, "message": {"role": "assistant", "content": "Four."}, "finish_reason": "stop"}
+    ],
     "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
 }
 _TEXT_ANSWER = {

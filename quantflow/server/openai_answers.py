@@ -34,7 +34,9 @@ class AnswerWriter(Protocol):
 class Head:
     """What all JSON of one answer begins with."""
 
-    def __init__(self, model: ServedModel, *, name: str, prefix: str, whole: str, piece: str) -> None:
+    def __init__(
+        self, model: ServedModel, *, name: str, prefix: str, whole: str, piece: str
+    ) -> None:
         """Name the answer, and what answers.
 
         Args:
@@ -52,7 +54,8 @@ class Head:
             "system_fingerprint": f"fp_{digest}",
         }
         self._whole = whole
-        self._event = _encode({"object": piece, **self._head}).removesuffix("}")  # the same for every token
+        # the same for every token
+        self._event = _encode({"object": piece, **self._head}).removesuffix("}")
 
     def whole(self, choices: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a whole answer."""
@@ -69,7 +72,14 @@ class ChatWriter:
     """Choices of a chat. A text that may be a call of a tool is held back until it is known whether it is."""
 
     def __init__(
-        self, model: ServedModel, *, name: str, tools: Sequence[Any], holds_back: bool, parallel: bool, logprobs: bool
+        self,
+        model: ServedModel,
+        *,
+        name: str,
+        tools: Sequence[Any],
+        holds_back: bool,
+        parallel: bool,
+        logprobs: bool,
     ) -> None:
         """Take what the answer may hold.
 
@@ -84,7 +94,10 @@ class ChatWriter:
         self._model, self._tools, self._holds_back = model, tools, holds_back
         self._parallel, self._logprobs = parallel, logprobs
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
-        self._head, self._told = Head(model, name=name, prefix="chatcmpl", **kinds), dict[int, int]()
+        self._head, self._told = (
+            Head(model, name=name, prefix="chatcmpl", **kinds),
+            dict[int, int](),
+        )
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""
@@ -98,7 +111,9 @@ class ChatWriter:
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
         """Return the events of one token."""
         row, events = answer.rows[piece.row], []
-        text, calls = self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
+        text, calls = (
+            self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
+        )
         told, logprobs = self._told.get(index, 0), None
         if self._logprobs and not _ends(piece):
             logprobs = {"content": [chat_logprob(self._model, piece)]}
@@ -111,7 +126,9 @@ class ChatWriter:
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
             events.append(self.event([_chunk(index, {"tool_calls": numbered})]))
         if piece.finish:
-            events.append(self.event([_chunk(index, {}, logprobs=logprobs, reason=_reason(row, calls))]))
+            events.append(
+                self.event([_chunk(index, {}, logprobs=logprobs, reason=_reason(row, calls))])
+            )
         return events
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
@@ -125,7 +142,11 @@ class ChatWriter:
             message["tool_calls"] = calls
         logprobs = None
         if self._logprobs:
-            logprobs = {"content": [chat_logprob(self._model, piece) for piece in row.pieces if not _ends(piece)]}
+            logprobs = {
+                "content": [
+                    chat_logprob(self._model, piece) for piece in row.pieces if not _ends(piece)
+                ]
+            }
         return {"message": message, "finish_reason": _reason(row, calls), "logprobs": logprobs}
 
     def _parted(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -164,9 +185,15 @@ class CompletionWriter:
         for answer in answers:
             for row in best_rows(answer, count):
                 before = self._prompt(answer)
-                logprobs = self._logprobs_of(len(choices), answer, row.pieces, whole=True) if self._logprobs else None
+                logprobs = (
+                    self._logprobs_of(len(choices), answer, row.pieces, whole=True)
+                    if self._logprobs
+                    else None
+                )
                 reason = _REASONS[row.finish]
-                choices.append({"text": before + row.text.text, "logprobs": logprobs, "finish_reason": reason})
+                choices.append(
+                    {"text": before + row.text.text, "logprobs": logprobs, "finish_reason": reason}
+                )
         return self._head.whole(choices, answers)
 
     def begin(self, index: int) -> list[str]:
@@ -177,24 +204,42 @@ class CompletionWriter:
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
         """Return the event of one token."""
         before = self._prompt(answer) if piece.index == 0 else ""
-        logprobs = self._logprobs_of(index, answer, [piece], whole=piece.index == 0) if self._logprobs else None
+        logprobs = (
+            self._logprobs_of(index, answer, [piece], whole=piece.index == 0)
+            if self._logprobs
+            else None
+        )
         choice = {"index": index, "text": before + piece.shown, "logprobs": logprobs}
-        return [self.event([{**choice, "finish_reason": _REASONS[piece.finish] if piece.finish else None}])]
+        return [
+            self.event(
+                [{**choice, "finish_reason": _REASONS[piece.finish] if piece.finish else None}]
+            )
+        ]
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
         """Return one event."""
         return self._head.event(choices, usage)
 
     def _prompt(self, answer: Answer) -> str:
-        return str(answer.model.tokenizer.decode(answer.prompt, skip_special_tokens=True)) if self._echo else ""
+        return (
+            str(answer.model.tokenizer.decode(answer.prompt, skip_special_tokens=True))
+            if self._echo
+            else ""
+        )
 
-    def _logprobs_of(self, index: int, answer: Answer, pieces: Sequence[AnswerPiece], *, whole: bool) -> dict[str, Any]:
+    def _logprobs_of(
+        self, index: int, answer: Answer, pieces: Sequence[AnswerPiece], *, whole: bool
+    ) -> dict[str, Any]:
         """Return the table of tokens, with those of an echoed prompt where `whole` is true.
 
-        The likeliest tokens have the chosen one among them or after them. A special token takes no room in the text.
+        The likeliest tokens have the chosen one among them or after them. A special token takes no
+        room in the text.
         """
         words = self._model.vocabulary
-        told: list[PromptToken | AnswerPiece] = [*(answer.prefill if self._echo and whole else ()), *pieces]
+        told: list[PromptToken | AnswerPiece] = [
+            *(answer.prefill if self._echo and whole else ()),
+            *pieces,
+        ]
         tokens = [words.within(one.id) for one in told]
         tops, offsets, place = list[Any](), list[int](), self._places.get(index, 0)
         for one, token in zip(told, tokens, strict=True):
@@ -204,7 +249,12 @@ class CompletionWriter:
             place += 0 if one.id in words.special else len(token)
         self._places[index] = place
         logprobs = [one.logprob for one in told]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
 
 def best_rows(answer: Answer, count: int) -> list[Continuation]:
@@ -238,7 +288,9 @@ def _token(model: ServedModel, one: TokenLogprob) -> dict[str, Any]:
     return {"token": words.within(one.id), "logprob": one.logprob, "bytes": words.bytes_of(one.id)}
 
 
-def _chunk(index: int, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
+def _chunk(
+    index: int, delta: dict[str, Any], *, logprobs: Any = None, reason: str | None = None
+) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 

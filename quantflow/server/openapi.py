@@ -36,7 +36,9 @@ def description(endpoints: Sequence[Endpoint], *, key: bool) -> dict[str, Any]:
         endpoints: the routes.
         key: whether requests need a key.
     """
-    bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
+    bodies = list(
+        dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
+    )
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
@@ -58,13 +60,23 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     kinds = [*_ALWAYS, *(_WITH_BODY if endpoint.body is not None else ())]
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
     responses: dict[str, Any] = {
-        str(status): {"description": ", ".join(kind for kind in kinds if STATUS[kind] == status), "content": error}
+        str(status): {
+            "description": ", ".join(kind for kind in kinds if STATUS[kind] == status),
+            "content": error,
+        }
         for status in sorted({STATUS[kind] for kind in kinds})
     }
-    content: dict[str, Any] = {} if endpoint.answer is None else {"application/json": {"example": endpoint.answer}}
-    if endpoint.body is not None and (endpoint.answer is None or "stream" in endpoint.body.model_fields):
+    content: dict[str, Any] = (
+        {} if endpoint.answer is None else {"application/json": {"example": endpoint.answer}}
+    )
+    if endpoint.body is not None and (
+        endpoint.answer is None or "stream" in endpoint.body.model_fields
+    ):
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    responses = {"200": {"description": "Answered.", **({"content": content} if content else {})}, **responses}
+    responses = {
+        "200": {"description": "Answered.", **({"content": content} if content else {})},
+        **responses,
+    }
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": f"{endpoint.method.lower()}{endpoint.path.replace('/', '_')}",
@@ -73,5 +85,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     }
     if endpoint.body is not None:
         schema = {"$ref": _REF.format(model=endpoint.body.__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
     return operation

@@ -11,7 +11,9 @@ from quantflow.server.http import Endpoint, HttpCall
 from quantflow.server.site import Site
 from quantflow.server.tgi import health
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+)
 _TYPES = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/javascript"}
 
 
@@ -47,7 +49,11 @@ async def card(call: HttpCall) -> Response:
 
 def _file(name: str) -> Response:
     content = (files(page) / name).read_bytes()
-    headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+    headers = {
+        "content-security-policy": POLICY,
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+    }
     return Response(content, media_type=_TYPES[name], headers=headers)
 
 
@@ -70,7 +76,13 @@ ENDPOINTS = (
     ),
     *(
         Endpoint(
-            method="GET", path=f"/page/{name}", run=asset, tag="Page", free=True, shown=False, summary="A file of the page."
+            method="GET",
+            path=f"/page/{name}",
+            run=asset,
+            tag="Page",
+            free=True,
+            shown=False,
+            summary="A file of the page.",
         )
         for name in _TYPES
         if name != "index.html"

@@ -1,7 +1,8 @@
 """The server as a process: the model is opened, the table printed, the port bound, and signals end it in order.
 
-SIGTERM or Ctrl-C: no new connections, running requests end within `drain_seconds`, what is left is cancelled. A second signal
-ends at once. An engine that dies turns /health to 503 and ends the process with an error.
+SIGTERM or Ctrl-C: no new connections, running requests end within `drain_seconds`, what is left is
+cancelled. A second signal ends at once. An engine that dies turns /health to 503 and ends the
+process with an error.
 """
 
 import asyncio
@@ -90,7 +91,9 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
     if models.failed is not None:
         failed = models.failed
         cause = failed.cause if isinstance(failed, QuantflowError) else repr(failed)
-        raise EngineError(f"the engine has failed: {cause}", "report it with --debug, and start the server again")
+        raise EngineError(
+            f"the engine has failed: {cause}", "report it with --debug, and start the server again"
+        )
 
 
 class OrderlyServer(uvicorn.Server):
@@ -104,10 +107,13 @@ class OrderlyServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Answer SIGINT and SIGTERM inside the block; afterwards whoever answered them before does again."""
-        if threading.current_thread() is not threading.main_thread():  # whoever runs it in a thread has `should_exit`
+        # whoever runs it in a thread has `should_exit`
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self._ended) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {
+            number: signal.signal(number, self._ended) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -134,7 +140,8 @@ class OrderlyServer(uvicorn.Server):
 class PatientProtocol(H11Protocol):
     """HTTP/1.1 that closes a connection whose headers do not come in time, and drops one that takes nothing of its answer.
 
-    A transport that is closed keeps what it holds until the client has taken it, which may be never.
+    A transport that is closed keeps what it holds until the client has taken it, which may be
+    never.
     """
 
     seconds = 30.0
@@ -157,13 +164,17 @@ class PatientProtocol(H11Protocol):
             self.transport.abort()
             return
         begun_before, self._begun = self._begun, self._further()
-        if (self.cycle is None or (begun_before and self._begun)) and not self.transport.is_closing():
+        if (
+            self.cycle is None or (begun_before and self._begun)
+        ) and not self.transport.is_closing():
             self.transport.close()
         self._next_look = self.loop.call_later(self.seconds, self._look)
 
     def _further(self) -> bool:
         """Return whether a request after the first has begun to come in; uvicorn waits for the rest of its headers for ever."""
-        return self.cycle is not None and bool(self.cycle.response_complete and self.conn.trailing_data[0])
+        return self.cycle is not None and bool(
+            self.cycle.response_complete and self.conn.trailing_data[0]
+        )
 
 
 def opening_lines(job: ServeJob, models: Models) -> list[str]:
@@ -177,12 +188,17 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")
     held = {name: (getattr(limits, name, asked), asked) for name, asked in vars(job.limits).items()}
     rows = [
-        (name, "none" if value is None else value, _origin(job, name, follows=asked is None and value is not None))
+        (
+            name,
+            "none" if value is None else value,
+            _origin(job, name, follows=asked is None and value is not None),
+        )
         for name, (value, asked) in held.items()
     ]
     widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
     lines += [
-        f"  {name.replace('_', '-').ljust(widths[0])}  {str(value).rjust(widths[1])}  {where}" for name, value, where in rows
+        f"  {name.replace('_', '-').ljust(widths[0])}  {str(value).rjust(widths[1])}  {where}"
+        for name, value, where in rows
     ]
     return lines
 
@@ -195,8 +211,9 @@ def _origin(job: ServeJob, name: str, *, follows: bool) -> str:
 def bound(job: ServeJob) -> socket.socket:
     """Return a socket that is bound and does not listen yet.
 
-    It names its protocol, since asyncio turns off Nagle's algorithm for connections of such a socket alone. With it a body
-    waits until the client has acknowledged its headers, and a token until it has acknowledged the one before: 40 ms.
+    It names its protocol, since asyncio turns off Nagle's algorithm for connections of such a
+    socket alone. With it a body waits until the client has acknowledged its headers, and a token
+    until it has acknowledged the one before: 40 ms.
 
     Raises:
         ResourceError: the port is taken.

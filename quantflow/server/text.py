@@ -17,14 +17,17 @@ class AnswerText:
         text: what was handed out.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, stops: Sequence[str], keeps_stop: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], *, stops: Sequence[str], keeps_stop: bool
+    ) -> None:
         """Begin after a prompt.
 
         Args:
             tokenizer: of prompt and answer.
             prompt: its tokens.
             stops: strings that end the answer.
-            keeps_stop: the answer ends with its stop string, as TGI's; otherwise before it, as OpenAI's.
+            keeps_stop: the answer ends with its stop string, as TGI's; otherwise before it, as
+                OpenAI's.
         """
         self.text = ""
         self._whole = ""  # all that was decoded
@@ -47,7 +50,9 @@ class AnswerText:
         self._stream.end()
         length = len(self._whole)
         if stopped:
-            found = [(int(one.found), len(one.stop)) for one in self._searches if one.found < math.inf]
+            found = [
+                (int(one.found), len(one.stop)) for one in self._searches if one.found < math.inf
+            ]
             place, size = min(found, default=(length, 0))
             length = place + size * self._keeps_stop
         return self._whole[before:], self._show(length)
@@ -79,8 +84,11 @@ class StopSearch:
     def __init__(self, stop: str) -> None:
         """Begin before the text."""
         self.stop, self.found = stop, math.inf
-        self._length = self._same = 0  # characters of the text, and those of the string that stand at its end
-        self._borders = [0]  # of each beginning of the string that was met: the longest that is its end, and not all of it
+        # characters of the text, and those of the string that stand at its end
+        self._length = self._same = 0
+        # of each beginning of the string that was met: the longest that is its end, and not all of
+        # it
+        self._borders = [0]
 
     @property
     def begin(self) -> float:
@@ -150,7 +158,11 @@ class Vocabulary:
 @lru_cache(maxsize=1)
 def byte_level_alphabet() -> dict[str, int]:
     """Return which byte each character of a byte-level BPE stands for (GPT-2's table, section 2.2 of its paper)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
     return table | {chr(256 + place): byte for place, byte in enumerate(others)}

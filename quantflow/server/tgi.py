@@ -70,7 +70,10 @@ async def vertex(call: HttpCall) -> Response:
     if len(instances) > most:
         text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
         raise Refused("batch size exceeded", text)
-    bodies = [GenerateBody(inputs=instance.inputs, parameters=instance.parameters) for instance in instances]
+    bodies = [
+        GenerateBody(inputs=instance.inputs, parameters=instance.parameters)
+        for instance in instances
+    ]
     tasks = [asyncio.create_task(_whole(site, body)) for body in bodies]
     try:
         values = await asyncio.gather(*tasks)
@@ -124,25 +127,38 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
         if len(answer.rows) > 1:
             others = [row for number, row in enumerate(answer.rows) if number != best]
             details["best_of_sequences"] = [
-                {"generated_text": _full(site, body, row), **_details(answer, row, parameters)} for row in others
+                {"generated_text": _full(site, body, row), **_details(answer, row, parameters)}
+                for row in others
             ]
         value["details"] = details
     return value, headers_of(answer, answer.rows[best], body.inputs)
 
 
-async def _begin(site: Site, model: ServedModel, asked: Asked, body: GenerateBody, **words: Any) -> Answer:
+async def _begin(
+    site: Site, model: ServedModel, asked: Asked, body: GenerateBody, **words: Any
+) -> Answer:
     """Submit a prompt: text, or token ids where the server takes those.
 
     Raises:
-        Refused: as `Service.answer`; of kind validation, where ids are asked for and something else stands among them.
+        Refused: as `Service.answer`; of kind validation, where ids are asked for and something else
+            stands among them.
     """
     if not site.job.token_ids:
         return await site.service.answer(model, asked, text=body.inputs, **words)
     pieces = [piece.strip() for piece in body.inputs.split(",")] if body.inputs else []
-    wrong = next((piece for piece in pieces if not (piece.isascii() and piece.isdigit() and len(piece) < 10)), None)
+    wrong = next(
+        (
+            piece
+            for piece in pieces
+            if not (piece.isascii() and piece.isdigit() and len(piece) < 10)
+        ),
+        None,
+    )
     if wrong is not None:
         raise invalid(f"`inputs` must be token ids with commas between them. Given: {wrong[:20]!r}")
-    return await site.service.answer(model, asked, text=None, tokens=[int(piece) for piece in pieces], **words)
+    return await site.service.answer(
+        model, asked, text=None, tokens=[int(piece) for piece in pieces], **words
+    )
 
 
 async def _streamed(site: Site, body: GenerateBody) -> EventStream:
@@ -167,12 +183,17 @@ async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
             site.answering(lambda: _begin(site, model, asked, body, adapter=adapter)) as answer,
         ):
             async for piece in answer.pieces(0):
-                yield json.dumps(_event(site, body, answer, piece, tops=bool(asked.top_n_tokens)), ensure_ascii=False)
+                yield json.dumps(
+                    _event(site, body, answer, piece, tops=bool(asked.top_n_tokens)),
+                    ensure_ascii=False,
+                )
     except Refused as refused:
         yield json.dumps(refused.body(), ensure_ascii=False)
 
 
-def _event(site: Site, body: GenerateBody, answer: Answer, piece: AnswerPiece, *, tops: bool) -> dict[str, Any]:
+def _event(
+    site: Site, body: GenerateBody, answer: Answer, piece: AnswerPiece, *, tops: bool
+) -> dict[str, Any]:
     """Return the event of one token; the last one has the whole text."""
     row = answer.rows[piece.row]
     event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
@@ -198,7 +219,15 @@ def token_json(piece: AnswerPiece) -> dict[str, Any]:
 def tops_json(model: ServedModel, top: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
     """Return the likeliest tokens as TGI shows them."""
     words = model.vocabulary
-    return [{"id": t.id, "text": words.text(t.id), "logprob": t.logprob, "special": t.id in words.special} for t in top]
+    return [
+        {
+            "id": t.id,
+            "text": words.text(t.id),
+            "logprob": t.logprob,
+            "special": t.id in words.special,
+        }
+        for t in top
+    ]
 
 
 def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str]:
@@ -241,13 +270,18 @@ def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[
     }
     if parameters.decoder_input_details:
         words = model.vocabulary
-        found["prefill"] = [{"id": t.id, "text": words.text(t.id), "logprob": t.logprob} for t in answer.prefill]
+        found["prefill"] = [
+            {"id": t.id, "text": words.text(t.id), "logprob": t.logprob} for t in answer.prefill
+        ]
     if parameters.top_n_tokens:
         found["top_tokens"] = [tops_json(model, piece.top) for piece in row.pieces]
     return found
 
 
-_ANSWER = {"generated_text": " b):", "details": {"finish_reason": "length", "generated_tokens": 2, "seed": None}}
+_ANSWER = {
+    "generated_text": " b):",
+    "details": {"finish_reason": "length", "generated_tokens": 2, "seed": None},
+}
 _GENERATE = "Text generation inference"
 ENDPOINTS = (
     Endpoint(
@@ -303,10 +337,22 @@ ENDPOINTS = (
         summary="Say which model is served with which limits.",
     ),
     Endpoint(
-        method="GET", path="/health", run=health, tag=_GENERATE, free=True, health=True, summary="Say that the engine is well."
+        method="GET",
+        path="/health",
+        run=health,
+        tag=_GENERATE,
+        free=True,
+        health=True,
+        summary="Say that the engine is well.",
     ),
     Endpoint(
-        method="GET", path="/ping", run=health, tag=_GENERATE, free=True, health=True, summary="Say that the engine is well."
+        method="GET",
+        path="/ping",
+        run=health,
+        tag=_GENERATE,
+        free=True,
+        health=True,
+        summary="Say that the engine is well.",
     ),
     Endpoint(
         method="GET",

@@ -1,8 +1,9 @@
 """Tools of a chat: the grammar that forces a call, and the calls that a text holds.
 
-A forced call (`required`, or a function by name) is a grammar, so its JSON always fits. With `auto` the model writes what it
-was trained to write, and two ways of writing a call are read: `<tool_call>{...}</tool_call>`, as Hermes, Qwen and SmolLM have
-it, and an answer that is nothing but `{"name": ..., "arguments" or "parameters": ...}`, as Llama 3 does.
+A forced call (`required`, or a function by name) is a grammar, so its JSON always fits. With `auto`
+the model writes what it was trained to write, and two ways of writing a call are read:
+`<tool_call>{...}</tool_call>`, as Hermes, Qwen and SmolLM have it, and an answer that is nothing
+but `{"name": ..., "arguments" or "parameters": ...}`, as Llama 3 does.
 """
 
 import json
@@ -52,7 +53,10 @@ def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
     for tool in tools:
         require_shallow(_schema_of(tool))
     calls = [_call_schema(tool, f"#/$defs/{number}") for number, tool in enumerate(tools)]
-    schemas = {str(number): _moved(_schema_of(tool), f"#/$defs/{number}") for number, tool in enumerate(tools)}
+    schemas = {
+        str(number): _moved(_schema_of(tool), f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
     return Grammar(type="json", value={"anyOf": calls, "$defs": schemas})
 
 
@@ -68,12 +72,18 @@ def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]
             value = json.loads(piece)
         except (ValueError, RecursionError):
             return text, []
-        if not isinstance(value, dict) or value.get("name") not in [tool.function.name for tool in tools]:
+        if not isinstance(value, dict) or value.get("name") not in [
+            tool.function.name for tool in tools
+        ]:
             return text, []
         arguments = value.get("arguments", value.get("parameters", {}))
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        written = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         function = {"name": value["name"], "arguments": written}
-        found.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+        found.append(
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        )
     return outside if outside.strip() else "", found
 
 
@@ -81,7 +91,9 @@ def before_call(text: str) -> int:
     """Return how much of the beginning of an answer stands before all that may be a call, or still become one."""
     if text.lstrip().startswith("{"):
         return 0
-    begun = next(length for length in range(len(OPENING) - 1, -1, -1) if text.endswith(OPENING[:length]))
+    begun = next(
+        length for length in range(len(OPENING) - 1, -1, -1) if text.endswith(OPENING[:length])
+    )
     place = text.find(OPENING)
     place = len(text) - begun if place < 0 else place
     return place if text[:place].strip() else 0
@@ -91,7 +103,11 @@ def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return tools as chat templates expect them."""
     shown = []
     for tool in tools:
-        function = {"name": tool.function.name, "description": tool.function.description or "", "parameters": _schema_of(tool)}
+        function = {
+            "name": tool.function.name,
+            "description": tool.function.description or "",
+            "parameters": _schema_of(tool),
+        }
         shown.append({"type": "function", "function": function})
     return shown
 
@@ -106,7 +122,12 @@ def _named(choice: Choice) -> str | None:
 def _call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
     """Return the schema of a call; that of its arguments stands elsewhere."""
     properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": arguments}}
-    return {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
@@ -122,4 +143,6 @@ def _moved(schema: Any, place: str) -> Any:
         return schema
     moved = {key: _moved(value, place) for key, value in schema.items()}
     own = moved.get("$ref")
-    return moved | {"$ref": place + own[1:]} if isinstance(own, str) and own.startswith("#") else moved
+    return (
+        moved | {"$ref": place + own[1:]} if isinstance(own, str) and own.startswith("#") else moved
+    )

@@ -1,6 +1,7 @@
 """A request's content checked: TGI's conditions in TGI's order, each with TGI's words. The first that fails is told.
 
-Lengths come after tokenizing, so they are checked by `check_lengths`; the grammar comes last (grammar.py).
+Lengths come after tokenizing, so they are checked by `check_lengths`; the grammar comes last
+(grammar.py).
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class Asked:
     Attributes:
         best_of: continuations among which the best is returned.
         choices: continuations that are all returned.
-        temperature, top_k, top_p, min_p, typical_p, do_sample: how tokens are drawn; temperature 0 is greedy where
-            `zero_is_greedy`.
+        temperature, top_k, top_p, min_p, typical_p, do_sample: how tokens are drawn; temperature 0
+            is greedy where `zero_is_greedy`.
         repetition_penalty, frequency_penalty, presence_penalty, logit_bias: what is likelier.
         max_new_tokens: None: as many as fit.
         stop, seed, truncate, watermark, top_n_tokens, grammar: as TGI has them.
@@ -104,28 +105,45 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     _check_best_of(asked, limits)
     if asked.temperature is not None and not (asked.zero_is_greedy and asked.temperature == 0):
         _require(asked.temperature > 0, "`temperature` must be strictly positive")
-        _require(asked.temperature >= 1e-6, "`temperature` must be >= 0.000001, or sampling must be off")
-        _require(asked.temperature <= HIGHEST_TEMPERATURE, f"`temperature` must be <= {HIGHEST_TEMPERATURE:.1f}")
+        _require(
+            asked.temperature >= 1e-6, "`temperature` must be >= 0.000001, or sampling must be off"
+        )
+        _require(
+            asked.temperature <= HIGHEST_TEMPERATURE,
+            f"`temperature` must be <= {HIGHEST_TEMPERATURE:.1f}",
+        )
     penalty = asked.repetition_penalty
     _require(penalty is None or penalty > 0, "`repetition_penalty` must be strictly positive")
-    _require(penalty is None or 1e-3 <= penalty <= 1e3, "`repetition_penalty` must be >= 0.001 and <= 1000.0")
+    _require(
+        penalty is None or 1e-3 <= penalty <= 1e3,
+        "`repetition_penalty` must be >= 0.001 and <= 1000.0",
+    )
     for name in ("frequency_penalty", "presence_penalty"):
         value = getattr(asked, name)
         _require(value is None or -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
     why = "allowed with FP8 quantization." if float8 else "supported"
-    _require(not asked.watermark, f"`watermark` = true is not {why}")  # nothing here marks a text; to say so is all there is
+    # nothing here marks a text; to say so is all there is
+    _require(not asked.watermark, f"`watermark` = true is not {why}")
     # OpenAI's clients send 1.0 for "all"; TGI's are refused for it.
     top_p = None if asked.zero_is_greedy and asked.top_p == 1 else asked.top_p
     _require(top_p is None or 0 < top_p < 1, "`top_p` must be > 0.0 and < 1.0")
     _require(asked.min_p is None or 0 <= asked.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
-    _require(asked.typical_p is None or 0 < asked.typical_p < 1, "`typical_p` must be > 0.0 and < 1.0")
+    _require(
+        asked.typical_p is None or 0 < asked.typical_p < 1, "`typical_p` must be > 0.0 and < 1.0"
+    )
     _require(asked.top_k is None or asked.top_k > 0, "`top_k` must be strictly positive")
     alone = asked.echoes and not asked.streams
     _require(asked.max_new_tokens != 0 or alone, "`max_new_tokens` must be strictly positive")
     most = limits.max_stop_sequences
-    _require(len(asked.stop) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}")
+    _require(
+        len(asked.stop) <= most,
+        f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}",
+    )
     _require(all(asked.stop), "`stop` must not hold an empty string")
-    _require(asked.best_of in (None, 1) or asked.seed is None, "`seed` must not be set when `best_of` > 1")
+    _require(
+        asked.best_of in (None, 1) or asked.seed is None,
+        "`seed` must not be set when `best_of` > 1",
+    )
     top_n = limits.max_top_n_tokens if asked.top_n_limit is None else asked.top_n_limit
     given = asked.top_n_tokens or 0
     _require(given <= top_n, f"`top_n_tokens` must be >= 0 and <= {top_n}. Given: {given}")
@@ -140,7 +158,10 @@ def check_truncate(asked: Asked, *, max_input_tokens: int) -> None:
     """
     given = asked.truncate
     fits = given is None or 0 < given <= max_input_tokens
-    _require(fits, f"`truncate` must be strictly positive and less than {max_input_tokens}. Given: {given}")
+    _require(
+        fits,
+        f"`truncate` must be strictly positive and less than {max_input_tokens}. Given: {given}",
+    )
 
 
 def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_tokens: int) -> int:
@@ -160,7 +181,10 @@ def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_to
     if new is not None and prompt + new > max_total_tokens:
         told = f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}"
         raise invalid(f"{told}. Given: {prompt} `inputs` tokens and {new} `max_new_tokens`")
-    _require(prompt <= max_input_tokens, f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}")
+    _require(
+        prompt <= max_input_tokens,
+        f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}",
+    )
     return max_total_tokens - prompt if new is None else new
 
 
@@ -168,7 +192,10 @@ def _check_best_of(asked: Asked, limits: Limits) -> None:
     best_of = 1 if asked.best_of is None else asked.best_of
     if asked.streams:
         _require(best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
-        _require(not asked.prefill or asked.echoes, "`decoder_input_details` == true is not supported when streaming tokens")
+        _require(
+            not asked.prefill or asked.echoes,
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        )
     told = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
     _require(0 < best_of <= limits.max_best_of, told)
     _require(best_of == 1 or asked.samples, "you must use sampling when `best_of` is > 1")

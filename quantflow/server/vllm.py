@@ -1,6 +1,7 @@
 """`serve --engine vllm`: vLLM's own server, started with what the artifact's manifest and config.json say.
 
-Nothing of vLLM is imported. Its command is looked for on PATH, and replaces this process, so signals and exit codes are vLLM's.
+Nothing of vLLM is imported. Its command is looked for on PATH, and replaces this process, so
+signals and exit codes are vLLM's.
 """
 
 import dataclasses
@@ -17,7 +18,17 @@ from quantflow.settings import KEY as SETTING
 
 COMMAND = "vllm"
 # Settings that vLLM's command line says in its own words, or that are done with before it starts.
-_TOLD = {"revision", "name", "adapters", "chat_template", "host", "port", "api_key", "cors_allow_origin", "engine"}
+_TOLD = {
+    "revision",
+    "name",
+    "adapters",
+    "chat_template",
+    "host",
+    "port",
+    "api_key",
+    "cors_allow_origin",
+    "engine",
+}
 _TOLD |= {"tensor_parallel", "device"}
 _TOLD_LIMITS = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
 
@@ -33,15 +44,23 @@ def command_of(job: ServeJob) -> list[str]:
     for record, known in ((job, _TOLD), (job.limits, _TOLD_LIMITS)):
         for field in dataclasses.fields(record):
             declared = field.metadata.get(SETTING)
-            if declared is not None and field.name not in known and getattr(record, field.name) != field.default:
-                raise UsageError(f"{declared.flag} with --engine vllm", "leave it out: vLLM is not told of it")
+            if (
+                declared is not None
+                and field.name not in known
+                and getattr(record, field.name) != field.default
+            ):
+                raise UsageError(
+                    f"{declared.flag} with --engine vllm", "leave it out: vLLM is not told of it"
+                )
     job.signature.check(job.artifact)
     read_manifest(job.artifact)  # an artifact, and no other folder
     config = read_json(job.artifact / "config.json")
     assert isinstance(config, dict)
     scheme: dict[str, Any] = config.get("quantization_config", {})
     weights = [group.get("weights") or {} for group in scheme.get("config_groups", {}).values()]
-    if scheme.get("format") == "pack-quantized" and not all(one.get("symmetric", True) for one in weights):
+    if scheme.get("format") == "pack-quantized" and not all(
+        one.get("symmetric", True) for one in weights
+    ):
         told = f"{job.artifact}: packed weights with zero points, which compressed-tensors does not reload"
         raise UnsupportedError(told, "quantize with a symmetric scheme, such as W4A16")
     words = [COMMAND, "serve", str(job.artifact), "--served-model-name", job.first_name]
@@ -53,7 +72,10 @@ def command_of(job: ServeJob) -> list[str]:
     tensor_parallel = job.tensor_parallel or 1
     heads = int(config["num_attention_heads"])
     if heads % tensor_parallel:
-        raise UsageError(f"tensor_parallel={tensor_parallel}: the model has {heads} heads", "use a number that divides them")
+        raise UsageError(
+            f"tensor_parallel={tensor_parallel}: the model has {heads} heads",
+            "use a number that divides them",
+        )
     if tensor_parallel > 1:
         words += ["--tensor-parallel-size", str(tensor_parallel)]
     if job.adapters:
@@ -68,7 +90,10 @@ def command_of(job: ServeJob) -> list[str]:
     if job.chat_template is not None:
         words += ["--chat-template", str(job.chat_template)]
     if job.cors_allow_origin:
-        words += ["--allowed-origins", "[" + ", ".join(f'"{origin}"' for origin in job.cors_allow_origin) + "]"]
+        words += [
+            "--allowed-origins",
+            "[" + ", ".join(f'"{origin}"' for origin in job.cors_allow_origin) + "]",
+        ]
     return words
 
 
@@ -82,7 +107,10 @@ def start(job: ServeJob) -> None:
     words = command_of(job)
     path = shutil.which(words[0])
     if path is None:
-        raise UnsupportedError(f"--engine vllm: no `{COMMAND}` on PATH", "install vllm, in an environment of its own")
-    key = {} if job.api_key is None else {"VLLM_API_KEY": job.api_key}  # not on the command line, where others see it
+        raise UnsupportedError(
+            f"--engine vllm: no `{COMMAND}` on PATH", "install vllm, in an environment of its own"
+        )
+    # not on the command line, where others see it
+    key = {} if job.api_key is None else {"VLLM_API_KEY": job.api_key}
     sys.stdout.flush()
     os.execve(path, words, {**os.environ, **key})

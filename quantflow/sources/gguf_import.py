@@ -2,9 +2,10 @@
 
     <cache>/<name of the file>-<16 digits of its sha256>/    model.safetensors, config.json, tokenizer files, DONE.json
 
-Matrices in blocks of few bits are dequantized to bfloat16, some rows at a time; what is stored plainly keeps its dtype, and a
-vector that the matrices' dtype holds exactly has that. The rows that llama.cpp rotates pairwise go back to where transformers
-has them. DONE.json names the file and its hash, which manifests record as the source's name and revision.
+Matrices in blocks of few bits are dequantized to bfloat16, some rows at a time; what is stored
+plainly keeps its dtype, and a vector that the matrices' dtype holds exactly has that. The rows that
+llama.cpp rotates pairwise go back to where transformers has them. DONE.json names the file and its
+hash, which manifests record as the source's name and revision.
 """
 
 from pathlib import Path
@@ -49,7 +50,8 @@ def import_gguf(path: Path, cache: Path, progress: Progress) -> Path:
 
     Raises:
         InputError: the file cannot be read, is damaged, holds NaN or Inf, or lacks a tensor.
-        UnsupportedError: an architecture, a field, a type of tensor or a tokenizer that is not read.
+        UnsupportedError: an architecture, a field, a type of tensor or a tokenizer that is not
+            read.
         ResourceError: another process makes it at this moment.
         OSError: the file system failed.
     """
@@ -81,7 +83,9 @@ def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None
     """Write config.json, the tokenizer's files and the weights."""
     if (part := part_of(header.metadata, path)) is not None:
         cause = f"{path}: {part} files of a model"
-        raise UnsupportedError(cause, "merge them first: llama-gguf-split --merge FIRST-FILE MERGED-FILE")
+        raise UnsupportedError(
+            cause, "merge them first: llama-gguf-split --merge FIRST-FILE MERGED-FILE"
+        )
     factors = header.tensors.get(ROPE_FACTORS)
     found = None if factors is None else read_rows(path, factors, 0, factors.shape[0])
     config = config_from(header, path, factors=found)
@@ -90,11 +94,17 @@ def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None
     config["dtype"] = str(DTYPES[matrix]).removeprefix("torch.")
     write_tokenizer(header.metadata, folder, path, context=config["max_position_embeddings"])
     disk.write_file(folder / CONFIG, readable_json(config))
-    words = SimpleNamespace(num_key_value_heads=None, **config) if "num_key_value_heads" not in config else None
+    words = (
+        SimpleNamespace(num_key_value_heads=None, **config)
+        if "num_key_value_heads" not in config
+        else None
+    )
     tensors = _tensors(header, words or SimpleNamespace(**config), path)
     specs = {place.source: (_stored_as(path, info, matrix), place.shape) for place, info in tensors}
     with Writer(folder / SINGLE, specs) as writer:
-        steps = progress.steps(tensors, stage="source", unit="tensor", nbytes=lambda item: item[1].nbytes)
+        steps = progress.steps(
+            tensors, stage="source", unit="tensor", nbytes=lambda item: item[1].nbytes
+        )
         for place, info in steps:
             _copy(path, info, place, writer, DTYPES[specs[place.source][0]])
 
@@ -104,21 +114,27 @@ def _matrix_dtype(header: Header) -> torch.dtype:
     kinds = {info.dtype for info in header.tensors.values() if len(info.shape) > 1}
     if kinds - DTYPES.keys():
         return BLOCKS
-    return max((DTYPES[kind] for kind in kinds), key=lambda dtype: (dtype.itemsize, str(dtype)), default=BLOCKS)
+    return max(
+        (DTYPES[kind] for kind in kinds),
+        key=lambda dtype: (dtype.itemsize, str(dtype)),
+        default=BLOCKS,
+    )
 
 
 def _tensors(header: Header, config: Any, path: Path) -> list[tuple[Place, TensorInfo]]:
     """Return every tensor of the checkpoint with the one of the file that it is.
 
     Raises:
-        InputError: one is missing, belongs nowhere, or has another shape than the file's fields say.
+        InputError: one is missing, belongs nowhere, or has another shape than the file's fields
+            say.
     """
     names = source_names(config)
     there = {name: info for name, info in header.tensors.items() if name != ROPE_FACTORS}
     for name in there:
         if name not in names:
             raise InputError(
-                f"{path}: tensor {name!r} has no place in a {config.model_type}", "give another file of this model"
+                f"{path}: tensor {name!r} has no place in a {config.model_type}",
+                "give another file of this model",
             )
     shapes = {names[name]: info.shape for name, info in there.items()}
     return [(place, there[place.name]) for place in places(config, shapes)]

@@ -1,8 +1,9 @@
 """A model by its name on the hub, through huggingface_hub: its cache, its HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
-A revision (a branch, a tag, a commit; `main` where none is given) is resolved to a commit first, and the files of that commit
-are taken. Where the hub cannot be reached, or must not be, what the cache holds of that revision is taken. The token goes from
-the environment into huggingface_hub's requests, and nowhere else.
+A revision (a branch, a tag, a commit; `main` where none is given) is resolved to a commit first,
+and the files of that commit are taken. Where the hub cannot be reached, or must not be, what the
+cache holds of that revision is taken. The token goes from the environment into huggingface_hub's
+requests, and nowhere else.
 """
 
 import os
@@ -31,7 +32,17 @@ from quantflow.progress import Progress
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Of a repository: the weights that are read, and what lies beside them; nothing of sub-folders.
-_TAKEN = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
+_TAKEN = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.py",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
 _LEFT = ("consolidated*", "*.index.fp*.json", "training_args*", "optimizer*")
 Result = TypeVar("Result")
 
@@ -53,14 +64,18 @@ def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
         progress: is told what is downloaded.
 
     Raises:
-        InputError: the hub knows no such model or revision, or asks for another token; it cannot be reached and the cache has
-            nothing; the repository has no safetensors.
+        InputError: the hub knows no such model or revision, or asks for another token; it cannot be
+            reached and the cache has nothing; the repository has no safetensors.
     """
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, why="HF_HUB_OFFLINE is set")
     try:
         info = _asked(
-            name, revision, lambda: HfApi(constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
+            name,
+            revision,
+            lambda: HfApi(constants.ENDPOINT).model_info(
+                name, revision=revision, files_metadata=True
+            ),
         )
     except _Unreachable as error:
         folder = _cached(name, revision, why=str(error))
@@ -68,18 +83,28 @@ def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
         return folder
     sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
     chosen = _chosen(name, sizes)
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
+    folder = (
+        Path(constants.HF_HUB_CACHE)
+        / f"models--{name.replace('/', '--')}"
+        / "snapshots"
+        / str(info.sha)
+    )
     _remember(folder, revision)
     missing = [file for file in chosen if not (folder / file).exists()]
     if missing:
         total = sum(sizes[file] for file in missing) / 1e6
-        progress.say(f"source: {name} at {str(info.sha)[:12]}: {len(missing)} files of {total:,.0f} MB to download")
+        progress.say(
+            f"source: {name} at {str(info.sha)[:12]}: {len(missing)} files of {total:,.0f} MB to "
+            "download"
+        )
 
     def download(file: str) -> Callable[[], str]:
         return lambda: _download(name, file, info.sha)
 
     try:
-        for file in progress.steps(missing, stage=f"source {name}", unit="file", nbytes=sizes.__getitem__):
+        for file in progress.steps(
+            missing, stage=f"source {name}", unit="file", nbytes=sizes.__getitem__
+        ):
             _asked(name, info.sha, download(file))
     except _Unreachable as error:
         raise InputError(f"{name}: {error}", "run it again: what was downloaded stays") from error
@@ -96,7 +121,9 @@ def file_of(name: str, file: str, revision: str | None, progress: Progress) -> P
     try:
         return Path(_asked(name, revision, lambda: _download(name, file, revision)))
     except (_Unreachable, LocalEntryNotFoundError) as error:
-        raise InputError(f"{name}: {file} is not in the cache ({error})", "connect to the hub, or give a file") from error
+        raise InputError(
+            f"{name}: {file} is not in the cache ({error})", "connect to the hub, or give a file"
+        ) from error
 
 
 def _remember(folder: Path, revision: str | None) -> None:
@@ -108,7 +135,11 @@ def _remember(folder: Path, revision: str | None) -> None:
 
 
 def _download(name: str, file: str, revision: str | None) -> str:
-    return str(hf_hub_download(name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, tqdm_class=_NoBar))
+    return str(
+        hf_hub_download(
+            name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, tqdm_class=_NoBar
+        )
+    )
 
 
 class _Unreachable(Exception):
@@ -125,12 +156,18 @@ def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result
     try:
         return ask()
     except GatedRepoError as error:
-        raise InputError(f"{name}: the hub gives it to some users only", "ask for access there, and set HF_TOKEN") from error
+        raise InputError(
+            f"{name}: the hub gives it to some users only", "ask for access there, and set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
         remedy = "check the name; of a private model, set HF_TOKEN"
-        raise InputError(f"{name}: no folder of this name, and no such model on {constants.ENDPOINT}", remedy) from error
+        raise InputError(
+            f"{name}: no folder of this name, and no such model on {constants.ENDPOINT}", remedy
+        ) from error
     except RevisionNotFoundError as error:
-        raise InputError(f"{name}: has no revision {revision!r}", "name a branch, a tag or a commit") from error
+        raise InputError(
+            f"{name}: has no revision {revision!r}", "name a branch, a tag or a commit"
+        ) from error
     except OfflineModeIsEnabled as error:
         raise _Unreachable("HF_HUB_OFFLINE is set") from error
     except LocalEntryNotFoundError as error:  # huggingface_hub's word for a connection that fails
@@ -138,14 +175,17 @@ def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no status")
         if isinstance(status, int) and status < 500 and status != 429:
-            raise InputError(f"{name}: the hub answers {status}", "check the name, --revision and HF_TOKEN") from error
+            raise InputError(
+                f"{name}: the hub answers {status}", "check the name, --revision and HF_TOKEN"
+            ) from error
         raise _Unreachable(f"{constants.ENDPOINT} answers {status}") from error
     except OSError as error:
         if type(error).__module__.partition(".")[0] in ("builtins", "shutil"):  # the disk
             raise
         raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
     except Exception as error:
-        if type(error).__module__.partition(".")[0].startswith("http"):  # what the library's client raises, whichever it is
+        # what the library's client raises, whichever it is
+        if type(error).__module__.partition(".")[0].startswith("http"):
             raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
         raise
 
@@ -157,8 +197,14 @@ def _cached(name: str, revision: str | None, *, why: str) -> Path:
         InputError: it has none.
     """
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
-    except Exception as error:  # the library raises several, all of which mean that the snapshot is not there
+        return Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
+            )
+        )
+    except (
+        Exception
+    ) as error:  # the library raises several, all of which mean that the snapshot is not there
         at = "" if revision is None else f" at {revision}"
         cause = f"{name}{at}: no folder of this name, not in {constants.HF_HUB_CACHE}, and {why}"
         raise InputError(cause, "give a folder or a GGUF file, or connect to the hub") from error
@@ -176,7 +222,8 @@ def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
     chosen = [
         file
         for file in top
-        if any(fnmatchcase(file, pattern) for pattern in _TAKEN) and not any(fnmatchcase(file, pattern) for pattern in _LEFT)
+        if any(fnmatchcase(file, pattern) for pattern in _TAKEN)
+        and not any(fnmatchcase(file, pattern) for pattern in _LEFT)
     ]
     if any(file.endswith(".safetensors") for file in chosen):
         return chosen
@@ -184,11 +231,18 @@ def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
     if pickles:
         folder = name.rpartition("/")[2]
         convert = (
-            'convert it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+            'convert it: python -c "from transformers import AutoModelForCausalLM as M, '
+            "AutoTokenizer as T; "
             f"[X.from_pretrained('{name}').save_pretrained('{folder}') for X in (M, T)]\""
         )
-        raise InputError(f"{name}: {pickles[0]} and no safetensors", f"{convert}, and give the folder {folder}")
+        raise InputError(
+            f"{name}: {pickles[0]} and no safetensors", f"{convert}, and give the folder {folder}"
+        )
     ggufs = [file for file in files if file.endswith(".gguf")]
     if ggufs:
-        raise InputError(f"{name}: {len(ggufs)} GGUF files and no safetensors", f"name one: {name}/{ggufs[0]}")
-    raise InputError(f"{name}: no safetensors among its {len(files)} files", "give a model with weights")
+        raise InputError(
+            f"{name}: {len(ggufs)} GGUF files and no safetensors", f"name one: {name}/{ggufs[0]}"
+        )
+    raise InputError(
+        f"{name}: no safetensors among its {len(files)} files", "give a model with weights"
+    )

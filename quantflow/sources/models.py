@@ -50,7 +50,11 @@ def model_folder(model: str | Path, *, revision: str | None = None, progress: Pr
 def names_model(text: str) -> bool:
     """Return whether a word names a model and not a recipe: a folder, a GGUF file, or a name on the hub."""
     path = Path(text)
-    return path.is_dir() or text.endswith(SUFFIX) or (not path.exists() and hub.NAME.fullmatch(text) is not None)
+    return (
+        path.is_dir()
+        or text.endswith(SUFFIX)
+        or (not path.exists() and hub.NAME.fullmatch(text) is not None)
+    )
 
 
 def _of_file(path: Path, progress: Progress) -> Path:

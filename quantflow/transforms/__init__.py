@@ -1,7 +1,8 @@
 """Changes that keep a model's function and make it easier to quantize, by the name used in recipes.
 
-One file each; these two tables are the only registry. What is in TRANSFORMS changes a layer by itself, knowing what it
-reads; what is in ROTATIONS changes the whole model, before anything is observed.
+One file each; these two tables are the only registry. What is in TRANSFORMS changes a layer by
+itself, knowing what it reads; what is in ROTATIONS changes the whole model, before anything is
+observed.
 """
 
 from collections.abc import Mapping
@@ -39,11 +40,15 @@ class Transform(Protocol):
         """Return the names of the statistics of a fold's input that `solve` reads."""
         ...
 
-    def working_bytes(self, features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
+    def working_bytes(
+        self, features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
+    ) -> int:
         """Return the most memory that `solve` takes beyond weights and statistics, in bytes."""
         ...
 
-    def solve(self, fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTIAL) -> Outcome:
+    def solve(
+        self, fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTIAL
+    ) -> Outcome:
         """Choose the factors of one fold."""
         ...
 
@@ -81,7 +86,9 @@ class Turn(Protocol):
         """Return how many inputs of a linear it then mixes together."""
         ...
 
-    def solve(self, *, hidden: int, head_dim: int, options: Mapping[str, Any]) -> hadamard.Rotations:
+    def solve(
+        self, *, hidden: int, head_dim: int, options: Mapping[str, Any]
+    ) -> hadamard.Rotations:
         """Return the rotations of a model."""
         ...
 

@@ -2,15 +2,17 @@
 
     x @ W.T  =  (x / s) @ (W * s).T        s_j = mean|x_j| ** alpha    or    mean|x_j| ** alpha / mean|w_j| ** (1 - alpha)
 
-with s divided by sqrt(max s * min s). mean|w_j| is the mean over all rows of |w| over the largest magnitude of its group.
-alpha goes from 0.00 to 0.95 by 0.05 in both forms; taken is the candidate whose outputs differ least from the original ones
-with the weights rounded to nearest. That difference is exact over all calibration tokens, tr(E H E^T) with E = W' - W and
-H = X^T X: no sample of the inputs is needed. The fold stays as it is where no candidate is better than nothing.
+with s divided by sqrt(max s * min s). mean|w_j| is the mean over all rows of |w| over the largest
+magnitude of its group. alpha goes from 0.00 to 0.95 by 0.05 in both forms; taken is the candidate
+whose outputs differ least from the original ones with the weights rounded to nearest. That
+difference is exact over all calibration tokens, tr(E H E^T) with E = W' - W and H = X^T X: no
+sample of the inputs is needed. The fold stays as it is where no candidate is better than nothing.
 
-Then the clip: each group of a row is cut to 1.00 to 0.55 of its largest magnitude by 0.05, and the cut is taken whose own
-part of the output, e H_gg e^T, loses least. It changes the function, as rounding does, and is part of it.
-Sources: Lin et al. 2023, arXiv:2306.00978, section 3.2; AutoAWQ 0.2.9, `quantize/quantizer.py`, for the second form and the
-clip, with the outputs of the fold's linears as the measure of both, where AutoAWQ takes those of the block around them.
+Then the clip: each group of a row is cut to 1.00 to 0.55 of its largest magnitude by 0.05, and the
+cut is taken whose own part of the output, e H_gg e^T, loses least. It changes the function, as
+rounding does, and is part of it. Sources: Lin et al. 2023, arXiv:2306.00978, section 3.2; AutoAWQ
+0.2.9, `quantize/quantizer.py`, for the second form and the clip, with the outputs of the fold's
+linears as the measure of both, where AutoAWQ takes those of the block around them.
 """
 
 from collections.abc import Mapping
@@ -39,7 +41,8 @@ SUPPORTS = Supports(
     histograms=AS_MEASURED_HISTOGRAMS,
     chosen_schemes=AS_MEASURED,
 )
-CHANGES_VALUES = "linears"  # the option by which values change that a cache's scales were measured for
+# the option by which values change that a cache's scales were measured for
+CHANGES_VALUES = "linears"
 OPTIONS: Mapping[str, Any] = {"duo": "both", "clip": "auto", "linears": True}
 ALPHAS = tuple(step / 20 for step in range(20))
 SHARES = tuple(1 - step / 20 for step in range(10))  # of the largest magnitude of a group
@@ -51,16 +54,18 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's options after looking at their values.
 
     Args:
-        options: `duo`, whether s is divided by the weights' part: false, true, or `both` tries both; `clip`, true, false, or
-            `auto`: where the algorithm takes the whole range of a weight; `linears`, whether linears absorb factors too,
-            where the fold has no norm.
+        options: `duo`, whether s is divided by the weights' part: false, true, or `both` tries
+            both; `clip`, true, false, or `auto`: where the algorithm takes the whole range of a
+            weight; `linears`, whether linears absorb factors too, where the fold has no norm.
 
     Raises:
         UsageError: one has no meaning.
     """
     for name, words in (("duo", ("both",)), ("clip", ("auto",)), ("linears", ())):
         if not isinstance(options[name], bool) and options[name] not in words:
-            raise UsageError(f"awq {name}={options[name]!r}", f"give {', '.join(['true', 'false', *words])}")
+            raise UsageError(
+                f"awq {name}={options[name]!r}", f"give {', '.join(['true', 'false', *words])}"
+            )
     return dict(options)
 
 
@@ -75,7 +80,9 @@ def clips(options: Mapping[str, Any], *, whole_range: bool) -> bool:
     return options["clip"] is True or (options["clip"] == "auto" and whole_range)
 
 
-def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
+def working_bytes(
+    features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
+) -> int:
     """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.transforms.trial`."""
     del options, samples
     return trial.working_bytes(features, rows, samples=0, workers=workers)
@@ -85,17 +92,19 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """Choose the factors of one fold.
 
     Args:
-        fold: its linears, and of what they read `abs_sum` [I], `count` [] and `hessian_sum` [I, I] float32.
+        fold: its linears, and of what they read `abs_sum` [I], `count` [] and `hessian_sum` [I, I]
+            float32.
         options: as `checked` returns them.
         workers: compare several candidates at once; how many changes nothing but the time.
 
     Returns:
-        The factors; decisions: alpha (None where nothing helps) and duo, error and error_before (relative and squared, of the
-        outputs), the smallest and the largest factor.
+        The factors; decisions: alpha (None where nothing helps) and duo, error and error_before
+        (relative and squared, of the outputs), the smallest and the largest factor.
 
     Raises:
         UsageError: an option has no meaning.
-        InputError: the fold is empty, a weight has another number of input features, or is not finite.
+        InputError: the fold is empty, a weight has another number of input features, or is not
+            finite.
         StatisticsError: a statistic is missing, has another shape, is negative or not finite.
     """
     duo = checked(options)["duo"]
@@ -103,25 +112,45 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     hessian = fold.statistic(HESSIAN_SUM.name, (features, features))
     abs_sum, count = fold.statistic(ABS_SUM.name, (features,)), int(fold.statistic(COUNT.name, ()))
     if not (torch.isfinite(abs_sum) & (abs_sum >= 0)).all() or count < 1:
-        raise StatisticsError(f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again")
+        raise StatisticsError(
+            f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again"
+        )
     means = abs_sum.double() / count, _weight_means(fold, features=features)
     x, w = (fold.absorber.shared(mean, lambda split: split.mean(1)) for mean in means)
     compared = trial.trial(fold)
 
     def loss(candidate: _Candidate | None) -> float:
-        factors = torch.ones(features, device=hessian.device) if candidate is None else _with(candidate, x, w, fold).factors
+        factors = (
+            torch.ones(features, device=hessian.device)
+            if candidate is None
+            else _with(candidate, x, w, fold).factors
+        )
         return compared.weight_loss(factors, hessian)
 
-    candidates = [(alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS]
+    candidates = [
+        (alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS
+    ]
     before, *losses = workers.map(loss, (None, *candidates))
     power, least = compared.weight_power(hessian) or 1.0, min(losses)
-    decisions: dict[str, Any] = {"error_before": before / power, "error": min(before, least) / power}
+    decisions: dict[str, Any] = {
+        "error_before": before / power,
+        "error": min(before, least) / power,
+    }
     if not least < before:
-        return Outcome(smoothing=None, decisions={"alpha": None, "kept": "no factors lower the error", **decisions})
+        return Outcome(
+            smoothing=None,
+            decisions={"alpha": None, "kept": "no factors lower the error", **decisions},
+        )
     candidate = candidates[losses.index(least)]
     smoothing = _with(candidate, x, w, fold)
-    extent = {"smallest_factor": float(smoothing.factors.min()), "largest_factor": float(smoothing.factors.max())}
-    return Outcome(smoothing=smoothing, decisions={"alpha": candidate[0], "duo": candidate[1], **decisions, **extent})
+    extent = {
+        "smallest_factor": float(smoothing.factors.min()),
+        "largest_factor": float(smoothing.factors.max()),
+    }
+    return Outcome(
+        smoothing=smoothing,
+        decisions={"alpha": candidate[0], "duo": candidate[1], **decisions, **extent},
+    )
 
 
 def clipped(
@@ -136,7 +165,8 @@ def clipped(
 
     Args:
         weights: name -> [O, I], any float dtype, linears that share an input; not modified.
-        scheme: of int weights, per channel or per group; with any other the weights are returned as they are.
+        scheme: of int weights, per channel or per group; with any other the weights are returned as
+            they are.
         hessian_sum: [I, I] float32, the sum of x^T x over the input's rows.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
@@ -148,13 +178,19 @@ def clipped(
         return dict(weights), {}
     features = hessian_sum.shape[0]
     size = groups.group_size_for(scheme, features)
-    blocks = torch.stack([hessian_sum[span, span] for span in groups.spans(features, size)])  # [G, g, g]
+    # [G, g, g]
+    blocks = torch.stack([hessian_sum[span, span] for span in groups.spans(features, size)])
 
-    found = {name: weight.new_empty(weight.shape, dtype=torch.float32) for name, weight in weights.items()}
+    found = {
+        name: weight.new_empty(weight.shape, dtype=torch.float32)
+        for name, weight in weights.items()
+    }
 
     def unit(item: tuple[str, slice]) -> int:
         name, rows = item
-        found[name][rows], count = _cut(weights[name][rows].float(), blocks, scheme=scheme, scale_dtype=scale_dtype)
+        found[name][rows], count = _cut(
+            weights[name][rows].float(), blocks, scheme=scheme, scale_dtype=scale_dtype
+        )
         return count
 
     shares: dict[str, float] = {}
@@ -166,12 +202,18 @@ def clipped(
 
 def _weight_means(fold: Fold, *, features: int) -> Tensor:
     """Return the mean over all rows of |w| over the largest magnitude of its group, [I] float64."""
-    total = torch.zeros(features, dtype=torch.float64, device=next(iter(fold.weights.values())).device)
+    total = torch.zeros(
+        features, dtype=torch.float64, device=next(iter(fold.weights.values())).device
+    )
     for name, weight in fold.weights.items():
         size = groups.group_size_for(fold.schemes[name].weights, features, name=name)
         for rows in groups.row_units(weight):
             split = groups.to_groups(weight[rows].float(), size).abs()  # [O, G, g]
-            total += (split / (split.amax(dim=-1, keepdim=True) + 1e-6)).flatten(1).sum(dim=0, dtype=torch.float64)
+            total += (
+                (split / (split.amax(dim=-1, keepdim=True) + 1e-6))
+                .flatten(1)
+                .sum(dim=0, dtype=torch.float64)
+            )
     return total / sum(len(weight) for weight in fold.weights.values())
 
 
@@ -185,7 +227,9 @@ def _with(candidate: _Candidate, x: Tensor, w: Tensor, fold: Fold) -> Smoothing:
     return fitted(wanted, absorber=fold.absorber, carries=carries)
 
 
-def _cut(weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
+def _cut(
+    weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype
+) -> tuple[Tensor, int]:
     """Return some rows of a weight, cut, and how many of their groups are.
 
     Args:
@@ -202,10 +246,17 @@ def _cut(weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: t
         limit = amax * share
         cut = split.clamp(-limit, limit)
         grids = weight_grids({"": cut.flatten(1)}, scheme, scale_dtype=scale_dtype)
-        error = rounded({"": cut.flatten(1)}, grids, scheme)[""].dequantize().reshape(split.shape) - split  # [O, G, g]
+        # [O, G, g]
+        error = (
+            rounded({"": cut.flatten(1)}, grids, scheme)[""].dequantize().reshape(split.shape)
+            - split
+        )
         columns = error.transpose(0, 1)  # [G, O, g]
         loss = ((columns @ blocks) * columns).sum(dim=-1).T  # [O, G]
         better = loss < least
         best = torch.where(better[..., None], cut, best)
-        chosen, least = torch.where(better, torch.full_like(chosen, share), chosen), torch.where(better, loss, least)
+        chosen, least = (
+            torch.where(better, torch.full_like(chosen, share), chosen),
+            torch.where(better, loss, least),
+        )
     return best.flatten(1), int((chosen < 1).sum())

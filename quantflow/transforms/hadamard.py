@@ -7,12 +7,13 @@
 
     down         z H, on the way, and columns of the down projection W H; only where the recipe says `down: true`
 
-Q is of the size of the residual, R of that of a head; both are Hadamard matrices with random signs (quantflow/core/
-orthogonal.py). They cost nothing at run time. A gate stands before the down projection, so nothing can be folded in there: H is
-applied while the model runs, in blocks of the largest power of two that divides its inputs and without signs, which is what
-`transform_config` of compressed-tensors has a word for. QuaRot's rotation of queries and keys is left out.
-Sources: Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1b, 1c; Liu et al. 2024, arXiv:2405.16406
-(SpinQuant), R1, R2 and R4, here not learned.
+Q is of the size of the residual, R of that of a head; both are Hadamard matrices with random signs
+(quantflow/core/ orthogonal.py). They cost nothing at run time. A gate stands before the down
+projection, so nothing can be folded in there: H is applied while the model runs, in blocks of the
+largest power of two that divides its inputs and without signs, which is what `transform_config` of
+compressed-tensors has a word for. QuaRot's rotation of queries and keys is left out. Sources:
+Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1b, 1c; Liu et al. 2024,
+arXiv:2405.16406 (SpinQuant), R1, R2 and R4, here not learned.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,14 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
-from quantflow.core.orthogonal import Rotation, mixed, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.core.orthogonal import (
+    Rotation,
+    mixed,
+    rotate_columns_,
+    rotate_rows_,
+    rotated,
+    rotation,
+)
 from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import UsageError
 
@@ -44,7 +52,8 @@ SUPPORTS = Supports(
     ),
     ranks=Refusal(remedy="quantize with one process, or leave hadamard out"),
 )
-CHANGES_VALUES = "heads"  # the option by which values change that a cache's scales were measured for
+# the option by which values change that a cache's scales were measured for
+CHANGES_VALUES = "heads"
 MIXES_INPUTS = "down"  # the option by which inputs are mixed while the model runs
 OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True, "down": False}
 
@@ -66,8 +75,8 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's options after looking at their values.
 
     Args:
-        options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too; `down`, whether the input
-            of the down projection is, while the model runs.
+        options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too;
+            `down`, whether the input of the down projection is, while the model runs.
 
     Raises:
         UsageError: one has no meaning.

@@ -2,12 +2,13 @@
 
     x @ W.T  =  (x / s) @ (W * s).T        s_j = amax_x_j ** alpha / amax_w_j ** (1 - alpha)
 
-amax_x_j is the largest magnitude of input channel j, amax_w_j that of column j over all linears of the fold; heads that share
-their values share the larger of theirs. `alpha: auto` tries 0.00 to 1.00 by 0.05 and takes the one whose outputs, with inputs
-and weights quantized as the scheme says, differ least from the original ones on a sample of calibration rows; the fold stays
-as it is where none of them is better than nothing.
-Source: Xiao et al. 2022, arXiv:2211.10438, section 4, equation 4; the search is Intel Neural Compressor's `alpha="auto"`,
-with the whole fold's outputs as its measure.
+amax_x_j is the largest magnitude of input channel j, amax_w_j that of column j over all linears of
+the fold; heads that share their values share the larger of theirs. `alpha: auto` tries 0.00 to 1.00
+by 0.05 and takes the one whose outputs, with inputs and weights quantized as the scheme says,
+differ least from the original ones on a sample of calibration rows; the fold stays as it is where
+none of them is better than nothing. Source: Xiao et al. 2022, arXiv:2211.10438, section 4, equation
+4; the search is Intel Neural Compressor's `alpha="auto"`, with the whole fold's outputs as its
+measure.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,10 @@ SUPPORTS = Supports(
     histograms=AS_MEASURED_HISTOGRAMS,
     chosen_schemes=AS_MEASURED,
 )
-CHANGES_VALUES = "linears"  # the option by which values change that a cache's scales were measured for
-SEARCHED: Mapping[str, Any] = {"alpha": "auto"}  # what `best` does, where a scheme has no transforms of its own
+# the option by which values change that a cache's scales were measured for
+CHANGES_VALUES = "linears"
+# what `best` does, where a scheme has no transforms of its own
+SEARCHED: Mapping[str, Any] = {"alpha": "auto"}
 OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": None}
 ALPHAS = tuple(step / 20 for step in range(21))
 
@@ -41,9 +44,10 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's options after looking at their values.
 
     Args:
-        options: `alpha`, how much of the difficulty moves, 0 (weights keep theirs) to 1 (all of the input's), or `auto`;
-            `linears`, whether linears absorb factors too, where the fold has no norm; None is only where alpha is searched,
-            since no one alpha is right for these folds.
+        options: `alpha`, how much of the difficulty moves, 0 (weights keep theirs) to 1 (all of the
+            input's), or `auto`; `linears`, whether linears absorb factors too, where the fold has
+            no norm; None is only where alpha is searched, since no one alpha is right for these
+            folds.
 
     Raises:
         UsageError: one has no meaning.
@@ -54,7 +58,10 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"smoothquant alpha={alpha!r}", "give a number from 0 to 1, or auto")
     if not isinstance(linears, bool | None):
         raise UsageError(f"smoothquant linears={linears!r}", "give true or false")
-    return {"alpha": float(alpha) if number else alpha, "linears": alpha == "auto" if linears is None else linears}
+    return {
+        "alpha": float(alpha) if number else alpha,
+        "linears": alpha == "auto" if linears is None else linears,
+    }
 
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -62,7 +69,9 @@ def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     return (CHANNEL_AMAX.name, ROWS) if options["alpha"] == "auto" else (CHANNEL_AMAX.name,)
 
 
-def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
+def working_bytes(
+    features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
+) -> int:
     """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.transforms.trial`."""
     if options["alpha"] != "auto":
         return 0
@@ -73,27 +82,34 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """Choose the factors of one fold.
 
     Args:
-        fold: its linears, and `channel_amax` [I] of what they read; for `alpha: auto` also `rows` [R, I], and what the static
-            input of a scheme needs.
+        fold: its linears, and `channel_amax` [I] of what they read; for `alpha: auto` also `rows`
+            [R, I], and what the static input of a scheme needs.
         options: as `checked` returns them.
         workers: compare several alphas at once; how many changes nothing but the time.
 
     Returns:
-        The factors; decisions: alpha (None where nothing helps), error and error_before (both relative and squared, of the
-        rows, where alpha was searched), the smallest and the largest factor.
+        The factors; decisions: alpha (None where nothing helps), error and error_before (both
+        relative and squared, of the rows, where alpha was searched), the smallest and the largest
+        factor.
 
     Raises:
         UsageError: an option has no meaning.
-        InputError: the fold is empty, a weight has another number of input features, or is not finite.
+        InputError: the fold is empty, a weight has another number of input features, or is not
+            finite.
         StatisticsError: a statistic is missing, has another shape, is negative or not finite.
     """
     alpha = checked(options)["alpha"]
     features = fold.features
     amax_x = fold.statistic(CHANNEL_AMAX.name, (features,))
     if not (torch.isfinite(amax_x) & (amax_x >= 0)).all():
-        raise StatisticsError("smoothquant: channel_amax holds a negative value, NaN or Inf", "measure again")
+        raise StatisticsError(
+            "smoothquant: channel_amax holds a negative value, NaN or Inf", "measure again"
+        )
     amax_w = column_amax(fold.weights, features=features)
-    x, w = (fold.absorber.shared(amax.double(), lambda split: split.amax(1)) for amax in (amax_x, amax_w))
+    x, w = (
+        fold.absorber.shared(amax.double(), lambda split: split.amax(1))
+        for amax in (amax_x, amax_w)
+    )
     if alpha != "auto":
         smoothing = _with(alpha, x, w, fold)
         return Outcome(smoothing=smoothing, decisions={"alpha": alpha, **_range(smoothing)})
@@ -101,7 +117,11 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     compared = trial.trial(fold)
 
     def loss(alpha: float | None) -> float:
-        factors = torch.ones(features, device=rows.device) if alpha is None else _with(alpha, x, w, fold).factors
+        factors = (
+            torch.ones(features, device=rows.device)
+            if alpha is None
+            else _with(alpha, x, w, fold).factors
+        )
         return compared.output_loss(factors, rows)
 
     before, *losses = workers.map(loss, (None, *ALPHAS))
@@ -109,10 +129,15 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     least = min(losses)
     decisions = {"error_before": before / power, "error": min(before, least) / power}
     if not least < before:
-        return Outcome(smoothing=None, decisions={"alpha": None, "kept": "no alpha lowers the error", **decisions})
+        return Outcome(
+            smoothing=None,
+            decisions={"alpha": None, "kept": "no alpha lowers the error", **decisions},
+        )
     alpha = ALPHAS[losses.index(least)]
     smoothing = _with(alpha, x, w, fold)
-    return Outcome(smoothing=smoothing, decisions={"alpha": alpha, **decisions, **_range(smoothing)})
+    return Outcome(
+        smoothing=smoothing, decisions={"alpha": alpha, **decisions, **_range(smoothing)}
+    )
 
 
 def _with(alpha: float, amax_x: Tensor, amax_w: Tensor, fold: Fold) -> Smoothing:

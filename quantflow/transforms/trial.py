@@ -1,7 +1,7 @@
 """What a fold's outputs lose when it is smoothed and quantized: what a search compares its candidates by.
 
-Weights are rounded to nearest, as the scheme says, whatever the algorithm that comes later: the error that it leaves is
-smaller, and follows that of rounding.
+Weights are rounded to nearest, as the scheme says, whatever the algorithm that comes later: the
+error that it leaves is smaller, and follows that of rounding.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 from quantflow.numerics.smoothing import Fold, smooth_statistics
 
-ELEMENTS = 1 << 23  # of the weights that take part: a square matrix of 2,896, so that a search costs less than GPTQ
+# of the weights that take part: a square matrix of 2,896, so that a search costs less than GPTQ
+ELEMENTS = 1 << 23
 _BLOCK = 128  # rows that stay together, since scales of blocks are theirs
 _LEAST = 256  # rows, however long these are
 
@@ -53,8 +54,9 @@ class Trial:
     def output_loss(self, factors: Tensor, rows: Tensor) -> float:
         """Return ||Q(X / s) Q(W s)^T - X W^T||^2 over all outputs, with inputs and weights quantized.
 
-        A static range is that of other text than X where it is known. One that was taken from X clips none of it: the more
-        channels reach their largest value at the same step, the more of other text would be clipped, unseen.
+        A static range is that of other text than X where it is known. One that was taken from X
+        clips none of it: the more channels reach their largest value at the same step, the more of
+        other text would be clipped, unseen.
 
         Args:
             factors: [I].
@@ -72,19 +74,32 @@ class Trial:
 
     def power(self, rows: Tensor) -> float:
         """Return ||X W^T||^2.  rows: X, [R, I] float32."""
-        return sum(float((rows @ part.T).square_().sum(dtype=torch.float64)) for part in self.parts.values())
+        return sum(
+            float((rows @ part.T).square_().sum(dtype=torch.float64))
+            for part in self.parts.values()
+        )
 
     def weight_power(self, hessian: Tensor) -> float:
         """Return ||X W^T||^2 from X^T X, [I, I]."""
-        return sum(float((part @ hessian).mul_(part).sum(dtype=torch.float64)) for part in self.parts.values())
+        return sum(
+            float((part @ hessian).mul_(part).sum(dtype=torch.float64))
+            for part in self.parts.values()
+        )
 
     def _rounded(self, factors: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for scheme in dict.fromkeys(self.fold.schemes[name] for name in self.parts):
-            scaled = {name: part * factors for name, part in self.parts.items() if self.fold.schemes[name] == scheme}
+            scaled = {
+                name: part * factors
+                for name, part in self.parts.items()
+                if self.fold.schemes[name] == scheme
+            }
             dtype = self.fold.scale_dtypes[next(iter(scaled))]
             grids = weight_grids(scaled, scheme.weights, scale_dtype=dtype)
-            found |= {name: weight.dequantize() for name, weight in rounded(scaled, grids, scheme.weights).items()}
+            found |= {
+                name: weight.dequantize()
+                for name, weight in rounded(scaled, grids, scheme.weights).items()
+            }
         return {name: found[name] for name in self.parts}
 
 
@@ -93,7 +108,9 @@ def trial(fold: Fold) -> Trial:
     features, total = fold.features, sum(len(weight) for weight in fold.weights.values())
     limit = max(_LEAST, ELEMENTS // features)
     if total <= limit:
-        return Trial(fold=fold, parts={name: weight.float() for name, weight in fold.weights.items()})
+        return Trial(
+            fold=fold, parts={name: weight.float() for name, weight in fold.weights.items()}
+        )
     parts = {}
     for name, weight in fold.weights.items():
         blocks = groups.spans(len(weight), _BLOCK)
@@ -106,8 +123,8 @@ def trial(fold: Fold) -> Trial:
 def working_bytes(features: int, rows: int, *, samples: int, workers: int) -> int:
     """Return the most memory that a search takes beyond weights and statistics, in bytes.
 
-    The parts, where they are not all; for each worker their smoothed copy, qvalues, what they round to and a product with
-    it, and the samples, quantized, with their outputs twice.
+    The parts, where they are not all; for each worker their smoothed copy, qvalues, what they round
+    to and a product with it, and the samples, quantized, with their outputs twice.
 
     Args:
         features: I of the fold.
@@ -118,7 +135,11 @@ def working_bytes(features: int, rows: int, *, samples: int, workers: int) -> in
     limit = max(_LEAST, ELEMENTS // features) + 2 * _BLOCK
     taken = min(rows, limit)
     parts = 0 if rows <= limit else 4 * features * taken
-    each = features * taken * (4 + 1 + 4 + 4) + 4 * samples * (2 * features + 2 * taken) + groups.unit_bytes(features)
+    each = (
+        features * taken * (4 + 1 + 4 + 4)
+        + 4 * samples * (2 * features + 2 * taken)
+        + groups.unit_bytes(features)
+    )
     return parts + workers * each
 
 

@@ -1,9 +1,10 @@
 """Measured on one card, deployed on several: one measurement made into what each card of a tensor-parallel mesh may use.
 
-A share's own channels are cut out of the whole's, and its amax is then that of its channels. Where there are none to cut
-(`amax` alone, the heads of a cache, the columns of a weight) a share keeps the whole's maximum, which bounds its own; sums,
-counts and histograms of what is not cut by channel would be those of other values, and are left out. `unify` of all
-shares gives every maximum of the measurement again.
+A share's own channels are cut out of the whole's, and its amax is then that of its channels. Where
+there are none to cut (`amax` alone, the heads of a cache, the columns of a weight) a share keeps
+the whole's maximum, which bounds its own; sums, counts and histograms of what is not cut by channel
+would be those of other values, and are left out. `unify` of all shares gives every maximum of the
+measurement again.
 """
 
 from collections import Counter
@@ -36,16 +37,23 @@ def planned(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, d
         raise UsageError(f"expand to {ranks} ranks", "give 2 or more")
     if not any(whole.get("plan") or whole["kind"] == "expert" for whole in tensors.values()):
         raise UsageError(
-            f"expand to {ranks} ranks: none of {len(tensors)} tensors has a plan, so it is not known how cards share them",
+            f"expand to {ranks} ranks: none of {len(tensors)} tensors has a plan, so it is not "
+            "known how cards share them",
             "measure again with this version of quantflow",
         )
-    return [{name: share(name, whole, cards=ranks, card=card) for name, whole in tensors.items()} for card in range(ranks)]
+    return [
+        {name: share(name, whole, cards=ranks, card=card) for name, whole in tensors.items()}
+        for card in range(ranks)
+    ]
 
 
-def expand(measurement: Measurement, *, placements: Sequence[Mapping[str, Placement]]) -> Iterator[Measurement]:
+def expand(
+    measurement: Measurement, *, placements: Sequence[Mapping[str, Placement]]
+) -> Iterator[Measurement]:
     """Yield the measurement of one card after the other.
 
-    `expanded` of each says from which measurement it was made, and by which rule how many statistics.
+    `expanded` of each says from which measurement it was made, and by which rule how many
+    statistics.
 
     Args:
         measurement: of one rank.
@@ -56,7 +64,10 @@ def expand(measurement: Measurement, *, placements: Sequence[Mapping[str, Placem
     """
     mesh = measurement.meta["mesh"]
     if mesh["world"] != 1:
-        raise InputError(f"{measurement.who}: one of {mesh['world']} ranks, one alone is expanded", "unify them first")
+        raise InputError(
+            f"{measurement.who}: one of {mesh['world']} ranks, one alone is expanded",
+            "unify them first",
+        )
     experts = any(placement["kind"] == "expert" for placement in placements[0].values())
     world = len(placements)
     for rank, tensors in enumerate(placements):
@@ -67,20 +78,42 @@ def expand(measurement: Measurement, *, placements: Sequence[Mapping[str, Placem
             if placement["kind"] == "expert" and not placement["length"]:
                 continue
             found = _cut(values, placement, site, rules)
-            statistics |= {str(Key(name, site, statistic)): value for statistic, value in found.items()}
-        meta = {key: value for key, value in measurement.meta.items() if key not in ("files", "digest", "unified")}
+            statistics |= {
+                str(Key(name, site, statistic)): value for statistic, value in found.items()
+            }
+        meta = {
+            key: value
+            for key, value in measurement.meta.items()
+            if key not in ("files", "digest", "unified")
+        }
         meta |= {"tensors": dict(tensors)}
-        meta["mesh"] = {"rank": rank, "world": world, "tp": world, "dp": 1, "ep": world if experts else 1}
+        meta["mesh"] = {
+            "rank": rank,
+            "world": world,
+            "tp": world,
+            "dp": 1,
+            "ep": world if experts else 1,
+        }
         meta["expanded"] = {
             "digest": measurement.meta.get("digest"),
-            "rules": [{"statistic": s, "rule": rule, "count": count} for (s, rule), count in sorted(rules.items())],
+            "rules": [
+                {"statistic": s, "rule": rule, "count": count}
+                for (s, rule), count in sorted(rules.items())
+            ],
         }
         if missing := measurement.meta.get("unified", {}).get("missing"):
             meta["unified"] = {"missing": missing}
-        yield Measurement(meta=meta, statistics=statistics, sequences=measurement.sequences, indices=measurement.indices)
+        yield Measurement(
+            meta=meta,
+            statistics=statistics,
+            sequences=measurement.sequences,
+            indices=measurement.indices,
+        )
 
 
-def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: Counter[tuple[str, str]]) -> dict[str, Tensor]:
+def _cut(
+    values: Mapping[str, Tensor], placement: Placement, site: str, rules: Counter[tuple[str, str]]
+) -> dict[str, Tensor]:
     """Return what a share keeps of the statistics of one site, and count the rules that it was made by."""
     how = layout(placement, site)
     if how == "same" or placement["kind"] == "expert":
@@ -94,7 +127,11 @@ def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: C
             rule, found[name] = _CUT, statistic.cut(value, part)
         elif how == "channels" and statistic.cards == ONCE:
             rule, found[name] = _KEPT, value
-        elif how == "channels" and statistic.maximum_of is not None and statistic.maximum_of in values:
+        elif (
+            how == "channels"
+            and statistic.maximum_of is not None
+            and statistic.maximum_of in values
+        ):
             channels = values[statistic.maximum_of][part]
             rule, found[name] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
         elif not statistic.is_sum:

@@ -3,8 +3,9 @@
     P_hooks_maxabs_<r>_<w>.npz, .json, _mod_list.json   ->   P_hooks_maxabs_<group>_<groups>..., of one group P_hooks_maxabs...,
                                                             which vLLM's runtime calls P_hooks_maxabs_0_1...
 
-unified.json beside them says who was merged, which rank set each maximum, what is a bound and which ranks look unlike the
-others. Files of scales are not merged: the toolkit, or `quantflow export --format inc`, derives them from what is written here.
+unified.json beside them says who was merged, which rank set each maximum, what is a bound and which
+ranks look unlike the others. Files of scales are not merged: the toolkit, or `quantflow export
+--format inc`, derives them from what is written here.
 """
 
 from collections import Counter
@@ -43,11 +44,13 @@ def run(
         measurement: a folder with every rank's files, or folder/prefix.
         output: the folder of the merged files; they keep the prefix.
         groups_of: return the groups of so many ranks.
-        allow_missing: go on without ranks that are missing, where every rank holds a copy of the model.
+        allow_missing: go on without ranks that are missing, where every rank holds a copy of the
+            model.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         progress: where it is told.
     """
-    files = find_triples(measurement, partial=True)  # a file that is missing is unify_triples' to name
+    # a file that is missing is unify_triples' to name
+    files = find_triples(measurement, partial=True)
     name = next(iter(files.values())).name
     world = name.world or 1
     groups = groups_of(world)
@@ -62,7 +65,11 @@ def run(
         with stage_folder.publish(output, stage="unify", inputs=inputs) as temporary:
             for rank, one in enumerate(merged):
                 numbered = len(merged) > 1 or are_vllms(one.triple.nodes)
-                write_triple(temporary, _renamed(name, rank, world=len(merged) if numbered else None), one.triple)
+                write_triple(
+                    temporary,
+                    _renamed(name, rank, world=len(merged) if numbered else None),
+                    one.triple,
+                )
             disk.write_file(temporary / ACCOUNT, readable_json(_account(merged, world=world)))
         for rank, one in enumerate(merged):
             _tell(progress, rank, one)
@@ -81,12 +88,22 @@ def summary(folder: Path) -> dict[str, Any]:
     for group in account["groups"]:
         for key in ("missing", "outliers", "bounds"):
             told[key] += group[key]
-    return {"folder": str(folder), "mesh": {"world": len(account["groups"])}, "merged": account["merged"], **told}
+    return {
+        "folder": str(folder),
+        "mesh": {"world": len(account["groups"])},
+        "merged": account["merged"],
+        **told,
+    }
 
 
 def _renamed(name: FileName, rank: int, *, world: int | None) -> FileName:
     """Return the name of a merged rank; without a world size it has none, as the toolkit's single process."""
-    return FileName(prefix=name.prefix, observer=name.observer, rank=None if world is None else rank, world=world)
+    return FileName(
+        prefix=name.prefix,
+        observer=name.observer,
+        rank=None if world is None else rank,
+        world=world,
+    )
 
 
 def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:
@@ -96,11 +113,22 @@ def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:
         bounds = set(one.account.bounds)
         for node, content in one.triple.nodes.items():
             for key, value in content.tensors.items():
-                rule = BOUNDED if f"{node}|{key}" in bounds else "maximum" if len(one.ranks) > 1 else "kept"
+                rule = (
+                    BOUNDED
+                    if f"{node}|{key}" in bounds
+                    else "maximum"
+                    if len(one.ranks) > 1
+                    else "kept"
+                )
                 rules[AMAX.name if value.numel() == 1 else CHANNEL_AMAX.name, rule] += 1
         account: Mapping[str, Any] = asdict(one.account)
-        groups.append({"ranks": list(one.ranks), "missing": list(one.missing), "parts": one.parts, **account})
-    rows = [{"statistic": statistic, "rule": rule, "count": count} for (statistic, rule), count in sorted(rules.items())]
+        groups.append(
+            {"ranks": list(one.ranks), "missing": list(one.missing), "parts": one.parts, **account}
+        )
+    rows = [
+        {"statistic": statistic, "rule": rule, "count": count}
+        for (statistic, rule), count in sorted(rules.items())
+    ]
     return {"world": world, "merged": rows, "groups": groups}
 
 
@@ -109,13 +137,15 @@ def _tell(progress: Progress, rank: int, one: Merged) -> None:
     if one.account.outliers:
         found = one.account.outliers[0]
         progress.say(
-            f"unify: {found.key}: rank {found.rank} saw {found.amax:.4g}, the median rank {found.median:.4g} "
+            f"unify: {found.key}: rank {found.rank} saw {found.amax:.4g}, the median rank "
+            f"{found.median:.4g} "
             f"({len(one.account.outliers)} such, see {ACCOUNT})"
         )
     if one.missing:
         progress.say(f"unify: rank {rank} is without ranks {', '.join(map(str, one.missing))}")
     if one.account.bounds:
         progress.say(
-            f"unify: {len(one.account.bounds)} outputs were measured before the sum over cards and are bounded, such as "
+            f"unify: {len(one.account.bounds)} outputs were measured before the sum over cards "
+            "and are bounded, such as "
             f"{one.account.bounds[0]}"
         )

@@ -1,14 +1,15 @@
 """What N cards quantized becomes one result, or G of a smaller world: unify for the shards of `quantize --ranks`.
 
-The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte. DONE.json lists one more:
+The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte.
+DONE.json lists one more:
 
     joined.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
                    many of these the card's scale was not the largest, so that they were rounded again from the source
 
-File to file each unit of the source is read once more beside what the cards made of it: the figures of error are sums in
-one order, values that need another scale are rounded from the original ones, and what is copied is copied from there.
-Where the model ran, every card saw whole layers (quantflow/quantizing/shards/share.py): the parts are put together, and
-nothing else is read.
+File to file each unit of the source is read once more beside what the cards made of it: the figures
+of error are sums in one order, values that need another scale are rounded from the original ones,
+and what is copied is copied from there. Where the model ran, every card saw whole layers
+(quantflow/quantizing/shards/share.py): the parts are put together, and nothing else is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,14 @@ from torch import Tensor
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme
-from quantflow.distributed.joining import Joined, join_columns, join_rows, requantize_, shared_scale, zero_groups
+from quantflow.distributed.joining import (
+    Joined,
+    join_columns,
+    join_rows,
+    requantize_,
+    shared_scale,
+    zero_groups,
+)
 from quantflow.distributed.placement import check_cover, joined, share
 from quantflow.errors import InputError, QuantflowError, UsageError
 from quantflow.files import disk, stage_folder
@@ -47,13 +55,22 @@ from quantflow.planning.resources import allow_quantize
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.quantizing.file_to_file import quantize_files
-from quantflow.quantizing.shards.share import STAGE, CardShare, CardTensors, RankOf, Schemes, put_together, shard_folders
+from quantflow.quantizing.shards.share import (
+    STAGE,
+    CardShare,
+    CardTensors,
+    RankOf,
+    Schemes,
+    put_together,
+    shard_folders,
+)
 from quantflow.quantizing.static_inputs import LinearInput
 from quantflow.quantizing.weight_rows import Stored, Unit, decoded_rows
 
 REPORT = "joined.json"
 COLUMNS = ("linear", "joined", "cards", "channels", "requantized")
-HOW = {None: "one part", 0: "rows side by side", 1: "columns side by side"}  # by the axis that is cut
+# by the axis that is cut
+HOW = {None: "one part", 0: "rows side by side", 1: "columns side by side"}
 _ROW_MULTIPLE: int = FORMATS[DEFAULT].ROW_MULTIPLE
 
 
@@ -97,12 +114,15 @@ class Parts:
         self._lock = Lock()
         self.report: dict[str, dict[str, Any]] = {}
 
-    def __call__(self, unit: Unit, scheme: LinearScheme, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
+    def __call__(
+        self, unit: Unit, scheme: LinearScheme, rows: Tensor
+    ) -> tuple[QTensor, Mapping[str, Any]]:
         """Return the rows of the joined weight, and its decisions as the algorithm counts them."""
         name, scale, zeros = unit.linear, None, None
         if scheme.weights.granularity == "per_tensor":
             scale, zeros = self._shared(name)
-        holders = {_span(shard, name): shard for shard in reversed(self._shards)}  # of copies the first card's
+        # of copies the first card's
+        holders = {_span(shard, name): shard for shard in reversed(self._shards)}
         axis = self._shards[0].share.placements[name]["axis"]
         join_parts = _from_columns if axis == 1 else _from_rows
         whole = join_parts(holders, unit, scheme=scheme, scale=scale)
@@ -110,8 +130,11 @@ class Parts:
             requantize_(whole.weight, rows, rows=stale, columns=columns)
         with self._lock:
             how = HOW[axis] if len(holders) > 1 else "one part"
-            row = self.report.setdefault(name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True)))
-            row["channels"] += unit.count * (len(holders) if axis == 1 else 1)  # every card has each row, or has it alone
+            row = self.report.setdefault(
+                name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True))
+            )
+            # every card has each row, or has it alone
+            row["channels"] += unit.count * (len(holders) if axis == 1 else 1)
             row["requantized"] += sum(int(stale.sum()) for stale, _ in whole.stale)
         if zeros is None:
             return whole.weight, {"zero_groups": zero_groups(rows, whole.weight.scale)}
@@ -122,7 +145,11 @@ class Parts:
         first, found = self._shards[0], {}
         for name, scheme in plan.schemes.items():
             if scheme is not None:
-                decisions = {key: value for key, value in first.decisions[name].items() if key != "zero_groups"}
+                decisions = {
+                    key: value
+                    for key, value in first.decisions[name].items()
+                    if key != "zero_groups"
+                }
                 scale, zero_point = (
                     read_tensor(*first.stored[key]) if key in first.stored else None
                     for key in (f"{name}.input_scale", f"{name}.input_zero_point")
@@ -133,9 +160,13 @@ class Parts:
     def _shared(self, name: str) -> tuple[Tensor, bool]:
         """Return the one scale of a weight, [1, 1], and whether it stands for zeros alone.
 
-        All cards count: a copy's scale is also that of what the card holds of the linears that share the input.
+        All cards count: a copy's scale is also that of what the card holds of the linears that
+        share the input.
         """
-        scales = [read_tensor(*shard.stored[f"{name}.weight_scale"]).float().reshape(1, 1) for shard in self._shards]
+        scales = [
+            read_tensor(*shard.stored[f"{name}.weight_scale"]).float().reshape(1, 1)
+            for shard in self._shards
+        ]
         zeros = [shard.decisions[name]["zero_groups"] > 0 for shard in self._shards]
         return shared_scale(scales, zeros=zeros), all(zeros)
 
@@ -144,7 +175,8 @@ def open_shards(folder: Path) -> list[OpenedShard]:
     """Return the shards of a quantized model, in order of their ranks, after every file was compared with its hash.
 
     Raises:
-        InputError: one is missing, unfinished, there twice, or was made from something else than the first.
+        InputError: one is missing, unfinished, there twice, or was made from something else than
+            the first.
         IntegrityError: a file differs from its hash.
     """
     found: dict[int, OpenedShard] = {}
@@ -152,20 +184,29 @@ def open_shards(folder: Path) -> list[OpenedShard]:
         inputs = stage_folder.require_done(path, stage=STAGE)["inputs"]
         placements, decisions = _recorded(path)
         told: Any = inputs.get("share") if isinstance(inputs, dict) else None
-        check(told, RankOf, where=f"{path / stage_folder.DONE}: inputs.share", remedy="quantize that shard again")
+        check(
+            told,
+            RankOf,
+            where=f"{path / stage_folder.DONE}: inputs.share",
+            remedy="quantize that shard again",
+        )
         held = CardShare(rank=told["rank"], world=told["world"], placements=placements)
-        shard = OpenedShard(folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions)
+        shard = OpenedShard(
+            folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions
+        )
         first = next(iter(found.values()), shard)
         other = stage_folder.difference(first.made_from, shard.made_from)
         if other is not None:
             key, old, new = other
             raise InputError(
-                f"{path}: {key} = {stage_folder.short(new)}, in {first.folder.name} {stage_folder.short(old)}",
+                f"{path}: {key} = {stage_folder.short(new)}, in {first.folder.name} "
+                f"{stage_folder.short(old)}",
                 "quantize all shards with one command",
             )
         if shard.share.rank in found or shard.share.world != first.share.world:
             raise InputError(
-                f"{path}: is rank {shard.share.rank} of {shard.share.world}, so is another folder, or that is of "
+                f"{path}: is rank {shard.share.rank} of {shard.share.world}, so is another "
+                "folder, or that is of "
                 f"{first.share.world}",
                 "remove the folder that does not belong here",
             )
@@ -173,7 +214,10 @@ def open_shards(folder: Path) -> list[OpenedShard]:
     world = next(iter(found.values())).share.world
     missing = [rank for rank in range(world) if rank not in found]
     if missing:
-        raise InputError(f"{folder}: shards {some(missing)} of {world} are missing", "run the same `quantflow quantize` again")
+        raise InputError(
+            f"{folder}: shards {some(missing)} of {world} are missing",
+            "run the same `quantflow quantize` again",
+        )
     return [found[rank] for rank in range(world)]
 
 
@@ -190,7 +234,8 @@ def join(
 
     Args:
         shards: as `open_shards` returns them.
-        output: one group's result itself; of several, the folder of rank-GGG-of-GGG. It appears at once.
+        output: one group's result itself; of several, the folder of rank-GGG-of-GGG. It appears at
+            once.
         groups: ranks, each in one of them.
         model: the source; None reads where quantize found it. Not read where the model ran.
         replace: redo a finished result that was made from other inputs, instead of refusing.
@@ -198,7 +243,8 @@ def join(
 
     Raises:
         UsageError: a group is not made of neighbouring ranks, or the groups differ in size.
-        InputError: the source is not there or another one, or the shards were made by other library versions.
+        InputError: the source is not there or another one, or the shards were made by other library
+            versions.
     """
     _check_groups(groups, world=len(shards))
     ran = read_summary(shards[0].folder)["proof"] == "canary"
@@ -215,24 +261,46 @@ def join(
         stage_folder.refuse_other_result(output, inputs, force=replace)
         with stage_folder.publish(output, stage=stage, inputs=inputs) as temporary:
             for target, group in zip(targets, groups, strict=True):
-                folder = temporary if len(groups) == 1 else rank_folder(temporary, target.rank, target.world)
-                _write(folder, [shards[rank] for rank in group], target, source=source, progress=progress)
+                folder = (
+                    temporary
+                    if len(groups) == 1
+                    else rank_folder(temporary, target.rank, target.world)
+                )
+                _write(
+                    folder,
+                    [shards[rank] for rank in group],
+                    target,
+                    source=source,
+                    progress=progress,
+                )
     return output
 
 
 def _write(
-    folder: Path, shards: Sequence[OpenedShard], target: CardShare, *, source: ModelFiles | None, progress: Progress
+    folder: Path,
+    shards: Sequence[OpenedShard],
+    target: CardShare,
+    *,
+    source: ModelFiles | None,
+    progress: Progress,
 ) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
     summary, inputs = read_summary(shards[0].folder), {**shards[0].made_from, **target.inputs()}
     plan = plan_from(summary)
     if source is None:
-        linears = _put_together(folder, shards, target, plan=plan, key=digest_of(inputs), progress=progress)
+        linears = _put_together(
+            folder, shards, target, plan=plan, key=digest_of(inputs), progress=progress
+        )
     else:
-        linears = _round_together(folder, shards, target, plan=plan, source=source, inputs=inputs, progress=progress)
+        linears = _round_together(
+            folder, shards, target, plan=plan, source=source, inputs=inputs, progress=progress
+        )
     disk.write_atomic(folder / SUMMARY, canonical_json(summary))
-    disk.write_atomic(folder / REPORT, canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}))
+    disk.write_atomic(
+        folder / REPORT,
+        canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}),
+    )
     if target.world > 1:
         stage_folder.finish(folder, stage=STAGE, inputs=inputs)
 
@@ -257,7 +325,9 @@ def _round_together(
         graph=graph,
         key=digest_of({key: value for key, value in inputs.items() if key != "model"}),
         digests=_digests(shards),
-        allowance=allow_quantize(Resources(), model_size(infos, source.config, graph), plan, lengths=[], folder=folder),
+        allowance=allow_quantize(
+            Resources(), model_size(infos, source.config, graph), plan, lengths=[], folder=folder
+        ),
         progress=progress,
         share=target,
         inputs=parts.inputs(plan),
@@ -267,7 +337,13 @@ def _round_together(
 
 
 def _put_together(
-    folder: Path, shards: Sequence[OpenedShard], target: CardShare, *, plan: Plan, key: str, progress: Progress
+    folder: Path,
+    shards: Sequence[OpenedShard],
+    target: CardShare,
+    *,
+    plan: Plan,
+    key: str,
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Write the layers from the parts of all cards, and the canary that each of them ran; return how each linear was joined.
 
@@ -277,22 +353,31 @@ def _put_together(
     rows: list[dict[str, Any]] = []
     paths = sorted((shards[0].folder / "layers").glob("*.safetensors"))
     for path in progress.steps(paths, stage=f"unify {plan.name}", unit="layer"):
-        records = [read_json(shard.folder / "layers" / path.with_suffix(".json").name) for shard in shards]
+        records = [
+            read_json(shard.folder / "layers" / path.with_suffix(".json").name) for shard in shards
+        ]
         for shard, other in zip(shards, records, strict=True):
             if other["canary"] != records[0]["canary"]:
                 raise InputError(
-                    f"{shard.folder / 'layers' / path.name}: its card computed {other['canary'][:16]} on the canary, the "
+                    f"{shard.folder / 'layers' / path.name}: its card computed "
+                    f"{other['canary'][:16]} on the canary, the "
                     f"first one {records[0]['canary'][:16]}",
                     "quantize all shards with one command, on machines of one kind",
                 )
         record, linears = records[0], list(records[0].pop("placements"))
-        parts: list[CardTensors] = [(shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards]
+        parts: list[CardTensors] = [
+            (shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards
+        ]
         tensors, counts = put_together(parts, linears, plan.schemes)
         record["key"] = digest_of([key, int(path.stem)])
         if target.world > 1:
             record["placements"] = {name: dict(target.placements[name]) for name in linears}
         layer_store.write_layer(folder / "layers" / path.name, tensors, record)
-        rows += [_row(name, counts[name], shards[0].share, tensors, plan.schemes) for name in linears if plan.schemes[name]]
+        rows += [
+            _row(name, counts[name], shards[0].share, tensors, plan.schemes)
+            for name in linears
+            if plan.schemes[name]
+        ]
     for name in ("canary.safetensors", "canary.json"):
         disk.copy(shards[0].folder / name, folder / name)
     return rows
@@ -302,15 +387,21 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {name: read_tensor(path, info) for name, info in read_header(path)[0].items()}
 
 
-def _row(name: str, cards: int, share: CardShare, tensors: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Any]:
+def _row(
+    name: str, cards: int, share: CardShare, tensors: Mapping[str, Tensor], schemes: Schemes
+) -> dict[str, Any]:
     """Return what the report says about a linear."""
     how = HOW[share.placements[name]["axis"]] if cards > 1 else "one part"
-    return dict(zip(COLUMNS, (name, how, cards, len(tensors[f"{name}.weight_scale"]), 0), strict=True))
+    return dict(
+        zip(COLUMNS, (name, how, cards, len(tensors[f"{name}.weight_scale"]), 0), strict=True)
+    )
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """Return what a finished folder of `join` says about how it was made, all groups together."""
-    reports = [path / REPORT for path in (folder, *shard_folders(folder)) if (path / REPORT).is_file()]
+    reports = [
+        path / REPORT for path in (folder, *shard_folders(folder)) if (path / REPORT).is_file()
+    ]
     rows = [row for report in reports for row in read_json(report)["linears"]]
     return {"folder": str(folder), "joined": rows}
 
@@ -326,7 +417,8 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
         source = open_files(folder)
     except QuantflowError as error:
         raise InputError(
-            f"{error.cause}; rows that several cards hold parts of are rounded again from the source",
+            f"{error.cause}; rows that several cards hold parts of are rounded again from the "
+            "source",
             "give the model that was quantized with --model",
         ) from error
     expected, found = shards[0].inputs["model"], identify(source.checkpoint, _digests(shards))
@@ -339,7 +431,8 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
     if other is not None:
         key, old, new = other
         raise InputError(
-            f"{shards[0].folder}: was made with {key} {old}, here is {new}, which may round in another way",
+            f"{shards[0].folder}: was made with {key} {old}, here is {new}, which may round in "
+            "another way",
             "unify where the shards were quantized, or quantize here",
         )
     return source
@@ -352,10 +445,13 @@ def _digests(shards: Sequence[OpenedShard]) -> Digests:
 
 def _check_groups(groups: Sequence[Sequence[int]], *, world: int) -> None:
     size = world // len(groups)
-    if [list(group) for group in groups] != [list(range(first, first + size)) for first in range(0, world, size)]:
+    if [list(group) for group in groups] != [
+        list(range(first, first + size)) for first in range(0, world, size)
+    ]:
         raise UsageError(
             f"unify: groups {[list(group) for group in groups]} of {world} shards",
-            "a card of the smaller world holds what neighbours hold: give groups of one size, in order, such as 01 23",
+            "a card of the smaller world holds what neighbours hold: give groups of one size, in "
+            "order, such as 01 23",
         )
 
 
@@ -370,7 +466,11 @@ def _target(shards: Sequence[OpenedShard], *, rank: int, world: int) -> CardShar
 
 
 def _from_rows(
-    holders: Mapping[tuple[int, int], OpenedShard], unit: Unit, *, scheme: LinearScheme, scale: Tensor | None
+    holders: Mapping[tuple[int, int], OpenedShard],
+    unit: Unit,
+    *,
+    scheme: LinearScheme,
+    scale: Tensor | None,
 ) -> Joined:
     """Return a unit's rows, each from the card that holds it.
 
@@ -383,17 +483,27 @@ def _from_rows(
     stop, found = unit.first + unit.count, []
     for (begin, end), shard in sorted(holders.items(), key=lambda item: item[0]):
         if max(begin, unit.first) < min(end, stop):
-            found.append(_rows(shard, unit, scheme=scheme, first=max(begin, unit.first), stop=min(end, stop)))
+            found.append(
+                _rows(shard, unit, scheme=scheme, first=max(begin, unit.first), stop=min(end, stop))
+            )
     return join_rows(found, scale=scale)
 
 
 def _from_columns(
-    holders: Mapping[tuple[int, int], OpenedShard], unit: Unit, *, scheme: LinearScheme, scale: Tensor | None
+    holders: Mapping[tuple[int, int], OpenedShard],
+    unit: Unit,
+    *,
+    scheme: LinearScheme,
+    scale: Tensor | None,
 ) -> Joined:
     """Return a unit's rows, each from all cards; as `_from_rows`, with columns."""
     stop = unit.first + unit.count
     return join_columns(
-        [_rows(holders[span], unit, scheme=scheme, first=unit.first, stop=stop) for span in sorted(holders)], scale=scale
+        [
+            _rows(holders[span], unit, scheme=scheme, first=unit.first, stop=stop)
+            for span in sorted(holders)
+        ],
+        scale=scale,
     )
 
 
@@ -422,16 +532,23 @@ def _span(shard: OpenedShard, name: str) -> tuple[int, int]:
     return placement["offset"], placement["offset"] + length
 
 
-def _rows(shard: OpenedShard, unit: Unit, *, scheme: LinearScheme, first: int, stop: int) -> QTensor:
+def _rows(
+    shard: OpenedShard, unit: Unit, *, scheme: LinearScheme, first: int, stop: int
+) -> QTensor:
     """Return what a card made of some rows of the source's tensor, which it holds, of all columns that it holds."""
     held = shard.share.part(unit.info).rows
     rows, columns = shard.share.info(unit.info).shape
     begin, end = first - held.start, stop - held.start
-    aligned = begin // _ROW_MULTIPLE * _ROW_MULTIPLE  # where packed zero points begin with a whole word
+    # where packed zero points begin with a whole word
+    aligned = begin // _ROW_MULTIPLE * _ROW_MULTIPLE
     count = min(rows, -(-end // _ROW_MULTIPLE) * _ROW_MULTIPLE) - aligned
-    weight = decoded_rows(unit.linear, scheme, shard.stored, first=aligned, count=count, columns=columns).weight
+    weight = decoded_rows(
+        unit.linear, scheme, shard.stored, first=aligned, count=count, columns=columns
+    ).weight
     wanted = slice(begin - aligned, end - aligned)
     if weight.scheme.granularity == "per_tensor":
         return replace(weight, qvalue=weight.qvalue[wanted])
     zero_point = None if weight.zero_point is None else weight.zero_point[wanted]
-    return replace(weight, qvalue=weight.qvalue[wanted], scale=weight.scale[wanted], zero_point=zero_point)
+    return replace(
+        weight, qvalue=weight.qvalue[wanted], scale=weight.scale[wanted], zero_point=zero_point
+    )

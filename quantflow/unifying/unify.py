@@ -8,8 +8,9 @@ Resumes  a finished result of the same ranks and groups is left alone
 Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
          ranks, a source that is gone and statistics that cannot be merged, 5 the folder is held, 7 a damaged shard
 
-Statistics are read one at a time, so memory is that of two groups' results, whatever the number of ranks: one is written
-while the next is merged. Of shards (quantflow/unifying/shards.py) it is that of a few units.
+Statistics are read one at a time, so memory is that of two groups' results, whatever the number of
+ranks: one is written while the next is merged. Of shards (quantflow/unifying/shards.py) it is that
+of a few units.
 """
 
 import re
@@ -30,7 +31,14 @@ from quantflow.files import stage_folder
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.merging.grouping import consecutive_groups, parse_groups, some
 from quantflow.measuring.merging.ranks import unify_each
-from quantflow.measuring.record import META_NAME, Measurement, open_measurements, read_measurement, read_meta, write_measurement
+from quantflow.measuring.record import (
+    META_NAME,
+    Measurement,
+    open_measurements,
+    read_measurement,
+    read_meta,
+    write_measurement,
+)
 from quantflow.progress import Progress
 from quantflow.quantizing.gaudi_measurement import are_gaudis, refuse_ipex
 from quantflow.quantizing.shards.share import shard_folders
@@ -51,13 +59,15 @@ class UnifyJob:
     """One merge, or one expansion.
 
     Attributes:
-        measurement: the folder that holds rank-*-of-*; or Gaudi's files, as a folder or folder/prefix.
+        measurement: the folder that holds rank-*-of-*; or Gaudi's files, as a folder or
+            folder/prefix.
         groups: as `-g` takes them; empty means all ranks into one.
         ranks: so many groups of neighbouring ranks instead.
         allow_missing: go on without replicas that are missing as a whole; the result says which.
         expand: make so many ranks of one instead of merging.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        model: what quantized shards were made from; None reads where quantize found it. Not read where the model ran.
+        model: what quantized shards were made from; None reads where quantize found it. Not read
+            where the model ran.
     """
 
     measurement: Path
@@ -76,14 +86,21 @@ def run(job: UnifyJob, progress: Progress) -> Path:
     if shard_folders(job.measurement):
         return _join(job, progress)
     if job.model is not None:
-        raise UsageError(f"unify: --model {job.model} without quantized shards", "leave it out; only they need it")
+        raise UsageError(
+            f"unify: --model {job.model} without quantized shards",
+            "leave it out; only they need it",
+        )
     if are_gaudis(job.measurement):
         return _unify_gaudis(job, progress)
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
-    world = max(int(meta["mesh"]["world"]) for meta in metas.values())  # a folder that is missing is unify's to name
+    # a folder that is missing is unify's to name
+    world = max(int(meta["mesh"]["world"]) for meta in metas.values())
     groups = _groups(job, world)
     inputs = {
-        "ranks": [meta["digest"] for meta in sorted(metas.values(), key=lambda meta: int(meta["mesh"]["rank"]))],
+        "ranks": [
+            meta["digest"]
+            for meta in sorted(metas.values(), key=lambda meta: int(meta["mesh"]["rank"]))
+        ],
         "groups": groups,
         "allow_missing": job.allow_missing,
         "expand": job.expand,
@@ -96,8 +113,11 @@ def run(job: UnifyJob, progress: Progress) -> Path:
         made, count = _made(job, metas, groups)
         hashes: dict[str, str] = {}
         with (
-            stage_folder.publish(job.output, stage="unify", inputs=inputs, hashes=hashes) as temporary,
-            Workers(AT_ONCE) as workers,  # inside: no thread writes any more when the folder is finished, or removed
+            stage_folder.publish(
+                job.output, stage="unify", inputs=inputs, hashes=hashes
+            ) as temporary,
+            # inside: no thread writes any more when the folder is finished, or removed
+            Workers(AT_ONCE) as workers,
         ):
             written = workers.stream(partial(_write, temporary, count), enumerate(made))
             for rank in progress.steps(range(count), stage="unify", unit="rank"):
@@ -107,28 +127,42 @@ def run(job: UnifyJob, progress: Progress) -> Path:
     return job.output
 
 
-def _write(output: Path, count: int, numbered: tuple[int, Measurement]) -> tuple[dict[str, str], dict[str, Any]]:
+def _write(
+    output: Path, count: int, numbered: tuple[int, Measurement]
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Write one rank; return the sha256 of its files by their name in the output, and what is told about it."""
     rank, measurement = numbered
     folder = rank_folder(output, rank, count)
     folder.mkdir()
     hashes = write_measurement(folder, measurement)
-    return {f"{folder.name}/{name}": digest for name, digest in hashes.items()}, measurement.meta.get("unified", {})
+    return {
+        f"{folder.name}/{name}": digest for name, digest in hashes.items()
+    }, measurement.meta.get("unified", {})
 
 
 def _join(job: UnifyJob, progress: Progress) -> Path:
     """Put quantized shards together."""
-    for flag, given in (("--expand", job.expand is not None), ("--allow-missing", job.allow_missing)):
+    for flag, given in (
+        ("--expand", job.expand is not None),
+        ("--allow-missing", job.allow_missing),
+    ):
         if given:
-            raise UsageError(f"unify: {flag} with quantized shards", "every shard is needed; `quantize --ranks` makes more")
+            raise UsageError(
+                f"unify: {flag} with quantized shards",
+                "every shard is needed; `quantize --ranks` makes more",
+            )
     shards = open_shards(job.measurement)
     groups = _groups(job, len(shards)) or []
-    return join(shards, job.output, groups=groups, model=job.model, replace=job.replace, progress=progress)
+    return join(
+        shards, job.output, groups=groups, model=job.model, replace=job.replace, progress=progress
+    )
 
 
 def report(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return head and rows of the table that says what a `summary` says."""
-    head, rows = (PART_COLUMNS, result["joined"]) if "joined" in result else (COLUMNS, result["merged"])
+    head, rows = (
+        (PART_COLUMNS, result["joined"]) if "joined" in result else (COLUMNS, result["merged"])
+    )
     return head, [tuple(str(row[column]) for column in head) for row in rows]
 
 
@@ -147,7 +181,9 @@ def summary(folder: Path) -> dict[str, Any]:
             rules[row["statistic"], row["rule"]] += row["count"]
         for name, values in told.items():
             values += unified.get(name, ())
-    merged = [dict(zip(COLUMNS, (*key, count), strict=True)) for key, count in sorted(rules.items())]
+    merged = [
+        dict(zip(COLUMNS, (*key, count), strict=True)) for key, count in sorted(rules.items())
+    ]
     mesh = {key: metas[0]["mesh"][key] for key in ("world", "tp", "dp", "ep")}
     return {"folder": str(folder), "mesh": mesh, "merged": merged, **told}
 
@@ -161,15 +197,22 @@ def rank_folders(folder: Path) -> list[Path]:
     if (folder / META_NAME).is_file():
         return [folder]
     refuse_ipex(folder)
-    folders = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
+    folders = sorted(
+        path
+        for path in folder.glob("rank-*")
+        if path.is_dir() and _RANK_FOLDER.fullmatch(path.name)
+    )
     if not folders:
         raise InputError(
             f"{folder}: holds no rank-*-of-* folder",
-            "give the -o folder of `quantflow measure`, or one with Gaudi's ..._hooks_maxabs... files",
+            "give the -o folder of `quantflow measure`, or one with Gaudi's ..._hooks_maxabs... "
+            "files",
         )
     for rank in folders:
         if stage_folder.done(rank) is None and stage_folder.done(folder) is None:
-            raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
+            raise InputError(
+                f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again"
+            )
     return folders
 
 
@@ -177,7 +220,8 @@ def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
     if job.expand is not None:
         raise UsageError(
             f"{job.measurement}: --expand of Gaudi's files, which do not say how tensors are cut",
-            "measure with `quantflow measure`, expand that, and write it with `quantflow export --format inc`",
+            "measure with `quantflow measure`, expand that, and write it with `quantflow export "
+            "--format inc`",
         )
     return gaudi_unify.run(
         job.measurement,
@@ -193,7 +237,10 @@ def _refuse_overlap(measurement: Path, output: Path) -> None:
     """Refuse to write into what is read, or to replace it: the next merge would count what this one wrote."""
     source, target = measurement.resolve(), output.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):
-        raise UsageError(f"-o {output} and -m {measurement}: one lies in the other", "write beside the measurement")
+        raise UsageError(
+            f"-o {output} and -m {measurement}: one lies in the other",
+            "write beside the measurement",
+        )
 
 
 def _groups(job: UnifyJob, world: int) -> list[list[int]] | None:
@@ -216,7 +263,10 @@ def _made(
             opened = open_measurements(metas, workers=workers)
         return unify_each(opened, groups, allow_missing=job.allow_missing), len(groups)
     if len(metas) > 1:
-        raise InputError(f"{job.measurement}: holds {len(metas)} ranks, one is expanded", "run `quantflow unify` on it first")
+        raise InputError(
+            f"{job.measurement}: holds {len(metas)} ranks, one is expanded",
+            "run `quantflow unify` on it first",
+        )
     whole = read_measurement(*metas)
     placements = planned(whole.meta["tensors"], ranks=job.expand or 0)
     return expand(whole, placements=placements), len(placements)
@@ -227,13 +277,23 @@ def _tell(progress: Progress, rank: int, unified: dict[str, Any]) -> None:
     outliers = unified.get("outliers", [])
     for found in outliers[:_TOLD]:
         progress.say(
-            f"unify: {found['key']}: rank {found['rank']} saw {found['amax']:.4g}, the median rank {found['median']:.4g}"
+            f"unify: {found['key']}: rank {found['rank']} saw {found['amax']:.4g}, the median "
+            f"rank {found['median']:.4g}"
         )
     if len(outliers) > _TOLD:
-        progress.say(f"unify: {len(outliers) - _TOLD} more such ranks, see unified.outliers in measurement.json")
+        progress.say(
+            f"unify: {len(outliers) - _TOLD} more such ranks, see unified.outliers in "
+            "measurement.json"
+        )
     if unified.get("missing"):
         progress.say(f"unify: rank {rank} is without ranks {some(unified['missing'])}")
     if unified.get("bounds"):
-        progress.say(f"unify: {len(unified['bounds'])} statistics bound what was not measured, such as {unified['bounds'][0]}")
+        progress.say(
+            f"unify: {len(unified['bounds'])} statistics bound what was not measured, such as "
+            f"{unified['bounds'][0]}"
+        )
     if unified.get("unseen"):
-        progress.say(f"unify: {len(unified['unseen'])} experts got no token on any rank: {', '.join(unified['unseen'][:4])}")
+        progress.say(
+            f"unify: {len(unified['unseen'])} experts got no token on any rank: "
+            f"{', '.join(unified['unseen'][:4])}"
+        )

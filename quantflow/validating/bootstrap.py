@@ -1,7 +1,7 @@
 """Bounds on what another text of the same kind could have shown: a percentile bootstrap over sequences.
 
-Tokens of one sequence depend on each other, so whole sequences are drawn with replacement, as many as there are.
-Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3.
+Tokens of one sequence depend on each other, so whole sequences are drawn with replacement, as many
+as there are. Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3.
 """
 
 from dataclasses import dataclass
@@ -31,15 +31,17 @@ class Bounds:
     upper: float
 
 
-def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: int = 2000) -> dict[str, Bounds]:
+def bootstrap(
+    comparison: Comparison, *, generator: torch.Generator, resamples: int = 2000
+) -> dict[str, Bounds]:
     """Return the metrics of a comparison with their bounds.
 
     Every mean is over tokens, so a long sequence counts more than a short one.
 
     - `ppl_ratio`: candidate's perplexity / baseline's, exp(mean(nll_candidate - nll_baseline)).
     - `mean_kld`: mean KL(baseline || candidate), nats.
-    - `kld_p999`: 99.9 percentile of the tokens' KL, nats: the smallest value that at least 99.9 % of them
-      do not exceed.
+    - `kld_p999`: 99.9 percentile of the tokens' KL, nats: the smallest value that at least 99.9 %
+      of them do not exceed.
     - `top1_agreement`: share of tokens with the same most likely next token, 0..1.
 
     Args:
@@ -55,10 +57,16 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
     if resamples < 1:
         raise UsageError(f"bootstrap: resamples={resamples}", "use 2000")
     if count < 2:
-        raise InputError(f"evaluation: {count} sequences, bounds need 2", "give more text, or a smaller sequence_length")
+        raise InputError(
+            f"evaluation: {count} sequences, bounds need 2",
+            "give more text, or a smaller sequence_length",
+        )
     drawn = torch.randint(count, (resamples, count), generator=generator)
-    times = torch.zeros(resamples, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
-    times = torch.cat([torch.ones(1, count, dtype=torch.int64), times])  # [1 + R, n], the text as it is first
+    times = torch.zeros(resamples, count, dtype=torch.int64).scatter_add_(
+        1, drawn, torch.ones_like(drawn)
+    )
+    # [1 + R, n], the text as it is first
+    times = torch.cat([torch.ones(1, count, dtype=torch.int64), times])
     owner = torch.repeat_interleave(torch.arange(count), comparison.lengths)  # [T]
     tokens = (times * comparison.lengths).sum(dim=1)  # [1 + R]
 
@@ -78,8 +86,9 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
 def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tensor:
     """Return the 99.9 percentile of the tokens' KL in every resample.
 
-    The tokens are sorted once. In a resample the percentile stands where the running sum of how often each token was
-    drawn reaches the rank ceil(0.999 * tokens); the rank is an integer, so no rounding decides it.
+    The tokens are sorted once. In a resample the percentile stands where the running sum of how
+    often each token was drawn reaches the rank ceil(0.999 * tokens); the rank is an integer, so no
+    rounding decides it.
 
     Args:
         kld: [T] float64.
@@ -95,7 +104,9 @@ def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tenso
     columns = owner[order]
     step = max(1, _CHUNK // len(kld))
     positions = [
-        torch.searchsorted(times[row : row + step, columns].cumsum(dim=1), ranks[row : row + step, None])[:, 0]
+        torch.searchsorted(
+            times[row : row + step, columns].cumsum(dim=1), ranks[row : row + step, None]
+        )[:, 0]
         for row in range(0, len(times), step)
     ]
     return ordered[torch.cat(positions)]

@@ -1,6 +1,7 @@
 """A comparison in parts: by how much text came before, by kind of token, by how frequent a token is, by window.
 
-Every predicted token of a window is in one part of each breakdown. What it is, is the token of the text, not what a model says.
+Every predicted token of a window is in one part of each breakdown. What it is, is the token of the
+text, not what a model says.
 """
 
 import math
@@ -16,7 +17,8 @@ from quantflow.numerics.divergence import Comparison
 
 WORD, PART, DIGITS, PUNCTUATION = "word start", "word continuation", "digits", "punctuation"
 WHITESPACE, BYTES, SPECIAL = "whitespace", "bytes of a character", "special"
-KINDS = (WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL)  # of tokens, as a breakdown has them in order
+# of tokens, as a breakdown has them in order
+KINDS = (WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL)
 FREQUENT, BETWEEN, RARE = "frequent", "between", "rare"
 STEP = 4  # a part of `by_position` ends at so many times the tokens that the one before it does
 SELDOM = 2  # tokens that stand so often in the text, or less, are rare
@@ -45,7 +47,8 @@ class TokenPart:
 
 def by_position(comparison: Comparison) -> list[TokenPart]:
     """Return the parts by how many tokens of the window came before: 1 to 3, 4 to 15, 16 to 63 and so on."""
-    before = torch.cat([torch.arange(1, length + 1) for length in comparison.lengths.tolist()])  # [T]
+    # [T]
+    before = torch.cat([torch.arange(1, length + 1) for length in comparison.lengths.tolist()])
     parts, low = [], 1
     while low <= int(before.max()):
         high = STEP ** (math.floor(math.log(low, STEP) + 1e-9) + 1)
@@ -54,21 +57,28 @@ def by_position(comparison: Comparison) -> list[TokenPart]:
     return _parts(comparison, parts)
 
 
-def by_kind(comparison: Comparison, sequences: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase) -> list[TokenPart]:
+def by_kind(
+    comparison: Comparison, sequences: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase
+) -> list[TokenPart]:
     """Return the parts by kind of token, in the order of KINDS."""
     kind_of = kinds(tokenizer)
     tokens = _predicted(sequences)  # [T]
     of_id = {number: kind_of(number) for number in torch.unique(tokens).tolist()}
     names = [of_id[number] for number in tokens.tolist()]
-    return _parts(comparison, [(kind, torch.tensor([name == kind for name in names])) for kind in KINDS])
+    return _parts(
+        comparison, [(kind, torch.tensor([name == kind for name in names])) for kind in KINDS]
+    )
 
 
 def by_frequency(comparison: Comparison, sequences: Sequence[Tensor]) -> list[TokenPart]:
     """Return the parts by how often a token stands in the text.
 
-    FREQUENT are the most frequent ids that make up half of the text; RARE are those that stand in it SELDOM times at most.
+    FREQUENT are the most frequent ids that make up half of the text; RARE are those that stand in
+    it SELDOM times at most.
     """
-    ids, place, counts = torch.unique(_predicted(sequences), return_inverse=True, return_counts=True)
+    ids, place, counts = torch.unique(
+        _predicted(sequences), return_inverse=True, return_counts=True
+    )
     order = counts.argsort(descending=True, stable=True)
     before = counts[order].cumsum(0) - counts[order]  # tokens of ids that are more frequent
     frequent = torch.zeros(len(ids), dtype=torch.bool)
@@ -82,17 +92,24 @@ def worst_windows(comparison: Comparison, count: int) -> list[tuple[int, float, 
     """Return the windows with the largest mean divergence: index, nats per token, and the position that diverges most."""
     windows = torch.split(comparison.kld, comparison.lengths.tolist())
     order = sorted(range(len(windows)), key=lambda index: -float(windows[index].mean()))
-    return [(index, float(windows[index].mean()), int(windows[index].argmax())) for index in order[:count]]
+    return [
+        (index, float(windows[index].mean()), int(windows[index].argmax()))
+        for index in order[:count]
+    ]
 
 
 def kinds(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
     """Return a function from token ids to their kinds.
 
-    A word starts where the vocabulary says that a space comes before it. Of a vocabulary that never says so every word starts.
+    A word starts where the vocabulary says that a space comes before it. Of a vocabulary that never
+    says so every word starts.
     """
     special = set(tokenizer.all_special_ids)
     pieces: list[Any] = [piece for piece in tokenizer.get_vocab() if isinstance(piece, str)]
-    spaced, joined = any(piece.startswith(_STARTS) for piece in pieces), any(piece.startswith(_INSIDE) for piece in pieces)
+    spaced, joined = (
+        any(piece.startswith(_STARTS) for piece in pieces),
+        any(piece.startswith(_INSIDE) for piece in pieces),
+    )
 
     def kind(number: int) -> str:
         if number in special:
@@ -107,7 +124,11 @@ def kinds(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
             return DIGITS
         if not any(letter.isalnum() for letter in inner):
             return PUNCTUATION
-        starts = piece.startswith(_STARTS) or text[:1].isspace() if spaced else not (joined and piece.startswith(_INSIDE))
+        starts = (
+            piece.startswith(_STARTS) or text[:1].isspace()
+            if spaced
+            else not (joined and piece.startswith(_INSIDE))
+        )
         return WORD if starts else PART
 
     return kind

@@ -4,13 +4,14 @@
      "positions", "kinds", "frequency": [{"name", "tokens", "mean_kld", "share", "top1_agreement"}],
      "windows": [{"window", "mean_kld", "position", "kld", "prompt", "baseline", "artifact"}]}
 
-It is an option of validate, no verb of its own, because it reads what validate has at hand (the windows, every token's
-divergence, both models open) and belongs on the same page. It is asked for by a number of probes, no number of seconds: the
-same inputs give the same validation.json on any machine. Progress says how long it will take.
+It is an option of validate, no verb of its own, because it reads what validate has at hand (the
+windows, every token's divergence, both models open) and belongs on the same page. It is asked for
+by a number of probes, no number of seconds: the same inputs give the same validation.json on any
+machine. Progress says how long it will take.
 
-Breakdowns are of every predicted token of the text. Windows are those with the largest mean divergence; `prompt` is the end of
-the window's tokens before the one that diverges most, and both models continue all of these greedily, on the runtime as
-`generate` runs it.
+Breakdowns are of every predicted token of the text. Windows are those with the largest mean
+divergence; `prompt` is the end of the window's tokens before the one that diverges most, and both
+models continue all of these greedily, on the runtime as `generate` runs it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,10 @@ class Subject:
     @property
     def folders(self) -> dict[str, Path]:
         """Where both models are."""
-        return {BASELINE: self.source.checkpoint.folder, "artifact": self.artifact.checkpoint.folder}
+        return {
+            BASELINE: self.source.checkpoint.folder,
+            "artifact": self.artifact.checkpoint.folder,
+        }
 
 
 def diagnose(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str | None]:
@@ -131,10 +135,13 @@ def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str |
         at_once=_at_once(sizes, tokens=sum(map(len, sample)), resources=subject.resources),
     )
     prober = probes.Prober(swapping=swapping, path=subject.kept, key=subject.key)
-    units = probes.units_of(graph, artifact.linears.keys(), folded=_folded(manifest), head=artifact.head)
+    units = probes.units_of(
+        graph, artifact.linears.keys(), folded=_folded(manifest), head=artifact.head
+    )
     count = int(subject.options.diagnose or 0)
     progress.say(
-        f"diagnose {manifest['recipe']['name']}: {min(count, 2 * len(units) + probes.FOR_MENDS)} probes at most, "
+        f"diagnose {manifest['recipe']['name']}: {min(count, 2 * len(units) + probes.FOR_MENDS)} "
+        "probes at most, "
         f"{len(sample)} windows, {sum(map(len, sample)):,} tokens"
     )
     whole = prober.klds({CANDIDATE: Swap(base=CANDIDATE, taken=())})[CANDIDATE]
@@ -201,9 +208,13 @@ def _windows(
     for folder in subject.folders.values():
         reason = beyond_memory(folder, subject.resources)
         if reason is not None:
-            return [{**record, BASELINE: None, "artifact": None} for record in records], f"no continuations: {reason}"
+            return [
+                {**record, BASELINE: None, "artifact": None} for record in records
+            ], f"no continuations: {reason}"
     steps = progress.steps(
-        [(name, number) for name in subject.folders for number in range(len(prompts))], stage="continue", unit="window"
+        [(name, number) for name in subject.folders for number in range(len(prompts))],
+        stage="continue",
+        unit="window",
     )
     for name, folder in subject.folders.items():
         loaded = load(folder, decoder="auto", exact=subject.options.exact)
@@ -211,7 +222,12 @@ def _windows(
             next(steps)
             room = loaded.decoder.positions
             ids = prompt if room is None else prompt[-max(1, room - NEW_TOKENS) :]
-            made = generate(loaded.decoder, torch.tensor([ids]), max_new_tokens=NEW_TOKENS, eos_token_id=loaded.eos_token_ids)
+            made = generate(
+                loaded.decoder,
+                torch.tensor([ids]),
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=loaded.eos_token_ids,
+            )
             record[name] = str(tokenizer.decode(made[0, len(ids) :].tolist()))
         del loaded
     for _ in steps:  # ends the last one

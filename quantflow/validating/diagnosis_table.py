@@ -10,14 +10,23 @@ SHOWN = 10
 def cells(diagnosis: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the linears whose leaving alone gains most, in the order of COLUMNS; divergences in nats per token."""
     units = [] if diagnosis["probes"] is None else diagnosis["probes"]["units"]
-    costly = sorted((unit for unit in units if not unit["whole"]), key=lambda unit: -float(unit["gain"]))
-    return [(unit["name"], *(f"{unit[key]:.3g}" for key in ("only_this", "all_but_this", "gain"))) for unit in costly[:SHOWN]]
+    costly = sorted(
+        (unit for unit in units if not unit["whole"]), key=lambda unit: -float(unit["gain"])
+    )
+    return [
+        (unit["name"], *(f"{unit[key]:.3g}" for key in ("only_this", "all_but_this", "gain")))
+        for unit in costly[:SHOWN]
+    ]
 
 
 def mend_words(mend: Mapping[str, Any]) -> str:
     """Return a mend in words: `W8A16 for model.layers.0.mlp.down_proj (+1,024 bytes)`."""
     names = ", ".join(mend["linears"])
-    what = f"{names} left as in the source" if mend["scheme"] is None else f"{mend['scheme']} for {names}"
+    what = (
+        f"{names} left as in the source"
+        if mend["scheme"] is None
+        else f"{mend['scheme']} for {names}"
+    )
     return f"{what} ({mend['bytes']:+,} bytes)"
 
 
@@ -26,6 +35,8 @@ def hint(result: Mapping[str, Any]) -> str:
     diagnosis = result["diagnosis"]
     mend = diagnosis["mend"]
     if mend is None:
-        return str(diagnosis["note"] or "No linear stands out: a finer scheme for all of them is the mend")
+        return str(
+            diagnosis["note"] or "No linear stands out: a finer scheme for all of them is the mend"
+        )
     now = result["metrics"]["mean_kld"]["value"]
     return f"Mend: {mend_words(mend)}: mean KLD {now:.4g}, predicted {mend['mean_kld']:.4g}; {mend['recipe']} is its recipe"

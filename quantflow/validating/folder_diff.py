@@ -1,7 +1,8 @@
 """Two folders tensor by tensor, by what the weights are and not by how they are stored, and how far apart what they compute is.
 
-What was measured of inputs, keys and values, their scales and zero points, is compared too: each that differs has a row.
-Both may be artifacts, folders in one of `quantflow.formats.LAYOUTS`, or models. One linear of each is in memory at a time.
+What was measured of inputs, keys and values, their scales and zero points, is compared too: each
+that differs has a row. Both may be artifacts, folders in one of `quantflow.formats.LAYOUTS`, or
+models. One linear of each is in memory at a time.
 """
 
 import tempfile
@@ -57,9 +58,10 @@ class TensorDifference:
 
     Attributes:
         name: its source name.
-        verdict: EQUAL; SCALE: the same codes, zero points and groups, with other scales; VALUES; SHAPE; or where it is alone.
-        left, right: how it is stored: a scheme's name, or a dtype; of the scales of a cache what it keeps; None where it is not
-            there.
+        verdict: EQUAL; SCALE: the same codes, zero points and groups, with other scales; VALUES;
+            SHAPE; or where it is alone.
+        left, right: how it is stored: a scheme's name, or a dtype; of the scales of a cache what it
+            keeps; None where it is not there.
         largest: of the differences, absolute; None where there is nothing to subtract.
         relative: the norm of the difference over that of the first.
         changed: the share of elements that differ.
@@ -78,11 +80,19 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
     """Compare, and return plain data: `tensors`, as `TensorDifference` has them; `counts` by verdict; of a text `divergence`.
 
     Raises:
-        QuantflowError: as `open_folder`, and for a text that cannot be read or a model without a tokenizer.
+        QuantflowError: as `open_folder`, and for a text that cannot be read or a model without a
+            tokenizer.
     """
-    left, right = (open_folder(each, backend="auto" if is_model(each) else "reference") for each in (job.left, job.right))
+    left, right = (
+        open_folder(each, backend="auto" if is_model(each) else "reference")
+        for each in (job.left, job.right)
+    )
     names = [*left.names, *(name for name in right.names if name not in set(left.names))]
-    rows = [row for name in progress.steps(names, stage="diff", unit="tensor") for row in _compared(left, right, name)]
+    rows = [
+        row
+        for name in progress.steps(names, stage="diff", unit="tensor")
+        for row in _compared(left, right, name)
+    ]
     rows += _compared_caches(left, right)
     found: dict[str, Any] = {"tensors": [asdict(row) for row in rows], "counts": {}}
     for row in rows:
@@ -94,16 +104,22 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
 
 def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
     """Compare one tensor, and of a linear what was measured of its input: a row, and one for each of these that differs."""
-    found = TensorDifference(name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name))
+    found = TensorDifference(
+        name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name)
+    )
     if found.left is None or found.right is None:
         return [replace(found, verdict=ONLY_LEFT if found.right is None else ONLY_RIGHT)]
     one, other = left.quantized(name), right.quantized(name)
     scales_alone = one is not None and other is not None and _same_codes(one, other)
-    row = _subtracted(found, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone)
+    row = _subtracted(
+        found, _real(left, one, name), _real(right, other, name), scales_alone=scales_alone
+    )
     return [row, *_compared_inputs(name.removesuffix(".weight"), found, one, other)]
 
 
-def _subtracted(found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool) -> TensorDifference:
+def _subtracted(
+    found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool
+) -> TensorDifference:
     """Return a row with its verdict and numbers.
 
     Args:
@@ -128,20 +144,27 @@ def _subtracted(found: TensorDifference, first: Tensor, second: Tensor, *, scale
 
 
 def _compared_inputs(
-    linear: str, weight: TensorDifference, one: QuantizedLinear | None, other: QuantizedLinear | None
+    linear: str,
+    weight: TensorDifference,
+    one: QuantizedLinear | None,
+    other: QuantizedLinear | None,
 ) -> list[TensorDifference]:
     """Return a row for each number of a linear's input that differs.  weight: the row of its weight."""
     rows = []
     for part, kind in (("input_scale", SCALE), ("input_zero_point", VALUES)):
         pair = [None if side is None else getattr(side, part) for side in (one, other)]
-        sides = (weight.left if pair[0] is not None else None, weight.right if pair[1] is not None else None)
+        sides = (
+            weight.left if pair[0] is not None else None,
+            weight.right if pair[1] is not None else None,
+        )
         rows += _differing(f"{linear}.{part}", sides, pair, kind=kind)
     return rows
 
 
 def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
     """Return a row for each scale of keys and values that differs, or that is of another kind of cache."""
-    sides = [dict(zip(side.caches, side.kv_scales(), strict=False)) for side in (left, right)]  # none where none are kept
+    # none where none are kept
+    sides = [dict(zip(side.caches, side.kv_scales(), strict=False)) for side in (left, right)]
     rows = []
     for attention in dict.fromkeys((*sides[0], *sides[1])):
         caches = [side.get(attention) for side in sides]
@@ -149,7 +172,9 @@ def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
         for name, part in zip(kv_tensor_names(attention), ("keys", "values"), strict=True):
             pair = [None if cache is None else getattr(cache, part) for cache in caches]
             if None not in words and words[0] != words[1]:
-                rows.append(TensorDifference(name=name, verdict=VALUES, left=words[0], right=words[1]))
+                rows.append(
+                    TensorDifference(name=name, verdict=VALUES, left=words[0], right=words[1])
+                )
             else:
                 rows += _differing(name, (words[0], words[1]), pair, kind=SCALE)
     return rows
@@ -195,7 +220,9 @@ def _same_codes(left: QuantizedLinear, right: QuantizedLinear) -> bool:
     """Return whether two linears differ in their scales alone."""
 
     def equal(one: Tensor | None, other: Tensor | None) -> bool:
-        return (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        return (one is None and other is None) or (
+            one is not None and other is not None and torch.equal(one, other)
+        )
 
     def comparable(weight: QTensor) -> tuple[Any, ...]:
         return weight.qvalue.dtype, weight.qvalue.shape, weight.scale.shape, weight.scheme.minima
@@ -205,14 +232,24 @@ def _same_codes(left: QuantizedLinear, right: QuantizedLinear) -> bool:
     return codes and equal(one.zero_point, other.zero_point) and equal(left.order, right.order)
 
 
-def _divergence(job: FolderDiffJob, left: Artifact, right: Artifact, text: Path, progress: Progress) -> Mapping[str, Any]:
+def _divergence(
+    job: FolderDiffJob, left: Artifact, right: Artifact, text: Path, progress: Progress
+) -> Mapping[str, Any]:
     """Return how far the second's predictions are from the first's: KL in nats, the share of equal tokens."""
     documents = read_documents(text, load_tokenizer(job.left))
     config = text_config(left.config)
-    length = min(job.sequence_length, getattr(config, "max_position_embeddings", job.sequence_length))
-    sequences: Sequence[Tensor] = evaluation_sequences(documents, tokens=job.tokens, sequence_length=length)
+    length = min(
+        job.sequence_length, getattr(config, "max_position_embeddings", job.sequence_length)
+    )
+    sequences: Sequence[Tensor] = evaluation_sequences(
+        documents, tokens=job.tokens, sequence_length=length
+    )
     refuse_beyond(sequences, config.vocab_size, where=str(text))
-    with single_threaded(), torch.no_grad(), tempfile.TemporaryDirectory(prefix="quantflow-diff-") as scratch:
+    with (
+        single_threaded(),
+        torch.no_grad(),
+        tempfile.TemporaryDirectory(prefix="quantflow-diff-") as scratch,
+    ):
         streams = {
             name: LayerStream(side, graph_for(side.config), cache=rounder(side))
             for name, side in ((BASELINE, left), (_OTHER, right))

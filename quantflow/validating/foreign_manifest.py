@@ -1,8 +1,8 @@
 """What a validation reads of a manifest, of a folder that another program quantized and that has none.
 
-Nothing says what such a folder was made from: that the model given as its source has the same tensors in the same shapes is all
-that can be checked. Which text it was calibrated on is not known either. It is judged as if it had been calibrated: that is the
-strictest gate of a scheme.
+Nothing says what such a folder was made from: that the model given as its source has the same
+tensors in the same shapes is all that can be checked. Which text it was calibrated on is not known
+either. It is judged as if it had been calibrated: that is the strictest gate of a scheme.
 """
 
 from pathlib import Path
@@ -41,7 +41,11 @@ def manifest_of(folder: Path, source: Source) -> dict[str, Any]:
         raise InputError(f"{folder}: is a {kinds[0]}, the baseline a {kinds[1]}", _GIVE)
     for name in artifact.names:
         linear = name.removesuffix(".weight")
-        shape = artifact.linears[linear].shape if linear in artifact.linears else checkpoint.infos[name].shape
+        shape = (
+            artifact.linears[linear].shape
+            if linear in artifact.linears
+            else checkpoint.infos[name].shape
+        )
         if name not in named or named[name].shape != shape:
             found = f"is {list(named[name].shape)}" if name in named else "has none"
             raise InputError(f"{name}: {list(shape)} in {folder}, the baseline {found}", _GIVE)
@@ -62,10 +66,17 @@ def manifest_of(folder: Path, source: Source) -> dict[str, Any]:
         "recipe": {
             "name": folder.name,
             "scheme": ", ".join(schemes),
-            "resolved": {"algorithm": program or _ANOTHER, "judged_as": gptq.NAME, "transforms": []},
+            "resolved": {
+                "algorithm": program or _ANOTHER,
+                "judged_as": gptq.NAME,
+                "transforms": [],
+            },
         },
         "measurement": None,
         "layers": [],
         "files": {name: {"bytes": (folder / name).stat().st_size} for name in checkpoint.files},
-        "ledger": {"tensors": tensors, "bytes": {"source": sum(info.nbytes for info in named.values())}},
+        "ledger": {
+            "tensors": tensors,
+            "bytes": {"source": sum(info.nbytes for info in named.values())},
+        },
     }

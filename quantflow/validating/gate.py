@@ -1,12 +1,14 @@
 """Gates: thresholds as data, and the verdict that statistics allow.
 
-Each metric has a point value and a one-sided 95 % bound on either side (quantflow.validating.bootstrap). A gate passes when
-every metric's bound on the bad side is inside its threshold, fails when any metric's bound on the good side is outside,
-and is inconclusive otherwise: more tokens would decide.
+Each metric has a point value and a one-sided 95 % bound on either side
+(quantflow.validating.bootstrap). A gate passes when every metric's bound on the bad side is inside
+its threshold, fails when any metric's bound on the good side is outside, and is inconclusive
+otherwise: more tokens would decide.
 
-`max_regression` names the metrics in which an artifact is compared with an older one, and how much worse each may get
-(quantflow.validating.regression). `min_recovery` names how much of the source's score each task must keep, in percent
-(quantflow.validating.recovery). A file without thresholds has those of `auto`.
+`max_regression` names the metrics in which an artifact is compared with an older one, and how much
+worse each may get (quantflow.validating.regression). `min_recovery` names how much of the source's
+score each task must keep, in percent (quantflow.validating.recovery). A file without thresholds has
+those of `auto`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,14 @@ from quantflow.shipped import SHIPPED, find_config
 
 METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
 KEYS = (
-    *("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "max_regression"),
+    *(
+        "schemes",
+        "algorithms",
+        "thresholds",
+        "ppl_ratio_below_3e9_parameters",
+        "lower_top1_by_noise",
+        "max_regression",
+    ),
     "min_recovery",
     "note",
 )
@@ -36,8 +45,10 @@ class Gate:
         name: as it was asked for.
         thresholds: metric -> the limit on the bad side.
         note: what a reader of the report should know about them.
-        max_regression: metric -> how much worse than an older artifact; empty is a share of the thresholds.
-        min_recovery: task -> percent of the source's score, at least; EVERY stands for the tasks that are not named.
+        max_regression: metric -> how much worse than an older artifact; empty is a share of the
+            thresholds.
+        min_recovery: task -> percent of the source's score, at least; EVERY stands for the tasks
+            that are not named.
     """
 
     name: str
@@ -49,7 +60,8 @@ class Gate:
     def record(self) -> dict[str, Any]:
         """Return the gate as validation.json has it."""
         return {
-            key: dict(sorted(value.items())) if isinstance(value, Mapping) else value for key, value in asdict(self).items()
+            key: dict(sorted(value.items())) if isinstance(value, Mapping) else value
+            for key, value in asdict(self).items()
         }
 
 
@@ -61,12 +73,15 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float) -> Gate:
+def load_gate(
+    name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float
+) -> Gate:
     """Return the gate for an artifact.
 
     Args:
-        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1 lowered by the model's own
-            disagreement between bf16 and fp32), another shipped name, or a file.
+        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1
+            lowered by the model's own disagreement between bf16 and fp32), another shipped name, or
+            a file.
         scheme: what the artifact was made with.
         algorithm: likewise.
         parameters: of the model; small models are allowed a larger perplexity ratio.
@@ -76,17 +91,29 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
         UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
     """
     demo = check_gate(name)
-    gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
+    gate = (
+        _gate(name, demo, parameters)
+        if "thresholds" in demo
+        else _fitting(scheme, algorithm, parameters)
+    )
     if {"max_regression", "min_recovery"} & demo.keys() and "thresholds" not in demo:
         regression, recovery = _max_regression(name, demo), _min_recovery(name, demo)
-        gate = replace(gate, name=f"{name} ({gate.name})", max_regression=regression, min_recovery=recovery)
+        gate = replace(
+            gate, name=f"{name} ({gate.name})", max_regression=regression, min_recovery=recovery
+        )
     if demo.get("lower_top1_by_noise"):
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
-            f"demo gate: as {gate.name}, but top-1 lowered from {gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
+            f"demo gate: as {gate.name}, but top-1 lowered from "
+            f"{gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
             f"by the {1 - noise_top1:.4f} in which this model in bf16 disagrees with itself in fp32"
         )
-        gate = replace(gate, name=f"demo ({gate.name})", thresholds={**gate.thresholds, "top1_agreement": floor}, note=note)
+        gate = replace(
+            gate,
+            name=f"demo ({gate.name})",
+            thresholds={**gate.thresholds, "top1_agreement": floor},
+            note=note,
+        )
     return gate
 
 
@@ -102,7 +129,9 @@ def check_gate(name: str) -> dict[str, Any]:
     data = read_yaml(find_config("gates", name))
     _check_keys(name, data)
     if not {"thresholds", "lower_top1_by_noise", "max_regression", "min_recovery"} & data.keys():
-        raise UsageError(f"gate {name}: no thresholds", "give all four metrics, max_regression or min_recovery")
+        raise UsageError(
+            f"gate {name}: no thresholds", "give all four metrics, max_regression or min_recovery"
+        )
     _max_regression(name, data)
     _min_recovery(name, data)
     if "thresholds" in data:
@@ -140,14 +169,20 @@ def judge(
         good, bad = (lower, upper) if METRICS[metric] == "<=" else (upper, lower)
         sign = 1.0 if METRICS[metric] == "<=" else -1.0
         if not sign * good <= sign * threshold:
-            failed.append(f"{metric}: 95 % bound {good:.5g} is outside {METRICS[metric]} {threshold:.5g}")
+            failed.append(
+                f"{metric}: 95 % bound {good:.5g} is outside {METRICS[metric]} {threshold:.5g}"
+            )
         elif not sign * bad <= sign * threshold:
-            undecided.append(f"{metric}: bounds {lower:.5g} to {upper:.5g} straddle {threshold:.5g}")
+            undecided.append(
+                f"{metric}: bounds {lower:.5g} to {upper:.5g} straddle {threshold:.5g}"
+            )
     for task, (least, lower, upper) in recovered.items():
         if not upper >= least:
             failed.append(f"recovery of {task}: at most {upper:.4g} %, {least:g} % is asked")
         elif not lower >= least:
-            undecided.append(f"recovery of {task}: {lower:.4g} to {upper:.4g} %, {least:g} % is asked")
+            undecided.append(
+                f"recovery of {task}: {lower:.4g} to {upper:.4g} %, {least:g} % is asked"
+            )
     outcome = "fail" if failed else "inconclusive" if undecided else "pass"
     return Verdict(outcome=outcome, reasons=tuple(failed or undecided))
 
@@ -157,17 +192,25 @@ def _fitting(scheme: str, algorithm: str, parameters: int) -> Gate:
         data = read_yaml(path)
         if scheme in data.get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,)):
             return _gate(path.stem, data, parameters)
-    raise UsageError(f"gate auto: no shipped gate for scheme {scheme} with {algorithm}", "name a gate or a gate file")
+    raise UsageError(
+        f"gate auto: no shipped gate for scheme {scheme} with {algorithm}",
+        "name a gate or a gate file",
+    )
 
 
 def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
     _check_keys(name, data)
     if not isinstance(data["thresholds"], Mapping):
-        raise UsageError(f"gate {name}: thresholds: {data['thresholds']!r} is not a mapping", "give all four metrics")
+        raise UsageError(
+            f"gate {name}: thresholds: {data['thresholds']!r} is not a mapping",
+            "give all four metrics",
+        )
     thresholds = dict(data["thresholds"])
     _check_metrics(name, list(thresholds))
     if parameters < 3_000_000_000:
-        thresholds["ppl_ratio"] = data.get("ppl_ratio_below_3e9_parameters", thresholds["ppl_ratio"])
+        thresholds["ppl_ratio"] = data.get(
+            "ppl_ratio_below_3e9_parameters", thresholds["ppl_ratio"]
+        )
     for metric, value in thresholds.items():
         if not isinstance(value, float | int) or isinstance(value, bool):
             raise UsageError(f"gate {name}: {metric}: {value!r} is not a number", "give a number")
@@ -183,13 +226,24 @@ def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
 def _max_regression(name: str, data: Mapping[str, Any]) -> dict[str, float]:
     given = data.get("max_regression", {})
     if not isinstance(given, Mapping) or ("max_regression" in data and not given):
-        raise UsageError(f"gate {name}: max_regression: {given!r} is no mapping of metrics", "give `mean_kld: 0.002`")
+        raise UsageError(
+            f"gate {name}: max_regression: {given!r} is no mapping of metrics",
+            "give `mean_kld: 0.002`",
+        )
     for metric, value in given.items():
         if metric not in METRICS:
-            raise UsageError(f"gate {name}: max_regression: unknown metric {metric!r}", nearest(str(metric), list(METRICS)))
-        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 <= value < float("inf"):
             raise UsageError(
-                f"gate {name}: max_regression: {metric}: {value!r} is not 0 or more", "give how much worse it may get"
+                f"gate {name}: max_regression: unknown metric {metric!r}",
+                nearest(str(metric), list(METRICS)),
+            )
+        if (
+            not isinstance(value, float | int)
+            or isinstance(value, bool)
+            or not 0 <= value < float("inf")
+        ):
+            raise UsageError(
+                f"gate {name}: max_regression: {metric}: {value!r} is not 0 or more",
+                "give how much worse it may get",
             )
     return dict(given)
 
@@ -199,11 +253,21 @@ def _min_recovery(name: str, data: Mapping[str, Any]) -> dict[str, float]:
     if isinstance(given, float | int):
         given = {EVERY: given}
     if not isinstance(given, Mapping) or ("min_recovery" in data and not given):
-        raise UsageError(f"gate {name}: min_recovery: {given!r} is no mapping of tasks", "give `piqa: 98`, or 98 for all")
+        raise UsageError(
+            f"gate {name}: min_recovery: {given!r} is no mapping of tasks",
+            "give `piqa: 98`, or 98 for all",
+        )
     for task, value in given.items():
         if not isinstance(task, str):
-            raise UsageError(f"gate {name}: min_recovery: {task!r} is no name of a task", "give `piqa: 98`, or 98 for all")
-        if not isinstance(value, float | int) or isinstance(value, bool) or not 1 < value < float("inf"):
+            raise UsageError(
+                f"gate {name}: min_recovery: {task!r} is no name of a task",
+                "give `piqa: 98`, or 98 for all",
+            )
+        if (
+            not isinstance(value, float | int)
+            or isinstance(value, bool)
+            or not 1 < value < float("inf")
+        ):
             raise UsageError(
                 f"gate {name}: min_recovery: {task}: {value!r} is no percentage above 1",
                 "give percent of the source's score: 98",
@@ -220,7 +284,9 @@ def _check_keys(name: str, data: Mapping[str, Any]) -> None:
 def _check_metrics(name: str, metrics: Sequence[str]) -> None:
     for metric in metrics:
         if metric not in METRICS:
-            raise UsageError(f"gate {name}: unknown metric {metric!r}", nearest(str(metric), list(METRICS)))
+            raise UsageError(
+                f"gate {name}: unknown metric {metric!r}", nearest(str(metric), list(METRICS))
+            )
     for metric in METRICS:
         if metric not in metrics:
             raise UsageError(f"gate {name}: metric {metric!r} has no threshold", "give all four")

@@ -1,11 +1,12 @@
 """Tasks of lm-eval on this runtime. Imports lm_eval, which is an extra: `pip install quantflow[eval]`.
 
-lm-eval decides what is asked and how answers are scored; this module answers. Its requests are token ids: the text is encoded
-as lm-eval's own class for transformers does it, so that both score the same tokens. Requests are batched by length, padded on
-the left, and one whose tokens are those of another is run once.
+lm-eval decides what is asked and how answers are scored; this module answers. Its requests are
+token ids: the text is encoded as lm-eval's own class for transformers does it, so that both score
+the same tokens. Requests are batched by length, padded on the left, and one whose tokens are those
+of another is run once.
 
-A task is a name that lm-eval knows, a shipped one (configs/tasks), or a YAML file. JSON lines that a YAML names are read from
-beside it, without a cache and without the network.
+A task is a name that lm-eval knows, a shipped one (configs/tasks), or a YAML file. JSON lines that
+a YAML names are read from beside it, without a cache and without the network.
 """
 
 import difflib
@@ -31,7 +32,11 @@ from lm_eval.api.group import Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import Task
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -75,7 +80,9 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         name = loaded.artifact.checkpoint.folder
         if loaded.tokenizer is None or loaded.tokenizer.eos_token_id is None:
-            raise InputError(f"{name}: no tokenizer with a token that ends a text", "add the tokenizer's files")
+            raise InputError(
+                f"{name}: no tokenizer with a token that ends a text", "add the tokenizer's files"
+            )
         self.tokenizer = loaded.tokenizer
         self.decoder = loaded.decoder
         self.max_length = loaded.decoder.positions or POSITIONS
@@ -98,7 +105,9 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Of lm-eval's caches, which are not used."""
         return self._folder
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Return the token ids of a text; with a BOS where the tokenizer puts one, unless the text begins with it."""
         special = add_special_tokens
         if special is None:
@@ -106,7 +115,9 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=special)
         return ids
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """Return a conversation as the tokenizer's template writes it."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
@@ -122,7 +133,9 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         scored: list[Scored] = super().loglikelihood(requests, disable_tqdm=True)
         return scored
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Return the log likelihood of whole texts, in nats, in windows of the model's positions."""
         del disable_tqdm
         windows: list[Encoded] = []
@@ -142,12 +155,11 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[Scored]:
         """Return of each continuation its log likelihood, in nats, and whether it is what greedy decoding says."""
-        wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # the tokens that are run -> requests
+        # the tokens that are run -> requests
+        wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_text, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                cause = (
-                    f"{self._stage}: a continuation of {len(continuation)} tokens, the model has {self.max_length} positions"
-                )
+                cause = f"{self._stage}: a continuation of {len(continuation)} tokens, the model has {self.max_length} positions"
                 raise UnsupportedError(cause, "leave this task out")
             ids = (context + continuation)[-(self.max_length + 1) :][:-1]
             wanted[tuple(ids)].append(number)
@@ -181,9 +193,13 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _padded(self, batch: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Return rows padded on the left, [B, T], and how many tokens of each that are, [B]; None where none is."""
         longest = max(map(len, batch))
-        ids = torch.tensor([[self.eot_token_id] * (longest - len(row)) + list(row) for row in batch])
+        ids = torch.tensor(
+            [[self.eot_token_id] * (longest - len(row)) + list(row) for row in batch]
+        )
         padding = torch.tensor([longest - len(row) for row in batch])
-        return ids.to(self.decoder.device), padding.to(self.decoder.device) if bool(padding.any()) else None
+        return ids.to(self.decoder.device), padding.to(self.decoder.device) if bool(
+            padding.any()
+        ) else None
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return greedy continuations up to the first stop string.
@@ -201,17 +217,22 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             new = int(options["max_gen_toks"])
             if options.get("do_sample"):
                 raise UnsupportedError(
-                    f"{self._stage}: the task samples ({given})", "leave it out: it has no answer that is compared"
+                    f"{self._stage}: the task samples ({given})",
+                    "leave it out: it has no answer that is compared",
                 )
             if new >= self.max_length:
-                cause = f"{self._stage}: {new} new tokens, the model has {self.max_length} positions"
+                cause = (
+                    f"{self._stage}: {new} new tokens, the model has {self.max_length} positions"
+                )
                 raise UnsupportedError(cause, "leave this task out")
             encoded.append(self.tok_encode(text)[-(self.max_length - new) :])
             groups[until, new].append(number)
         batches = []
         for (until, new), numbers in groups.items():
             numbers.sort(key=lambda number: (-len(encoded[number]), number))
-            batches += [(until, new, numbers[at : at + _ROWS]) for at in range(0, len(numbers), _ROWS)]
+            batches += [
+                (until, new, numbers[at : at + _ROWS]) for at in range(0, len(numbers), _ROWS)
+            ]
         found: dict[int, str] = {}
         for until, new, numbers in self._progress.steps(batches, stage=self._stage, unit="batch"):
             ids, padding = self._padded([encoded[number] for number in numbers])
@@ -274,19 +295,31 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
     """Return tasks with their documents; the first question of each has been written.
 
     Raises:
-        UsageError: a name that nobody knows, two tasks of one name, a number of examples that a task does not take.
-        InputError: a file or a data set that cannot be read, or whose columns are not those that the questions name.
+        UsageError: a name that nobody knows, two tasks of one name, a number of examples that a
+            task does not take.
+        InputError: a file or a data set that cannot be read, or whose columns are not those that
+            the questions name.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     shipped = {path.stem: path for path in _SHIPPED.glob("*.yaml")}
     names = options.names
-    files = {name: shipped.get(name, Path(name)) for name in names if name in shipped or name.endswith((".yaml", ".yml"))}
+    files = {
+        name: shipped.get(name, Path(name))
+        for name in names
+        if name in shipped or name.endswith((".yaml", ".yml"))
+    }
     manager = _manager(any(name not in files for name in names))
     for name in names:
         if name not in files and name not in manager.all_tasks:
             close = difflib.get_close_matches(name, [*shipped, *manager.all_tasks], n=3)
-            remedy = f"did you mean {' or '.join(close)}?" if close else "see `lm-eval ls tasks`, or give a YAML file"
-            raise UsageError(f"task {name!r}: lm-eval {version('lm_eval')} has none of that name", remedy)
+            remedy = (
+                f"did you mean {' or '.join(close)}?"
+                if close
+                else "see `lm-eval ls tasks`, or give a YAML file"
+            )
+            raise UsageError(
+                f"task {name!r}: lm-eval {version('lm_eval')} has none of that name", remedy
+            )
     tasks: dict[str, Task] = {}
     groups: dict[str, Group] = {}
     for name in names:
@@ -300,9 +333,12 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
                     task.set_fewshot_seed(seed=_SEEDS["fewshot"])  # the first question drew from it
         except QuantflowError:
             raise
-        except Exception as error:  # what data sets, the hub, templates and a task's own Python raise
+        except (
+            Exception
+        ) as error:  # what data sets, the hub, templates and a task's own Python raise
             raise InputError(
-                f"task {name}: {type(error).__name__}: {first_line(error)}", "check the file, or that the hub can be reached"
+                f"task {name}: {type(error).__name__}: {first_line(error)}",
+                "check the file, or that the hub can be reached",
             ) from error
         if twice := tasks.keys() & found["tasks"].keys():
             raise UsageError(f"task {min(twice)}: it is named twice", "name it once")
@@ -323,7 +359,10 @@ def _refuse_foreign(task: Task) -> None:
     Raises:
         UnsupportedError: naming the task.
     """
-    for attribute, what in (("UNSAFE_CODE", "it runs code that a model writes"), ("MULTIMODAL", "it asks about pictures")):
+    for attribute, what in (
+        ("UNSAFE_CODE", "it runs code that a model writes"),
+        ("MULTIMODAL", "it asks about pictures"),
+    ):
         if getattr(task, attribute, False):
             raise UnsupportedError(f"task {task.config.task}: {what}", "leave it out")
 
@@ -332,12 +371,16 @@ def _set_shots(task: Task, shots: int | None) -> None:
     """Set how many examples stand before each question, and which.
 
     Raises:
-        UsageError: the task has none by its own rule; lm-eval would leave the number out without a word.
+        UsageError: the task has none by its own rule; lm-eval would leave the number out without a
+            word.
     """
     own = task.get_config("num_fewshot")
     if shots is not None and shots != own:
         if own == 0:
-            raise UsageError(f"task {task.config.task}: {shots} examples, its own file says 0", "leave --shots out for it")
+            raise UsageError(
+                f"task {task.config.task}: {shots} examples, its own file says 0",
+                "leave --shots out for it",
+            )
         task.set_config(key="num_fewshot", value=shots)
     elif own is None:
         task.set_config(key="num_fewshot", value=0)
@@ -363,17 +406,22 @@ def _config(path: Path) -> dict[str, Any]:
     """Return a task's YAML whose JSON lines are read from beside it.
 
     Raises:
-        InputError: it is too large or too deep, has values that stand for more than they show, or names no task.
+        InputError: it is too large or too deep, has values that stand for more than they show, or
+            names no task.
     """
     _refuse_growth(path)
     config: dict[str, Any] = load_yaml(path)
     if "task" not in config:
-        raise InputError(f"{path}: no task", "write `task: NAME` and what it asks; configs/tasks has examples")
+        raise InputError(
+            f"{path}: no task", "write `task: NAME` and what it asks; configs/tasks has examples"
+        )
     files = (config.get("dataset_kwargs") or {}).get("data_files")
     if config.get("dataset_path") == "json" and isinstance(files, dict):
         places = {split: path.parent / name for split, name in files.items()}
         config["dataset_kwargs"] = None
-        config["custom_dataset"] = lambda **_: {split: Dataset.from_list(_lines(place)) for split, place in places.items()}
+        config["custom_dataset"] = lambda **_: {
+            split: Dataset.from_list(_lines(place)) for split, place in places.items()
+        }
     return config
 
 
@@ -381,7 +429,8 @@ def _refuse_growth(path: Path) -> None:
     """Refuse a YAML that ends lm-eval's reader, which is C and calls itself, or that a few lines of aliases make endless.
 
     Raises:
-        InputError: it is no file, over 1 MiB, deeper than 50, or an alias stands inside of what another alias repeats.
+        InputError: it is no file, over 1 MiB, deeper than 50, or an alias stands inside of what
+            another alias repeats.
     """
     with reading(path) as file:
         text = file.read(_TASK_BYTES + 1)
@@ -394,30 +443,47 @@ def _refuse_growth(path: Path) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             anchored.pop()
         elif isinstance(event, yaml.AliasEvent) and any(anchored):
-            raise InputError(f"{path}: the alias {event.anchor} inside of an anchored value", "write the values out")
+            raise InputError(
+                f"{path}: the alias {event.anchor} inside of an anchored value",
+                "write the values out",
+            )
         if len(anchored) > _TASK_DEPTH:
-            raise InputError(f"{path}: values deeper in each other than {_TASK_DEPTH}", "give the YAML of a task")
+            raise InputError(
+                f"{path}: values deeper in each other than {_TASK_DEPTH}", "give the YAML of a task"
+            )
 
 
 def _lines(path: Path) -> list[Any]:
     with reading(path) as file:
         lines = file.read().splitlines()
-    rows = [parse_json(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    rows = [
+        parse_json(line, f"{path}: line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not rows:
         raise InputError(f"{path}: holds no documents", "give a JSON object in each line")
-    wrong = next((number for number, row in enumerate(rows, start=1) if not isinstance(row, dict)), None)
+    wrong = next(
+        (number for number, row in enumerate(rows, start=1) if not isinstance(row, dict)), None
+    )
     if wrong is not None:
-        raise InputError(f"{path}: document {wrong} is no object", "give a JSON object in each line")
+        raise InputError(
+            f"{path}: document {wrong} is no object", "give a JSON object in each line"
+        )
     return rows
 
 
-def evaluate(loaded: Loaded, options: TaskOptions, *, stage: str, progress: Progress) -> dict[str, Any]:
+def evaluate(
+    loaded: Loaded, options: TaskOptions, *, stage: str, progress: Progress
+) -> dict[str, Any]:
     """Return what lm-eval says of a model: its own document, samples included.
 
-    What lm-eval adds about the machine and the hour is not there, so that one model has one document.
+    What lm-eval adds about the machine and the hour is not there, so that one model has one
+    document.
 
     Raises:
-        QuantflowError: a task that cannot be loaded or asked, a model without a tokenizer or the template that is asked for.
+        QuantflowError: a task that cannot be loaded or asked, a model without a tokenizer or the
+            template that is asked for.
     """
     model = RuntimeModel(loaded, progress=progress, stage=stage)
     if options.chat_template:
@@ -431,16 +497,22 @@ def evaluate(loaded: Loaded, options: TaskOptions, *, stage: str, progress: Prog
                 model,
                 task_dict=asked.words(),
                 limit=options.limit,
-                bootstrap_iters=0,  # lm-eval would start processes; two models are compared by their pairs of answers
+                # lm-eval would start processes; two models are compared by their pairs of answers
+                bootstrap_iters=0,
                 apply_chat_template=options.chat_template,
                 fewshot_as_multiturn=options.chat_template,
             )
     except TemplateError as error:
-        raise InputError(f"{stage}: {first_line(error)}", "give every document what the task's questions name") from error
+        raise InputError(
+            f"{stage}: {first_line(error)}", "give every document what the task's questions name"
+        ) from error
     for config in found["configs"].values():
         config.pop("custom_dataset", None)  # a function, whose name is an address
     seeds = {f"{name}_seed": seed for name, seed in _SEEDS.items()}
-    return found | {"lm_eval_version": version("lm_eval"), "config": {"model": "quantflow", "limit": options.limit} | seeds}
+    return found | {
+        "lm_eval_version": version("lm_eval"),
+        "config": {"model": "quantflow", "limit": options.limit} | seeds,
+    }
 
 
 def _without_bars(build: Callable[..., None]) -> Callable[..., None]:
@@ -469,7 +541,8 @@ def protocol(loaded: Loaded, options: TaskOptions) -> dict[str, Any]:
         "limit": options.limit,
         "shots": options.shots,
         "chat_template": template,
-        "bos": tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id],
+        "bos": tokenizer.bos_token_id is not None
+        and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id],
         "lm_eval": version("lm_eval"),
         "dtype": "float32",
     }

@@ -13,8 +13,9 @@ from quantflow.validating.gate import METRICS, Gate, judge
 def write_junit(path: Path, result: Mapping[str, Any]) -> None:
     """Write a validation.
 
-    A metric outside of its threshold is a failure, one that is undecided as well, or a skipped test where the validation
-    allows it. Where `expect: fail` was asked for, the gate is one test, which fails when the verdict is another.
+    A metric outside of its threshold is a failure, one that is undecided as well, or a skipped test
+    where the validation allows it. Where `expect: fail` was asked for, the gate is one test, which
+    fails when the verdict is another.
 
     Args:
         path: of the file.
@@ -31,7 +32,11 @@ def write_junit(path: Path, result: Mapping[str, Any]) -> None:
         case = ElementTree.SubElement(suite, "testcase", classname=f"{name}.{group}", name=metric)
         if outcome == "pass":
             continue
-        kind = "skipped" if outcome == "inconclusive" and result.get("allow_inconclusive") else "failure"
+        kind = (
+            "skipped"
+            if outcome == "inconclusive" and result.get("allow_inconclusive")
+            else "failure"
+        )
         counts[kind] += 1
         item = ElementTree.SubElement(case, kind, message=text)
         if kind == "failure":
@@ -48,7 +53,9 @@ def _gate(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return group, metric, outcome and reason of each test."""
     if result["expect"] != "pass":
         outcome = "pass" if result["outcome"] == result["expect"] else str(result["outcome"])
-        return [("gate", f"expect {result['expect']}", outcome, f"the verdict is {result['outcome']}")]
+        return [
+            ("gate", f"expect {result['expect']}", outcome, f"the verdict is {result['outcome']}")
+        ]
     cases = []
     for metric in METRICS:
         bounds = {metric: (result["metrics"][metric]["lower"], result["metrics"][metric]["upper"])}
@@ -68,7 +75,8 @@ def _regression(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             "regression",
             metric,
             values["outcome"],
-            f"worse by {values['lower']:.3g} to {values['upper']:.3g} than {found['previous']['artifact']}, "
+            f"worse by {values['lower']:.3g} to {values['upper']:.3g} than "
+            f"{found['previous']['artifact']}, "
             f"{values['max_regression']:.3g} is allowed",
         )
         for metric, values in found["metrics"].items()

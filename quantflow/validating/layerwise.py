@@ -3,8 +3,9 @@
     <folder>/<model>/00012.hidden    the hidden states that enter layer 12, so that a run that is stopped goes on there
     <kept>/00030.hidden              what leaves the last layer of the baseline, for the next comparison with it
 
-The logits are those of the whole models: each layer and the head compute what they compute there, window by window. Windows
-are independent, so several run at once; in memory are the logits of every model for each of them.
+The logits are those of the whole models: each layer and the head compute what they compute there,
+window by window. Windows are independent, so several run at once; in memory are the logits of every
+model for each of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,14 @@ class Comparing:
     """Models that are compared with one of them.
 
     Attributes:
-        streams: name -> model, all on one device; the one called `baseline` is what the others are compared with.
+        streams: name -> model, all on one device; the one called `baseline` is what the others are
+            compared with.
         sequences: token ids, int64 [S] each.
         folder: private, for hidden states; whoever made it removes it.
-        keys: name -> digest of what that model's hidden states are made from; those of another key are not used.
-        kept: the folder for what leaves the baseline's last layer, taken from there if it is there and put there otherwise;
-            None keeps nothing. Several processes may share it.
+        keys: name -> digest of what that model's hidden states are made from; those of another key
+            are not used.
+        kept: the folder for what leaves the baseline's last layer, taken from there if it is there
+            and put there otherwise; None keeps nothing. Several processes may share it.
         stage: how progress calls it.
         workers: how many units run at once.
     """
@@ -84,10 +87,14 @@ class Comparing:
         steps = []
         for name in self.streams:
             count, key = len(self._layers_of(name)), self.keys[name]
-            start = next((index for index in range(count, -1, -1) if hidden[name].restore(index, key=key)), 0)
+            start = next(
+                (index for index in range(count, -1, -1) if hidden[name].restore(index, key=key)), 0
+            )
             steps += [(name, index) for index in range(start, count)]
         states: dict[str, list[State]] = {}
-        for name, index in self.progress.steps(steps, stage=self.stage, unit="layer", samples=len(self.sequences)):
+        for name, index in self.progress.steps(
+            steps, stage=self.stage, unit="layer", samples=len(self.sequences)
+        ):
             stream = self.streams[name]
             if name not in states:
                 states = {name: stream.begin(self.sequences, hidden=hidden[name])}
@@ -99,7 +106,9 @@ class Comparing:
             hidden[name].commit(index + 1, key=self.keys[name])
             give_back_holes()
 
-    def _windows(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> dict[str, Comparison]:
+    def _windows(
+        self, hidden: Mapping[str, HiddenStates], workers: Workers
+    ) -> dict[str, Comparison]:
         """Put the heads on and score."""
         parts: dict[str, list[Comparison]] = {name: [] for name in self.streams if name != BASELINE}
         with ExitStack() as heads:
@@ -114,6 +123,10 @@ class Comparing:
 
     def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
         """Return each model's comparison with the baseline over one window, computed on the device and in host memory then."""
-        logits = {name: self.streams[name].finish(hidden[name].get(number))[0].float() for name in self.streams}  # [S, V]
+        # [S, V]
+        logits = {
+            name: self.streams[name].finish(hidden[name].get(number))[0].float()
+            for name in self.streams
+        }
         found = scores(logits.pop(BASELINE), logits, self._device.put(self.sequences[number]))
         return {name: brought_back(comparison, self._device) for name, comparison in found.items()}

@@ -2,11 +2,13 @@
 
     {"linears", "scheme", "bytes", "mean_kld", "gain", "tried": [{"scheme", "bytes", "mean_kld"}], "recipe"}
 
-Runtimes run some linears as one (q/k/v, gate/up), which then have one scheme; so the MENDED groups with the largest gains are
-mended together. Each scheme that is finer than theirs is tried on all of them at once: rounded to nearest from the source, in
-the artifact's other weights. These are probes of "all but these", so interactions are in them, which sums of gains would miss.
-The cheapest in bytes that reaches ENOUGH of the best one's gain is taken. `mean_kld` and `gain` are predictions for all of the
-text: the artifact's divergence there, times what the probes' windows say. `scheme` null leaves the linears as in the source.
+Runtimes run some linears as one (q/k/v, gate/up), which then have one scheme; so the MENDED groups
+with the largest gains are mended together. Each scheme that is finer than theirs is tried on all of
+them at once: rounded to nearest from the source, in the artifact's other weights. These are probes
+of "all but these", so interactions are in them, which sums of gains would miss. The cheapest in
+bytes that reaches ENOUGH of the best one's gain is taken. `mean_kld` and `gain` are predictions for
+all of the text: the artifact's divergence there, times what the probes' windows say. `scheme` null
+leaves the linears as in the source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +68,9 @@ class ArtifactToMend:
         """The recipe's words that it was made with."""
         known, recipe = {item.name for item in fields(Quantize)}, self.manifest["recipe"]
         words = {key: value for key, value in recipe.items() if key in known}
-        (entry,) = recipe_from({"model": self.manifest["source"]["name"], "quantize": [words]}).quantize
+        (entry,) = recipe_from(
+            {"model": self.manifest["source"]["name"], "quantize": [words]}
+        ).quantize
         return entry
 
     def plan(self, entry: Quantize) -> Plan:
@@ -75,7 +79,11 @@ class ArtifactToMend:
         Raises:
             UsageError, UnsupportedError, SchemeError: the entry does not fit the model.
         """
-        return resolve(entry, self.graph, {name: info.shape for name, info in self.source.checkpoint.infos.items()})
+        return resolve(
+            entry,
+            self.graph,
+            {name: info.shape for name, info in self.source.checkpoint.infos.items()},
+        )
 
     def nbytes(self, plan: Plan, linears: Sequence[str]) -> int:
         """Return the bytes that linears take."""
@@ -97,7 +105,9 @@ class Remedy:
     bytes: int
 
 
-def cheapest(to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int) -> tuple[dict[str, Any], str] | None:
+def cheapest(
+    to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int
+) -> tuple[dict[str, Any], str] | None:
     """Return the mend, see the module's head, and the recipe that makes it; None where no linear's gain is worth it.
 
     Args:
@@ -121,11 +131,15 @@ def cheapest(to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int) 
         )
         for remedy in remedies
     }
-    tried = dict(zip((remedy.scheme for remedy in remedies), prober.klds(swaps).values(), strict=True))
+    tried = dict(
+        zip((remedy.scheme for remedy in remedies), prober.klds(swaps).values(), strict=True)
+    )
     best = to_mend.sampled_kld - min(tried.values())
     if best <= WORTH * to_mend.sampled_kld:
         return None
-    enough = [remedy for remedy in remedies if to_mend.sampled_kld - tried[remedy.scheme] >= ENOUGH * best]
+    enough = [
+        remedy for remedy in remedies if to_mend.sampled_kld - tried[remedy.scheme] >= ENOUGH * best
+    ]
     chosen = min(enough, key=lambda remedy: remedy.bytes)
     predicted = to_mend.kld * tried[chosen.scheme] / to_mend.sampled_kld
     record = {
@@ -134,7 +148,10 @@ def cheapest(to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int) 
         "bytes": chosen.bytes,
         "mean_kld": predicted,
         "gain": to_mend.kld - predicted,
-        "tried": [{"scheme": each.scheme, "bytes": each.bytes, "mean_kld": tried[each.scheme]} for each in remedies],
+        "tried": [
+            {"scheme": each.scheme, "bytes": each.bytes, "mean_kld": tried[each.scheme]}
+            for each in remedies
+        ],
         "recipe": RECIPE,
     }
     told = f"{to_mend.entry.name} with {mend_words(record)}: mean KLD {to_mend.kld:.4g}, predicted {predicted:.4g}."
@@ -156,7 +173,9 @@ def _costliest(to_mend: ArtifactToMend) -> list[SwapUnit]:
                 groups += [members] if members else []
     gains = {each.unit: max(0.0, each.gain) for each in to_mend.probed}
     worth = [(sum(gains.get(unit, 0.0) for unit in members), members) for members in groups]
-    chosen = sorted((pair for pair in worth if pair[0] > WORTH * to_mend.sampled_kld), key=lambda pair: -pair[0])[:MENDED]
+    chosen = sorted(
+        (pair for pair in worth if pair[0] > WORTH * to_mend.sampled_kld), key=lambda pair: -pair[0]
+    )[:MENDED]
     return [unit for _, members in chosen for unit in members]
 
 
@@ -166,17 +185,31 @@ def _remedy(to_mend: ArtifactToMend, linears: Sequence[str], scheme: str | None)
     if scheme is None:
         changed = replace(entry, ignore=(*entry.ignore, *linears))
     else:
-        changed = replace(entry, overrides=(*entry.overrides, *(Override(match=name, scheme=scheme) for name in linears)))
+        changed = replace(
+            entry,
+            overrides=(
+                *entry.overrides,
+                *(Override(match=name, scheme=scheme) for name in linears),
+            ),
+        )
     now = to_mend.plan(entry)
     try:
         plan = to_mend.plan(replace(changed, name=f"{entry.name}-mended"))
-    except (UsageError, UnsupportedError, SchemeError):  # nothing is left to quantize, or the algorithm does not take it
+    except (
+        UsageError,
+        UnsupportedError,
+        SchemeError,
+    ):  # nothing is left to quantize, or the algorithm does not take it
         return None
     pairs = [(now.schemes[name], plan.schemes[name]) for name in linears]
-    if scheme is not None and not all(new is not None and old is not None and _finer(new, old) for old, new in pairs):
+    if scheme is not None and not all(
+        new is not None and old is not None and _finer(new, old) for old, new in pairs
+    ):
         return None
     more = to_mend.nbytes(plan, linears) - to_mend.nbytes(now, linears)
-    return Remedy(scheme=scheme, entry=replace(changed, name=f"{entry.name}-mended"), plan=plan, bytes=more)
+    return Remedy(
+        scheme=scheme, entry=replace(changed, name=f"{entry.name}-mended"), plan=plan, bytes=more
+    )
 
 
 def _finer(new: LinearScheme, old: LinearScheme) -> bool:
@@ -198,5 +231,7 @@ def _made(source: Source, plan: Plan, linears: Sequence[str]) -> dict[str, nn.Mo
         biases = [bias for bias in (f"{name}.bias",) if bias in source.names]
         bias = source.read(biases, torch.float32)[biases[0]] if biases else None
         quantized = QuantizedLinear(weight=result.weight, scheme=scheme)
-        made[name] = QuantLinear(quantized, bias=bias, backend=reference.BACKEND, dtype=torch.float32)
+        made[name] = QuantLinear(
+            quantized, bias=bias, backend=reference.BACKEND, dtype=torch.float32
+        )
     return made

@@ -1,11 +1,13 @@
 """Two artifacts over the same windows: how much worse one is than the other, with one-sided bounds. Imports no torch.
 
-What both have in common, the text, leaves the difference: windows are drawn with replacement, the same ones for both, and
-every draw gives one difference of each metric. The bounds are quantiles of these differences.
+What both have in common, the text, leaves the difference: windows are drawn with replacement, the
+same ones for both, and every draw gives one difference of each metric. The bounds are quantiles of
+these differences.
 
-Quantiles of a bootstrap are too narrow for few windows: the spread of a resample is that of n windows divided by n, not by
-n - 1, and has no Student's t. So the quantiles stand further out, where a mean of n normal values would have its t interval
-(Hesterberg 2015, What Teachers Should Know About the Bootstrap, section 5.3: expanded percentiles).
+Quantiles of a bootstrap are too narrow for few windows: the spread of a resample is that of n
+windows divided by n, not by n - 1, and has no Student's t. So the quantiles stand further out,
+where a mean of n normal values would have its t interval (Hesterberg 2015, What Teachers Should
+Know About the Bootstrap, section 5.3: expanded percentiles).
 """
 
 import math
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 RESAMPLES = 4000
 ALPHA = 0.05
-WORSE = {"ppl_ratio": 1.0, "mean_kld": 1.0, "kld_p999": 1.0, "top1_agreement": -1.0}  # the sign of a change for the worse
+# the sign of a change for the worse
+WORSE = {"ppl_ratio": 1.0, "mean_kld": 1.0, "kld_p999": 1.0, "top1_agreement": -1.0}
 _DIGITS = 9  # of what is kept of a token
 
 Floats = NDArray[np.float64]
@@ -39,8 +42,10 @@ class WindowScores:
         tokens: [n] predicted tokens of each window.
         kld: [n] sums of KL(source || artifact), nats.
         agreements: [n] tokens whose most likely token is the source's.
-        nll_difference: [n] sums of the artifact's negative log likelihoods minus the source's, nats.
-        tail: of each window its largest divergences, in nats, at least as many as a resample's 99.9 % quantile reaches down to.
+        nll_difference: [n] sums of the artifact's negative log likelihoods minus the source's,
+            nats.
+        tail: of each window its largest divergences, in nats, at least as many as a resample's 99.9
+            % quantile reaches down to.
     """
 
     tokens: Counts
@@ -54,9 +59,11 @@ class WindowScores:
         tokens = times @ self.tokens  # [R]
         if name == "kld_p999":
             return self._p999(times, tokens)
-        sums = {"ppl_ratio": self.nll_difference, "mean_kld": self.kld, "top1_agreement": self.agreements.astype(np.float64)}[
-            name
-        ]
+        sums = {
+            "ppl_ratio": self.nll_difference,
+            "mean_kld": self.kld,
+            "top1_agreement": self.agreements.astype(np.float64),
+        }[name]
         means: Floats = times.astype(np.float64) @ sums / tokens
         if name == "ppl_ratio":
             means = np.exp(means)
@@ -69,7 +76,10 @@ class WindowScores:
         order = np.argsort(-values, kind="stable")
         values, owner = values[order], owner[order]
         place = tokens - (999 * tokens + 999) // 1000 + 1  # from the largest, which is 1
-        at = [int(np.searchsorted(np.cumsum(row[owner]), rank)) for row, rank in zip(times, place, strict=True)]
+        at = [
+            int(np.searchsorted(np.cumsum(row[owner]), rank))
+            for row, rank in zip(times, place, strict=True)
+        ]
         found: Floats = values[np.asarray(at)]
         return found
 
@@ -95,15 +105,22 @@ def recorded(comparison: "Comparison") -> dict[str, Any]:
     ends = np.cumsum(lengths)[:-1]
     kld, agreement, nll = (
         np.split(values.double().numpy(), ends)
-        for values in (comparison.kld, comparison.agreement, comparison.nll_candidate - comparison.nll_baseline)
+        for values in (
+            comparison.kld,
+            comparison.agreement,
+            comparison.nll_candidate - comparison.nll_baseline,
+        )
     )
-    reach = len(lengths) * int(lengths.max()) // 1000 + 1  # a resample may draw the longest window alone
+    # a resample may draw the longest window alone
+    reach = len(lengths) * int(lengths.max()) // 1000 + 1
     return {
         "tokens": lengths.tolist(),
         "kld": [float(part.sum()) for part in kld],
         "agreements": [int(part.sum()) for part in agreement],
         "nll_difference": [float(part.sum()) for part in nll],
-        "kld_tail": [[float(f"{value:.{_DIGITS}g}") for value in np.sort(part)[::-1][:reach]] for part in kld],
+        "kld_tail": [
+            [float(f"{value:.{_DIGITS}g}") for value in np.sort(part)[::-1][:reach]] for part in kld
+        ],
     }
 
 
@@ -111,7 +128,8 @@ def window_scores(record: Mapping[str, Any], *, name: str) -> WindowScores:
     """Return what `recorded` made.
 
     Raises:
-        InputError: a list is missing, has another length, or holds something else than finite numbers.
+        InputError: a list is missing, has another length, or holds something else than finite
+            numbers.
     """
     try:
         count = len(record["tokens"])
@@ -123,12 +141,20 @@ def window_scores(record: Mapping[str, Any], *, name: str) -> WindowScores:
             tail=tuple(np.asarray(part, dtype=np.float64) for part in record["kld_tail"]),
         )
         parts = (scores.tokens, scores.kld, scores.agreements, scores.nll_difference)
-        whole = all(part.shape == (count,) and np.isfinite(part).all() for part in parts) and len(scores.tail) == count
-        whole = whole and all(part.ndim == 1 and len(part) and np.isfinite(part).all() for part in scores.tail)
+        whole = (
+            all(part.shape == (count,) and np.isfinite(part).all() for part in parts)
+            and len(scores.tail) == count
+        )
+        whole = whole and all(
+            part.ndim == 1 and len(part) and np.isfinite(part).all() for part in scores.tail
+        )
     except (KeyError, TypeError, ValueError, OverflowError):
         whole = False
     if not whole or count < 2 or scores.tokens.min() < 1:
-        raise InputError(f"{name}: the scores of its windows are missing or damaged", "run `quantflow validate --force` again")
+        raise InputError(
+            f"{name}: the scores of its windows are missing or damaged",
+            "run `quantflow validate --force` again",
+        )
     return scores
 
 
@@ -153,11 +179,15 @@ def differences(
     """
     alpha = ALPHA / (len(metrics) + others)  # Bonferroni
     count = len(newer.tokens)
-    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
-    times = np.concatenate([np.ones((1, count), dtype=np.int64), drawn])  # [1 + R, n], the text as it is first
+    drawn = np.random.default_rng(seed).multinomial(
+        count, np.full(count, 1 / count), size=resamples
+    )
+    # [1 + R, n], the text as it is first
+    times = np.concatenate([np.ones((1, count), dtype=np.int64), drawn])
     found = {}
     for metric in metrics:
-        worse = WORSE[metric] * (newer.metric(metric, times) - older.metric(metric, times))  # [1 + R]
+        # [1 + R]
+        worse = WORSE[metric] * (newer.metric(metric, times) - older.metric(metric, times))
         found[metric] = PairedDifference(
             value=float(worse[0]),
             lower=float(np.quantile(worse[1:], expanded(alpha, count), method="lower")),
@@ -169,7 +199,8 @@ def differences(
 def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
     """Return how many answers were lost and won, and how likely it is to lose so many where neither artifact is better.
 
-    The exact test, one-sided: of the answers that differ each is a loss with probability 1/2 (McNemar 1947, Psychometrika 12).
+    The exact test, one-sided: of the answers that differ each is a loss with probability 1/2
+    (McNemar 1947, Psychometrika 12).
 
     Args:
         newer: `1` for each right answer, `0` for each wrong one.
@@ -179,7 +210,10 @@ def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
     won = sum(pair == ("1", "0") for pair in zip(newer, older, strict=True))
     differ = lost + won
     logs = [
-        math.lgamma(differ + 1) - math.lgamma(count + 1) - math.lgamma(differ - count + 1) - differ * math.log(2)
+        math.lgamma(differ + 1)
+        - math.lgamma(count + 1)
+        - math.lgamma(differ - count + 1)
+        - differ * math.log(2)
         for count in range(lost, differ + 1)
     ]
     return lost, won, min(1.0, sum(map(math.exp, logs)))
@@ -188,9 +222,10 @@ def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
 def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
     """Return one-sided 95 % bounds on the artifact's share of right answers over the source's; 1 is all of it.
 
-    The answers are pairs. The bounds are the ratios r at which the mean of `artifact - r * baseline` is still zero within its
-    normal error (Fieller 1954, J. R. Stat. Soc. B 16). Half an answer is added to each of the four kinds of pairs, as for
-    differences of pairs (Agresti and Min 2005, Stat. Med. 24): without it twelve equal answers would prove that none is lost.
+    The answers are pairs. The bounds are the ratios r at which the mean of `artifact - r *
+    baseline` is still zero within its normal error (Fieller 1954, J. R. Stat. Soc. B 16). Half an
+    answer is added to each of the four kinds of pairs, as for differences of pairs (Agresti and Min
+    2005, Stat. Med. 24): without it twelve equal answers would prove that none is lost.
 
     Args:
         artifact: `1` for each right answer, `0` for each wrong one.
@@ -207,7 +242,8 @@ def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
         (baseline.count("1") + 1) / total,
     )
     share = NormalDist().inv_cdf(1 - ALPHA) ** 2 / total
-    # known² r² - 2 right known r + right² = share * variance of (artifact - r * baseline), a quadratic in r
+    # known² r² - 2 right known r + right² = share * variance of (artifact - r * baseline), a
+    # quadratic in r
     square = known**2 - share * known * (1 - known)
     middle = right * known - share * (both - right * known)
     rest = right**2 - share * right * (1 - right)

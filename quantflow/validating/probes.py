@@ -3,12 +3,14 @@
     {"tokens", "windows", "mean_kld", "asked", "run",
      "units": [{"name", "layer", "whole", "linears", "only_this", "all_but_this", "gain"}]}
 
-`mean_kld` is the artifact's over the windows of the probes, `only_this` the divergence where nothing else is quantized, and
-`all_but_this` where this alone is not; `gain` is `mean_kld - all_but_this`. Neither column adds up to `mean_kld`: errors of one
-layer are amplified or cancelled by those of others. `gain` has these interactions in it, so the mend is looked for by `gain`.
+`mean_kld` is the artifact's over the windows of the probes, `only_this` the divergence where
+nothing else is quantized, and `all_but_this` where this alone is not; `gain` is `mean_kld -
+all_but_this`. Neither column adds up to `mean_kld`: errors of one layer are amplified or cancelled
+by those of others. `gain` has these interactions in it, so the mend is looked for by `gain`.
 
-A unit is what can be swapped alone: a linear, or the linears and norms of a layer that smoothing tied together, since a factor
-that was divided out of one is in the other. Whole layers come first, then the units of those layers that cost most.
+A unit is what can be swapped alone: a linear, or the linears and norms of a layer that smoothing
+tied together, since a factor that was divided out of one is in the other. Whole layers come first,
+then the units of those layers that cost most.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -69,8 +71,18 @@ class Probed:
     def record(self) -> dict[str, Any]:
         """Return it as validation.json has it."""
         unit = self.unit
-        about = {"name": unit.name, "layer": unit.layer, "whole": unit.whole, "linears": list(unit.linears)}
-        return {**about, "only_this": self.only_this, "all_but_this": self.all_but_this, "gain": self.gain}
+        about = {
+            "name": unit.name,
+            "layer": unit.layer,
+            "whole": unit.whole,
+            "linears": list(unit.linears),
+        }
+        return {
+            **about,
+            "only_this": self.only_this,
+            "all_but_this": self.all_but_this,
+            "gain": self.gain,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,27 +126,39 @@ class Prober:
             record = read_json(self.path)
             found: dict[str, float] = dict(record["found"])
             return found if record["key"] == self.key else {}
-        except (InputError, KeyError, TypeError, ValueError):  # missing or damaged: run again, never used
+        except (
+            InputError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # missing or damaged: run again, never used
             return {}
 
 
-def run_probes(prober: Prober, units: Sequence[SwapUnit], *, whole: float, count: int) -> list[Probed]:
+def run_probes(
+    prober: Prober, units: Sequence[SwapUnit], *, whole: float, count: int
+) -> list[Probed]:
     """Return what layers and linears cost, as many as a number of probes reaches.
 
     Args:
         prober: runs them.
         units: of `units_of`.
         whole: the artifact's divergence over the windows.
-        count: probes; half of them may go to whole layers, which are spread evenly where there are more. FOR_MENDS are left.
+        count: probes; half of them may go to whole layers, which are spread evenly where there are
+            more. FOR_MENDS are left.
     """
     pairs = max(1, (count - FOR_MENDS) // 2)
     layers = [unit for unit in units if unit.whole]
     alone = [unit for unit in units if not unit.whole]
     enough = len(layers) + len(alone) <= pairs
     most = len(layers) if enough else min(len(layers), pairs // 2)
-    first = prober.of_units([layers[number * len(layers) // most] for number in range(most)] if most else [], whole=whole)
+    first = prober.of_units(
+        [layers[number * len(layers) // most] for number in range(most)] if most else [],
+        whole=whole,
+    )
     gains = {probed.unit.layer: probed.gain for probed in first}
-    order = sorted(alone, key=lambda unit: -gains.get(unit.layer, 0.0))  # stable: layers that were not probed, by their order
+    # stable: layers that were not probed, by their order
+    order = sorted(alone, key=lambda unit: -gains.get(unit.layer, 0.0))
     chosen = order[: pairs - len(first)]
     return [*first, *prober.of_units([unit for unit in alone if unit in chosen], whole=whole)]
 
@@ -145,7 +169,9 @@ def sampled(sequences: Sequence[Tensor]) -> list[int]:
     return [number * len(sequences) // count for number in range(count)]
 
 
-def units_of(graph: Graph, quantized: Collection[str], *, folded: Collection[str], head: str) -> list[SwapUnit]:
+def units_of(
+    graph: Graph, quantized: Collection[str], *, folded: Collection[str], head: str
+) -> list[SwapUnit]:
     """Return the units of a model: of each layer the whole, then its parts; the head last.
 
     Args:
@@ -161,16 +187,34 @@ def units_of(graph: Graph, quantized: Collection[str], *, folded: Collection[str
         if len(parts) > 1:
             linears = tuple(name for part in parts for name in part.linears)
             modules = tuple(name for part in parts for name in part.modules)
-            units.append(SwapUnit(name=layer.prefix, layer=layer.index, whole=True, linears=linears, modules=modules))
+            units.append(
+                SwapUnit(
+                    name=layer.prefix,
+                    layer=layer.index,
+                    whole=True,
+                    linears=linears,
+                    modules=modules,
+                )
+            )
         units += parts
     if head in quantized:
-        units.append(SwapUnit(name=head, layer=None, whole=False, linears=(head,), modules=(graph.family.head,)))
+        units.append(
+            SwapUnit(
+                name=head, layer=None, whole=False, linears=(head,), modules=(graph.family.head,)
+            )
+        )
     return units
 
 
 def _unit(layer: Layer, modules: Sequence[str], quantized: Collection[str]) -> SwapUnit:
     linears = tuple(name for name in modules if name in quantized)
-    return SwapUnit(name=", ".join(linears), layer=layer.index, whole=False, linears=linears, modules=tuple(modules))
+    return SwapUnit(
+        name=", ".join(linears),
+        layer=layer.index,
+        whole=False,
+        linears=linears,
+        modules=tuple(modules),
+    )
 
 
 def _tied(layer: Layer, folded: Collection[str]) -> list[list[str]]:
@@ -183,5 +227,9 @@ def _tied(layer: Layer, folded: Collection[str]) -> list[list[str]]:
             joined = [one for one in sets if names.intersection(one)]
             members = [name for one in joined for name in one]
             members = members if source in members else [source, *members]
-            sets = [members if one is joined[0] else one for one in sets if one is joined[0] or one not in joined]
+            sets = [
+                members if one is joined[0] else one
+                for one in sets
+                if one is joined[0] or one not in joined
+            ]
     return sets

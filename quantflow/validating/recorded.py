@@ -17,7 +17,8 @@ class GateJob:
 
     Attributes:
         validation: its validation.json, or the folder that holds it.
-        previous: the same of an older artifact; None keeps the comparison that the validation recorded, if any.
+        previous: the same of an older artifact; None keeps the comparison that the validation
+            recorded, if any.
         gate: a shipped gate or a file; None is the thresholds that the validation recorded.
         allow_inconclusive: of the result; None is what the validation recorded.
     """
@@ -32,7 +33,8 @@ def run(job: GateJob) -> dict[str, Any]:
     """Return the validation with its verdicts made again.
 
     Raises:
-        InputError: a file cannot be read, has no score of a task that the gate names, or the two are not of one model and text.
+        InputError: a file cannot be read, has no score of a task that the gate names, or the two
+            are not of one model and text.
         UsageError: the gate does not exist or is wrong.
     """
     result = read_validation(job.validation)
@@ -66,7 +68,10 @@ def _gate(job: GateJob, result: dict[str, Any]) -> Gate:
         return Gate(**result["gate"])
     check(result, _Judged, where=str(job.validation), remedy="run `quantflow validate` again")
     if "top1_agreement" not in result["noise_floor"]:
-        raise InputError(f"{job.validation}: noise_floor: has no top1_agreement", "run `quantflow validate` again")
+        raise InputError(
+            f"{job.validation}: noise_floor: has no top1_agreement",
+            "run `quantflow validate` again",
+        )
     return load_gate(
         job.gate,
         scheme=result["scheme"],

@@ -3,10 +3,10 @@
     min_recovery: 98                        every task that was asked, one at least
     min_recovery: {lambada_openai: 99, all: 97}
 
-A task whose answers are right or wrong has one-sided 95 % bounds of its recovery, from the pairs of answers of both models
-(quantflow.validating.paired). It passes when the lower one is at least what is asked, fails when the upper one is below it,
-and is inconclusive otherwise: more documents would decide. Of a task with other scores (ROUGE, F1) the recovery is judged
-as it is.
+A task whose answers are right or wrong has one-sided 95 % bounds of its recovery, from the pairs of
+answers of both models (quantflow.validating.paired). It passes when the lower one is at least what
+is asked, fails when the upper one is below it, and is inconclusive otherwise: more documents would
+decide. Of a task with other scores (ROUGE, F1) the recovery is judged as it is.
 """
 
 import math
@@ -43,7 +43,9 @@ def asked(gate: Gate, validation: Mapping[str, Any]) -> dict[str, tuple[float, f
         cause = f"validation of {validation['artifact']}: has no score of {lacking[0]}, gate {gate.name} asks for it"
         raise InputError(cause, f"run `quantflow validate` with --tasks {lacking[1]}")
     limits = {name: gate.min_recovery.get(name, gate.min_recovery.get(EVERY)) for name in scores}
-    return {name: (least, *bounds(scores[name])) for name, least in limits.items() if least is not None}
+    return {
+        name: (least, *bounds(scores[name])) for name, least in limits.items() if least is not None
+    }
 
 
 def refuse_unasked(gate: Gate, tasks: list[str]) -> None:
@@ -54,7 +56,10 @@ def refuse_unasked(gate: Gate, tasks: list[str]) -> None:
     """
     lacking = _lacking(gate, tasks)
     if lacking is not None:
-        raise UsageError(f"gate {gate.name}: min_recovery of {lacking[0]}, which is not asked", f"give --tasks {lacking[1]}")
+        raise UsageError(
+            f"gate {gate.name}: min_recovery of {lacking[0]}, which is not asked",
+            f"give --tasks {lacking[1]}",
+        )
 
 
 def _lacking(gate: Gate, tasks: list[str]) -> tuple[str, str] | None:

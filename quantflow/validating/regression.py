@@ -4,12 +4,14 @@
      "metrics": {name: {"previous", "current", "worse", "lower", "upper", "max_regression", "outcome"}},
      "tasks": {name: {"lost", "won", "chance", "outcome"}}}
 
-`worse` is the newer value minus the older one, turned so that more is worse; quantflow.validating.paired bounds it. A metric
-passes when the upper bound is at most `max_regression`, is a regression when the lower bound is above it, and is inconclusive
-otherwise. The lower bounds hold for all metrics together with 95 %: an artifact that is worse by no more than what is allowed
-is called a regression in at most one of twenty comparisons, however many metrics are judged. No correction is needed for a
-pass, which needs every metric. Tasks that both were asked share these 5 %: McNemar's test on their answers finds a loss. Its
-pass says no more than that no loss was seen.
+`worse` is the newer value minus the older one, turned so that more is worse;
+quantflow.validating.paired bounds it. A metric passes when the upper bound is at most
+`max_regression`, is a regression when the lower bound is above it, and is inconclusive otherwise.
+The lower bounds hold for all metrics together with 95 %: an artifact that is worse by no more than
+what is allowed is called a regression in at most one of twenty comparisons, however many metrics
+are judged. No correction is needed for a pass, which needs every metric. Tasks that both were asked
+share these 5 %: McNemar's test on their answers finds a loss. Its pass says no more than that no
+loss was seen.
 """
 
 from collections.abc import Mapping
@@ -23,13 +25,39 @@ from quantflow.files.schema import check
 from quantflow.validating.gate import METRICS, Gate
 from quantflow.validating.paired import ALPHA, differences, mcnemar, window_scores
 
-SHARE = 0.1  # of the way from the source to the gate's threshold, which a metric may get worse where a gate names nothing
-PERFECT = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement": 1.0}  # the source itself
-BY_DEFAULT = ("ppl_ratio", "mean_kld", "top1_agreement")  # the tail's quantile differs too much between windows to decide
-COLUMNS = ("metric", "beside", "verdict", "previous", "current", "worse by", "at least", "at most", "allowed")
-_SAME = ("text", "windows", "tokens", "sequence_length", "dtype", "device")  # of two protocols, so that their windows are pairs
+# of the way from the source to the gate's threshold, which a metric may get worse where a gate
+# names nothing
+SHARE = 0.1
+# the source itself
+PERFECT = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement": 1.0}
+# the tail's quantile differs too much between windows to decide
+BY_DEFAULT = ("ppl_ratio", "mean_kld", "top1_agreement")
+COLUMNS = (
+    "metric",
+    "beside",
+    "verdict",
+    "previous",
+    "current",
+    "worse by",
+    "at least",
+    "at most",
+    "allowed",
+)
+# of two protocols, so that their windows are pairs
+_SAME = ("text", "windows", "tokens", "sequence_length", "dtype", "device")
 _AGAIN = "give a validation.json as `quantflow validate` wrote it, or run it again"
-_KEYS = ("artifact", "digest", "baseline", "metrics", "gate", "protocol", "windows", "outcome", "reasons", "expect")
+_KEYS = (
+    "artifact",
+    "digest",
+    "baseline",
+    "metrics",
+    "gate",
+    "protocol",
+    "windows",
+    "outcome",
+    "reasons",
+    "expect",
+)
 
 
 class _Bounds(TypedDict):
@@ -120,11 +148,20 @@ def read_validation(path: Path) -> dict[str, Any]:
     values = read_json(file)
     missing = [key for key in _KEYS if not isinstance(values, dict) or key not in values]
     if missing:
-        raise InputError(f"{file}: has no {missing[0]!r}", "give a validation.json; an old one: run `quantflow validate` again")
+        raise InputError(
+            f"{file}: has no {missing[0]!r}",
+            "give a validation.json; an old one: run `quantflow validate` again",
+        )
     check(values, _Validation, where=str(file), remedy=_AGAIN)
     if set(METRICS) - (values["metrics"].keys() & values["gate"]["thresholds"].keys()):
-        raise InputError(f"{file}: lacks a metric of {', '.join(METRICS)}", "run `quantflow validate` again")
-    unknown = {*values["gate"], *values["gate"]["thresholds"]} - {field.name for field in fields(Gate)} - METRICS.keys()
+        raise InputError(
+            f"{file}: lacks a metric of {', '.join(METRICS)}", "run `quantflow validate` again"
+        )
+    unknown = (
+        {*values["gate"], *values["gate"]["thresholds"]}
+        - {field.name for field in fields(Gate)}
+        - METRICS.keys()
+    )
     if unknown:
         raise InputError(f"{file}: gate: {min(unknown)!r} is not known", _AGAIN)
     for name, score in values.get("tasks", {"scores": {}})["scores"].items():
@@ -143,7 +180,9 @@ def allowances(gate: Gate) -> dict[str, float]:
     return {metric: SHARE * abs(gate.thresholds[metric] - PERFECT[metric]) for metric in BY_DEFAULT}
 
 
-def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gate: Gate) -> dict[str, Any]:
+def compare_with(
+    previous: Mapping[str, Any], current: Mapping[str, Any], *, gate: Gate
+) -> dict[str, Any]:
     """Return the comparison of two validations, see the module's head.
 
     Args:
@@ -155,19 +194,36 @@ def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gat
         InputError: they are of different models or texts, or their windows are damaged.
     """
     _refuse_strangers(previous, current)
-    check(current["protocol"], _Seeded, where=f"validation of {current['artifact']}: protocol", remedy=_AGAIN)
+    check(
+        current["protocol"],
+        _Seeded,
+        where=f"validation of {current['artifact']}: protocol",
+        remedy=_AGAIN,
+    )
     allowed = allowances(gate)
     newer, older = (
-        window_scores(values["windows"], name=f"validation of {values['artifact']}") for values in (current, previous)
+        window_scores(values["windows"], name=f"validation of {values['artifact']}")
+        for values in (current, previous)
     )
     if newer.tokens.tolist() != older.tokens.tolist():
-        raise InputError(f"{current['artifact']}: its windows are not those of {previous['artifact']}", "validate both again")
+        raise InputError(
+            f"{current['artifact']}: its windows are not those of {previous['artifact']}",
+            "validate both again",
+        )
     answers = _answers(previous, current)
-    found = differences(newer, older, metrics=list(allowed), seed=current["protocol"]["seed"], others=len(answers))
+    found = differences(
+        newer, older, metrics=list(allowed), seed=current["protocol"]["seed"], others=len(answers)
+    )
     metrics, reasons = {}, {}
     for metric, most in allowed.items():
         difference = found[metric]
-        outcome = "regression" if difference.lower > most else "pass" if difference.upper <= most else "inconclusive"
+        outcome = (
+            "regression"
+            if difference.lower > most
+            else "pass"
+            if difference.upper <= most
+            else "inconclusive"
+        )
         metrics[metric] = {
             "previous": previous["metrics"][metric]["value"],
             "current": current["metrics"][metric]["value"],
@@ -178,22 +234,38 @@ def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gat
             "outcome": outcome,
         }
         if outcome == "regression":
-            reasons[metric] = f"{metric}: worse by at least {difference.lower:.3g}, {most:.3g} is allowed"
+            reasons[metric] = (
+                f"{metric}: worse by at least {difference.lower:.3g}, {most:.3g} is allowed"
+            )
         elif outcome == "inconclusive":
-            reasons[metric] = f"{metric}: worse by {difference.lower:.3g} to {difference.upper:.3g}, {most:.3g} is allowed"
+            reasons[metric] = (
+                f"{metric}: worse by {difference.lower:.3g} to {difference.upper:.3g}, "
+                f"{most:.3g} is allowed"
+            )
     tasks = {}
     for name, (new, old) in answers.items():
         lost, won, chance = mcnemar(new, old)
         lower = chance <= ALPHA / (len(allowed) + len(answers))
-        tasks[name] = {"lost": lost, "won": won, "chance": chance, "outcome": "regression" if lower else "pass"}
-        reasons[name] = f"{name}: {lost} answers lost and {won} won, by chance in {chance:.2g} of cases"
+        tasks[name] = {
+            "lost": lost,
+            "won": won,
+            "chance": chance,
+            "outcome": "regression" if lower else "pass",
+        }
+        reasons[name] = (
+            f"{name}: {lost} answers lost and {won} won, by chance in {chance:.2g} of cases"
+        )
     judged = metrics | tasks
     outcomes = {values["outcome"] for values in judged.values()}
     outcome = next(word for word in ("regression", "inconclusive", "pass") if word in outcomes)
     return {
         "previous": {"artifact": previous["artifact"], "digest": previous["digest"]},
         "outcome": outcome,
-        "reasons": [text for metric, text in reasons.items() if judged[metric]["outcome"] == outcome and outcome != "pass"],
+        "reasons": [
+            text
+            for metric, text in reasons.items()
+            if judged[metric]["outcome"] == outcome and outcome != "pass"
+        ],
         "metrics": metrics,
         "tasks": tasks,
     }
@@ -204,8 +276,18 @@ def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     found = result["regression"]
     rows = []
     for metric, values in found["metrics"].items():
-        numbers = [values[key] for key in ("previous", "current", "worse", "lower", "upper", "max_regression")]
-        rows.append((metric, str(found["previous"]["artifact"]), values["outcome"], *(f"{number:.4g}" for number in numbers)))
+        numbers = [
+            values[key]
+            for key in ("previous", "current", "worse", "lower", "upper", "max_regression")
+        ]
+        rows.append(
+            (
+                metric,
+                str(found["previous"]["artifact"]),
+                values["outcome"],
+                *(f"{number:.4g}" for number in numbers),
+            )
+        )
     return rows
 
 
@@ -222,7 +304,9 @@ def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
             pairs[name] = (newer["answers"]["artifact"], older["answers"]["artifact"])
             if len(pairs[name][0]) != len(pairs[name][1]):
                 cause = f"{current['artifact']}, {previous['artifact']}: task {name}: {len(pairs[name][0])} and "
-                raise InputError(f"{cause}{len(pairs[name][1])} answers", "validate both with the same tasks")
+                raise InputError(
+                    f"{cause}{len(pairs[name][1])} answers", "validate both with the same tasks"
+                )
     return dict(sorted(pairs.items()))
 
 
@@ -237,6 +321,8 @@ def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -
         if old != new:
             how = "otherwise" if key in ("dtype", "device") else "on different text"
             raise InputError(
-                f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: validated {how}",
-                "validate both with the same --text, --tokens, --sequence-length, --device and --dtype",
+                f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: "
+                f"validated {how}",
+                "validate both with the same --text, --tokens, --sequence-length, --device and "
+                "--dtype",
             )

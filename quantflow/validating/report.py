@@ -88,7 +88,8 @@ class Row:
     Attributes:
         result: its validation.json.
         layers: what its manifest records of each layer, and of the head where that is quantized.
-        source_bytes: of all tensors of the model that it was made from; None where that is not known.
+        source_bytes: of all tensors of the model that it was made from; None where that is not
+            known.
     """
 
     result: Mapping[str, Any]
@@ -132,20 +133,29 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     first = results[0]
     protocol, noise = first["protocol"], first["noise_floor"]
     where = f" on {escape(protocol['device']['model'])}" if "device" in protocol else ""
-    others = "bf16 against itself in float32" if protocol["dtype"] == "float32" else "float32 against itself in bf16"
+    others = (
+        "bf16 against itself in float32"
+        if protocol["dtype"] == "float32"
+        else "float32 against itself in bf16"
+    )
     body = [
-        f"<h1>{escape(str(first['model']))}: {len(rows)} artifact{'s' if len(rows) != 1 else ''} validated</h1>",
+        f"<h1>{escape(str(first['model']))}: {len(rows)} artifact{'s' if len(rows) != 1 else ''} "
+        "validated</h1>",
         _summary(rows),
         "<h2>Artifacts</h2>",
         _table(results),
-        f"<p class=note>{protocol['tokens']} tokens in {protocol['windows']} windows of at most {protocol['sequence_length']}; "
+        f"<p class=note>{protocol['tokens']} tokens in {protocol['windows']} windows of at most "
+        f"{protocol['sequence_length']}; "
         f"both models in {protocol['dtype']}{where}; bounds are {protocol['bound']}, "
         f"{protocol['resamples']} resamples of windows. "
-        f"Baseline perplexity {first['perplexity']['baseline']:.4f}. Protocol <code>{protocol['hash'][:16]}</code>. "
+        f"Baseline perplexity {first['perplexity']['baseline']:.4f}. Protocol "
+        f"<code>{protocol['hash'][:16]}</code>. "
         f"Noise floor, the baseline in {others}: mean KLD {noise['mean_kld']['value']:.2g}, "
-        f"top-1 {100 * noise['top1_agreement']['value']:.2f} %, perplexity ratio {noise['ppl_ratio']['value']:.5f}.</p>",
+        f"top-1 {100 * noise['top1_agreement']['value']:.2f} %, perplexity ratio "
+        f"{noise['ppl_ratio']['value']:.5f}.</p>",
         "<h2>Mean KL divergence, its bounds, and the gate's limit</h2>",
-        f"<div class=one>{intervals([_interval(r) for r in results], unit='nats per token; a line across is the limit')}</div>",
+        "<div "
+        f"class=one>{intervals([_interval(r) for r in results], unit='nats per token; a line across is the limit')}</div>",
         "<h2>Gates</h2>",
         _gates(results),
         *_regressions(results),
@@ -154,8 +164,16 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     kinds = _kinds_of(rows)
     body += _diagnoses(rows, kinds)
     for title, note, errors in (
-        ("Output error of each linear", "the output on the canary, quantized input included", _output_errors),
-        ("Weight error of each linear", "the weight; no forward pass ran, so there are no outputs", _weight_errors),
+        (
+            "Output error of each linear",
+            "the output on the canary, quantized input included",
+            _output_errors,
+        ),
+        (
+            "Weight error of each linear",
+            "the weight; no forward pass ran, so there are no outputs",
+            _weight_errors,
+        ),
     ):
         body += _panels(
             [(row, [(errors(row), False)]) for row in rows],
@@ -169,13 +187,15 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         [(row, [(_decided(row, "input_amax"), False)]) for row in rows],
         kinds,
         title="Activation ranges",
-        note="The largest |x| of each linear's input in calibration, after smoothing where there is any.",
+        note="The largest |x| of each linear's input in calibration, after smoothing where there "
+        "is any.",
         unit="largest |x|",
     )
     body += _experts(rows)
     body += ["<h2>Digests</h2>", _digests(results)]
     page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>quantflow validation</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>quantflow '
+        "validation</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body>{plain(''.join(body))}</body></html>"
     )
@@ -185,20 +205,28 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
 def _summary(rows: Sequence[Row]) -> str:
     """Return the page in three lines: what was made, the verdict, and what it costs in bytes and divergence."""
     results = [row.result for row in rows]
-    made = "; ".join(f"{result['artifact']} ({cells(result)[1]}, {cells(result)[2]})" for result in results)
+    made = "; ".join(
+        f"{result['artifact']} ({cells(result)[1]}, {cells(result)[2]})" for result in results
+    )
     expected = [result for result in results if result["outcome"] == result["expect"]]
     # Divergence and bytes are of the artifacts that may be used, where there are any.
     usable = [result for result in results if result["outcome"] == "pass"] or results
     sizes = _range(sorted(result["size"] / 1e6 for result in usable), lambda value: f"{value:.1f}")
-    bits = _range(sorted(result["bits_per_weight"] for result in usable), lambda value: f"{value:.2f}")
+    bits = _range(
+        sorted(result["bits_per_weight"] for result in usable), lambda value: f"{value:.2f}"
+    )
     source = rows[0].source_bytes
     weights = f"{sizes} MB, {bits} bits per quantized weight"
     cost = weights if source is None else f"{source / 1e6:.1f} MB became {weights}"
     klds = sorted(usable, key=lambda result: float(result["metrics"]["mean_kld"]["value"]))
-    names = [f"{result['metrics']['mean_kld']['value']:.2g} ({result['artifact']})" for result in (klds[0], klds[-1])]
+    names = [
+        f"{result['metrics']['mean_kld']['value']:.2g} ({result['artifact']})"
+        for result in (klds[0], klds[-1])
+    ]
     divergence = names[0] if len(klds) == 1 else " to ".join(names)
     verdicts = "; ".join(
-        f"{escape(str(result['artifact']))} <span class={result['outcome']}>{escape(verdict_text(result))}</span>"
+        f"{escape(str(result['artifact']))} <span "
+        f"class={result['outcome']}>{escape(verdict_text(result))}</span>"
         for result in results
     )
     which = "" if len(usable) == len(results) else ", of those that pass"
@@ -218,7 +246,10 @@ def _range(values: Sequence[float], shown: Callable[[float], str]) -> str:
 
 def _rows_table(columns: Sequence[str], body: Iterable[Sequence[str]], *, left: int) -> str:
     """Return a table that scrolls inside its own box; the first `left` columns are text, the first of them stays in sight."""
-    head = "".join(f"<th{' class=left' if i < left else ''}>{escape(name)}</th>" for i, name in enumerate(columns))
+    head = "".join(
+        f"<th{' class=left' if i < left else ''}>{escape(name)}</th>"
+        for i, name in enumerate(columns)
+    )
     rows = "".join(f"<tr>{''.join(row)}</tr>" for row in body)
     return f"<div class=wide><table><tr>{head}</tr>{rows}</table></div>"
 
@@ -234,7 +265,9 @@ def _verdict(outcome: str, text: str) -> str:
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
-    body = [[*_cells(cells(r)[:-1], left=3), _verdict(r["outcome"], verdict_text(r))] for r in results]
+    body = [
+        [*_cells(cells(r)[:-1], left=3), _verdict(r["outcome"], verdict_text(r))] for r in results
+    ]
     return _rows_table(COLUMNS, body, left=3)
 
 
@@ -243,16 +276,25 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
     body, notes = [], []
     for result in results:
         gate, name = result["gate"], escape(str(result["artifact"]))
-        body.append([f"<th colspan=5 class='left group'><b>{name}</b>, gate {escape(gate['name'])}</th>"])
+        body.append(
+            [f"<th colspan=5 class='left group'><b>{name}</b>, gate {escape(gate['name'])}</th>"]
+        )
         for metric in METRICS:
             bound, threshold = result["metrics"][metric], gate["thresholds"][metric]
             decides = bound["upper"] if METRICS[metric] == "<=" else bound["lower"]
             one = Gate(name=gate["name"], thresholds={metric: threshold})
             outcome = judge(one, {metric: (bound["lower"], bound["upper"])}).outcome
-            texts = [_METRIC_NAMES[metric], f"{METRICS[metric]} {threshold:.4g}", _short(bound["value"]), _short(decides)]
+            texts = [
+                _METRIC_NAMES[metric],
+                f"{METRICS[metric]} {threshold:.4g}",
+                _short(bound["value"]),
+                _short(decides),
+            ]
             body.append([*_cells(texts, left=1), _verdict(outcome, outcome)])
         for task, (least, lower, upper) in recovery.asked(Gate(**gate), result).items():
-            outcome = judge(Gate(name=gate["name"], thresholds={}), {}, {task: (least, lower, upper)}).outcome
+            outcome = judge(
+                Gate(name=gate["name"], thresholds={}), {}, {task: (least, lower, upper)}
+            ).outcome
             kept = result["tasks"]["scores"][task]["recovery"]
             shown = "" if kept is None else f"{kept:.1f} %"
             texts = [f"recovery of {task}", f">= {least:g} %", shown, f"{lower:.1f} %"]
@@ -276,13 +318,20 @@ def _regressions(results: Sequence[Mapping[str, Any]]) -> list[str]:
     for result in compared:
         for metric, beside, outcome, *numbers in regression.cells(result):
             artifact = str(result["artifact"])
-            body.append([*_cells((artifact, beside, metric, *numbers), left=3), _verdict(outcome, outcome)])
+            body.append(
+                [*_cells((artifact, beside, metric, *numbers), left=3), _verdict(outcome, outcome)]
+            )
     columns = ("artifact", "beside", "metric", *regression.COLUMNS[3:], "verdict")
     note = (
-        "Worse by: the newer artifact minus the older one, more is worse. The same windows are drawn for both; `at "
+        "Worse by: the newer artifact minus the older one, more is worse. The same windows are "
+        "drawn for both; `at "
         "least` holds for all metrics together with 95 %, `at most` for each."
     )
-    return ["<h2>Beside the older artifact</h2>", _rows_table(columns, body, left=3), f"<p class=note>{note}</p>"]
+    return [
+        "<h2>Beside the older artifact</h2>",
+        _rows_table(columns, body, left=3),
+        f"<p class=note>{note}</p>",
+    ]
 
 
 def _tasks(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -290,16 +339,26 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> list[str]:
     asked = [result for result in results if "tasks" in result]
     if not asked:
         return []
-    body = [_cells((str(result["artifact"]), *row), left=3) for result in asked for row in task_table.cells(result["tasks"])]
+    body = [
+        _cells((str(result["artifact"]), *row), left=3)
+        for result in asked
+        for row in task_table.cells(result["tasks"])
+    ]
     protocol = asked[0]["tasks"]["protocol"]
     note = (
-        f"lm-eval {escape(str(protocol['lm_eval']))}, {protocol['limit'] or 'all'} documents of each, "
+        f"lm-eval {escape(str(protocol['lm_eval']))}, {protocol['limit'] or 'all'} documents of "
+        "each, "
         f"{'with' if protocol['chat_template'] else 'without'} the chat template, "
         f"{'with' if protocol['bos'] else 'without'} a BOS, {protocol['dtype']}. "
-        "Recovery: the artifact's score over the source's; where lower is better, the other way round. It is at least what the "
+        "Recovery: the artifact's score over the source's; where lower is better, the other way "
+        "round. It is at least what the "
         "last column says with 95 %, by the pairs of answers."
     )
-    return ["<h2>Tasks</h2>", _rows_table(("artifact", *task_table.COLUMNS), body, left=3), f"<p class=note>{note}</p>"]
+    return [
+        "<h2>Tasks</h2>",
+        _rows_table(("artifact", *task_table.COLUMNS), body, left=3),
+        f"<p class=note>{note}</p>",
+    ]
 
 
 def _diagnoses(rows: Sequence[Row], kinds: Sequence[str]) -> list[str]:
@@ -308,15 +367,24 @@ def _diagnoses(rows: Sequence[Row], kinds: Sequence[str]) -> list[str]:
     if not found:
         return []
     note = (
-        "Mean KL divergence, nats per token, over some windows. Only this: nothing else is quantized. Gain: what leaving this "
-        "alone, in the artifact as it is, takes off its divergence. Interactions are not additive, so neither column adds up."
+        "Mean KL divergence, nats per token, over some windows. Only this: nothing else is "
+        "quantized. Gain: what leaving this "
+        "alone, in the artifact as it is, takes off its divergence. Interactions are not "
+        "additive, so neither column adds up."
     )
     parts = ["<h2>Where the loss is</h2>", f"<p class=note>{note}</p>"]
     for result in found:
-        parts += [f"<h3>{escape(str(result['artifact']))}</h3>", f"<p>{escape(diagnosis_table.hint(result))}.</p>"]
+        parts += [
+            f"<h3>{escape(str(result['artifact']))}</h3>",
+            f"<p>{escape(diagnosis_table.hint(result))}.</p>",
+        ]
         parts += _heat_maps(result["diagnosis"], kinds)
         table = diagnosis_table.cells(result["diagnosis"])
-        parts += [_rows_table(diagnosis_table.COLUMNS, [_cells(row, left=1) for row in table], left=1)] if table else []
+        parts += (
+            [_rows_table(diagnosis_table.COLUMNS, [_cells(row, left=1) for row in table], left=1)]
+            if table
+            else []
+        )
         parts += [_breakdown(result["diagnosis"]), *_windows(result["diagnosis"])]
     return parts
 
@@ -328,7 +396,11 @@ def _heat_maps(diagnosis: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
     units = diagnosis["probes"]["units"]
     cells: dict[tuple[str, str], Mapping[str, Any]] = {}
     for unit in units:
-        places = [("whole layer", str(unit["layer"]))] if unit["whole"] else [_place(name)[::-1] for name in unit["linears"]]
+        places = (
+            [("whole layer", str(unit["layer"]))]
+            if unit["whole"]
+            else [_place(name)[::-1] for name in unit["linears"]]
+        )
         cells |= dict.fromkeys(places, unit)
     layers = {layer for _, layer in cells}
     columns = sorted(layers, key=lambda layer: (layer == _HEAD, layer.zfill(8)))
@@ -336,7 +408,10 @@ def _heat_maps(diagnosis: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
     lines = [kind for kind in ("whole layer", *kinds) if kind in there]
     lines += sorted(there.difference(lines))
     maps = []
-    for key, title in (("only_this", "Only this quantized"), ("gain", "Gain of leaving this alone")):
+    for key, title in (
+        ("only_this", "Only this quantized"),
+        ("gain", "Gain of leaving this alone"),
+    ):
         values = {place: float(unit[key]) for place, unit in cells.items()}
         drawn = heat_map(values, rows=lines, columns=columns, across="layer", unit="nats per token")
         maps.append(f"<div><h4>{title}</h4>{drawn}</div>")
@@ -353,7 +428,11 @@ def _breakdown(diagnosis: Mapping[str, Any]) -> str:
     ):
         body.append([f"<th colspan=5 class='left group'>{title}</th>"])
         for part in diagnosis[key]:
-            numbers = [_short(part["mean_kld"]), f"{part['share']:.1%}", f"{part['top1_agreement']:.1%}"]
+            numbers = [
+                _short(part["mean_kld"]),
+                f"{part['share']:.1%}",
+                f"{part['top1_agreement']:.1%}",
+            ]
             body.append(_cells([part["name"], f"{part['tokens']:,}", *numbers], left=1))
     columns = ("predicted token", "tokens", "mean KLD", "share", "top-1")
     return f"<div class=one>{_rows_table(columns, body, left=1)}</div>"
@@ -363,15 +442,25 @@ def _windows(diagnosis: Mapping[str, Any]) -> list[str]:
     """Return the worst windows with both continuations, folded in."""
     items = []
     for window in diagnosis["windows"]:
-        lines = {"Prompt": window["prompt"], "Source": window["baseline"], "Artifact": window["artifact"]}
+        lines = {
+            "Prompt": window["prompt"],
+            "Source": window["baseline"],
+            "Artifact": window["artifact"],
+        }
         there = {name: escape(text) for name, text in lines.items() if text is not None}
-        texts = "".join(f"<dt>{name}</dt><dd class=text>{text}</dd>" for name, text in there.items())
+        texts = "".join(
+            f"<dt>{name}</dt><dd class=text>{text}</dd>" for name, text in there.items()
+        )
         head = (
-            f"window {window['window']}: mean KLD {_short(window['mean_kld'])}, most after {window['position']} tokens "
+            f"window {window['window']}: mean KLD {_short(window['mean_kld'])}, most after "
+            f"{window['position']} tokens "
             f"({_short(window['kld'])})"
         )
         items.append(f"<details><summary>{head}</summary><dl class=summary>{texts}</dl></details>")
-    return ["<h4>Windows that diverge most, continued greedily before their worst token</h4>", *items]
+    return [
+        "<h4>Windows that diverge most, continued greedily before their worst token</h4>",
+        *items,
+    ]
 
 
 def _short(value: float) -> str:
@@ -381,7 +470,13 @@ def _short(value: float) -> str:
 
 def _kinds_of(rows: Sequence[Row]) -> list[str]:
     """Return the kinds of all linears of a page in the order in which a layer runs them, unknown ones last."""
-    names = {name for row in rows for layer in row.layers for key in ("errors", "decisions") for name in layer[key]}
+    names = {
+        name
+        for row in rows
+        for layer in row.layers
+        for key in ("errors", "decisions")
+        for name in layer[key]
+    }
     kinds = {_place(name)[1] for name in names}
     return [*[kind for kind in _KINDS if kind in kinds], *sorted(kinds.difference(_KINDS))]
 
@@ -397,7 +492,8 @@ def _panels(
     """Return a section with a plot per artifact on one vertical axis, and the colours of the kinds; nothing without values.
 
     Args:
-        of_rows: each artifact with its series: source name of a linear -> value, and whether its marks are hollow.
+        of_rows: each artifact with its series: source name of a linear -> value, and whether its
+            marks are hollow.
         kinds: of the page.
         title: of the section.
         note: what the values are.
@@ -405,7 +501,11 @@ def _panels(
     """
     panels = []
     for row, series in of_rows:
-        marks = [Mark(**_slot(name), value=value, hollow=hollow) for values, hollow in series for name, value in values.items()]
+        marks = [
+            Mark(**_slot(name), value=value, hollow=hollow)
+            for values, hollow in series
+            for name, value in values.items()
+        ]
         marks.sort(key=lambda mark: (mark.layer == _HEAD, mark.layer.zfill(8)))
         if marks:
             panels.append((str(row.result["artifact"]), marks))
@@ -414,9 +514,13 @@ def _panels(
     everything = [mark for _, marks in panels for mark in marks]
     there = [kind for kind in kinds if any(mark.kind == kind for mark in everything)]
     powers = powers_of(everything)
-    legend = "".join(f'<li><i style="background:{colour_of(kind, kinds)}"></i>{escape(kind)}</li>' for kind in there)
+    legend = "".join(
+        f'<li><i style="background:{colour_of(kind, kinds)}"></i>{escape(kind)}</li>'
+        for kind in there
+    )
     drawn = "".join(
-        f"<div><h3>{escape(name)}</h3>{by_layer(marks, kinds=kinds, unit=unit, powers=powers)}</div>" for name, marks in panels
+        f"<div><h3>{escape(name)}</h3>{by_layer(marks, kinds=kinds, unit=unit, powers=powers)}</div>"
+        for name, marks in panels
     )
     return [
         f"<h2>{title}</h2>",
@@ -445,18 +549,30 @@ def _experts(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for found in [layer["experts"] for layer in row.layers if "experts" in layer]:
             tokens = found["tokens"]
-            known = ["", "", ""] if not tokens else [str(min(tokens)), f"{median(tokens):g}", str(max(tokens))]
+            known = (
+                ["", "", ""]
+                if not tokens
+                else [str(min(tokens)), f"{median(tokens):g}", str(max(tokens))]
+            )
             short = [
-                f"{name.rpartition('.')[0].rpartition('.')[2]} ({told['tokens']} of {told['needed']})"
+                f"{name.rpartition('.')[0].rpartition('.')[2]} ({told['tokens']} of "
+                f"{told['needed']})"
                 for name, told in found["short"].items()
             ]
-            texts = [str(row.result["artifact"]), found["experts"], str(found["fed"] or ""), *known, ", ".join(short) or "none"]
+            texts = [
+                str(row.result["artifact"]),
+                found["experts"],
+                str(found["fed"] or ""),
+                *known,
+                ", ".join(short) or "none",
+            ]
             body.append(_cells(texts, left=3))
     if not body:
         return []
     return [
         "<h2>Calibration tokens of the experts</h2>",
-        "<p class=note>How many tokens the router sent to the experts of each layer; what was done with those that got too few "
+        "<p class=note>How many tokens the router sent to the experts of each layer; what was "
+        "done with those that got too few "
         "stands with the decisions in quantflow.json.</p>",
         _rows_table(columns, body, left=3),
     ]
@@ -464,40 +580,77 @@ def _experts(rows: Sequence[Row]) -> list[str]:
 
 def _calibrated(rows: Sequence[Row], kinds: Sequence[str]) -> list[str]:
     """Return what calibration did to the outputs, as a table and plots; nothing where no algorithm is calibrated."""
-    columns = ("artifact", "algorithm", "linears", "median", "median of rtn", "worst", "worse than rtn", "same as rtn")
+    columns = (
+        "artifact",
+        "algorithm",
+        "linears",
+        "median",
+        "median of rtn",
+        "worst",
+        "worse than rtn",
+        "same as rtn",
+    )
     body, plotted = [], []
     for row in rows:
         found, result = output_errors(row.layers), row.result
         if found:
             shares = [f"{found[key]:.2%}" for key in ("median", "median_rtn", "worst")]
             counts = [str(found[key]) for key in ("worse_than_rtn", "same_as_rtn")]
-            texts = [str(result["artifact"]), str(result["algorithm"]), str(found["linears"]), *shares, *counts]
+            texts = [
+                str(result["artifact"]),
+                str(result["algorithm"]),
+                str(found["linears"]),
+                *shares,
+                *counts,
+            ]
             body.append(_cells(texts, left=2))
-            plotted.append((row, [(_decided(row, "output_error_rtn"), True), (_decided(row, "output_error"), False)]))
+            plotted.append(
+                (
+                    row,
+                    [
+                        (_decided(row, "output_error_rtn"), True),
+                        (_decided(row, "output_error"), False),
+                    ],
+                )
+            )
     if not body:
         return []
     note = (
-        "||quantized - original|| / ||original|| of each linear's output, its input as it was; rings are the same of round to "
+        "||quantized - original|| / ||original|| of each linear's output, its input as it was; "
+        "rings are the same of round to "
         "nearest without calibration. Of rows that stand for all."
     )
-    title, *plots = _panels(plotted, kinds, title="Output error on the calibration text", note=note, unit="relative error")
+    title, *plots = _panels(
+        plotted,
+        kinds,
+        title="Output error on the calibration text",
+        note=note,
+        unit="relative error",
+    )
     return [title, _rows_table(columns, body, left=2), *plots]
 
 
 def _decided(row: Row, key: str) -> dict[str, float]:
     """Return a number that was decided of each linear, where it was."""
-    decisions = [(name, decided) for layer in row.layers for name, decided in layer["decisions"].items()]
+    decisions = [
+        (name, decided) for layer in row.layers for name, decided in layer["decisions"].items()
+    ]
     return {name: decided[key] for name, decided in decisions if decided.get(key) is not None}
 
 
 def _digests(results: Sequence[Mapping[str, Any]]) -> str:
-    items = [f"<li>{escape(str(r['artifact']))}: <code>{escape(str(r['digest']))}</code></li>" for r in results]
+    items = [
+        f"<li>{escape(str(r['artifact']))}: <code>{escape(str(r['digest']))}</code></li>"
+        for r in results
+    ]
     return f"<ul>{''.join(items)}</ul>"
 
 
 def _interval(result: Mapping[str, Any]) -> Interval:
     kld = result["metrics"]["mean_kld"]
-    return Interval(label=str(result["artifact"]), limit=result["gate"]["thresholds"]["mean_kld"], **kld)
+    return Interval(
+        label=str(result["artifact"]), limit=result["gate"]["thresholds"]["mean_kld"], **kld
+    )
 
 
 def _output_errors(row: Row) -> dict[str, float]:

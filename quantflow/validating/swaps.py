@@ -3,9 +3,10 @@
     only = Swap(base=BASELINE, taken=("model.layers.3.mlp.down_proj",))         this linear alone is quantized
     others = Swap(base=CANDIDATE, taken=("model.layers.3.mlp.down_proj",))      all linears but this one are
 
-Until the first layer that a swap takes a module of, its hidden states are its base's. So a pass over the layers runs both
-models once, and every swap from its own layer on. In memory are one layer of both models, hidden states of the swaps that run
-together, and for each worker the logits of one window. The divergence is KL(baseline || swap) of `divergence.token_kld`.
+Until the first layer that a swap takes a module of, its hidden states are its base's. So a pass
+over the layers runs both models once, and every swap from its own layer on. In memory are one layer
+of both models, hidden states of the swaps that run together, and for each worker the logits of one
+window. The divergence is KL(baseline || swap) of `divergence.token_kld`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from quantflow.progress import Progress
 from quantflow.validating.layerwise import BASELINE
 
 CANDIDATE = "candidate"
-KEPT = 2**28  # bytes of the baseline's logits that wait for all swaps of a pass; more are computed for each
+# bytes of the baseline's logits that wait for all swaps of a pass; more are computed for each
+KEPT = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +90,28 @@ class Swapping:
         runs = [
             (index, which)
             for index in range(len(self._layers))
-            for which in (*(number for number, start in enumerate(starts) if start <= index), *bases)
+            for which in (
+                *(number for number, start in enumerate(starts) if start <= index),
+                *bases,
+            )
         ]
-        steps = self.progress.steps(runs, stage=self.stage, unit="layer", samples=len(self.sequences))
+        steps = self.progress.steps(
+            runs, stage=self.stage, unit="layer", samples=len(self.sequences)
+        )
         for layer in self._layers:
             with ExitStack() as stack:
-                modules = {name: stack.enter_context(stream.layer(layer.index)) for name, stream in self.streams.items()}
+                modules = {
+                    name: stack.enter_context(stream.layer(layer.index))
+                    for name, stream in self.streams.items()
+                }
                 for number, swap in enumerate(swaps):
                     if starts[number] <= layer.index:
                         next(steps)
                         with _with_taken(layer, swap, modules):
                             entering = hidden.get(number, bases[swap.base])
-                            hidden[number] = self._run(modules[swap.base], swap.base, states[swap.base], entering, workers)
+                            hidden[number] = self._run(
+                                modules[swap.base], swap.base, states[swap.base], entering, workers
+                            )
                 for name in bases:
                     next(steps)
                     bases[name] = self._run(modules[name], name, states[name], bases[name], workers)
@@ -110,12 +122,21 @@ class Swapping:
 
     def _start(self, swap: Swap) -> int:
         """Return the first layer that a swap has a module of, or how many layers there are."""
-        return next((layer.index for layer in self._layers if _taken_of(layer, swap)), len(self._layers))
+        return next(
+            (layer.index for layer in self._layers if _taken_of(layer, swap)), len(self._layers)
+        )
 
     def _run(
-        self, module: nn.Module, name: str, states: Sequence[State], hidden: Sequence[Tensor], workers: Workers
+        self,
+        module: nn.Module,
+        name: str,
+        states: Sequence[State],
+        hidden: Sequence[Tensor],
+        workers: Workers,
     ) -> list[Tensor]:
-        return workers.map(partial(_forward, self.streams[name], module), zip(states, hidden, strict=True))
+        return workers.map(
+            partial(_forward, self.streams[name], module), zip(states, hidden, strict=True)
+        )
 
     def _scores(
         self,
@@ -138,7 +159,10 @@ class Swapping:
             for number, swap in enumerate(swaps):
                 name = swap.other if head in swap.taken else swap.base
                 found = partial(self._logits, name, hidden.get(number, bases[swap.base]))
-                means.append(sum(workers.map(partial(_total, expected, found), range(len(self.sequences)))) / tokens)
+                means.append(
+                    sum(workers.map(partial(_total, expected, found), range(len(self.sequences))))
+                    / tokens
+                )
         return means
 
     def _logits(self, name: str, hidden: Sequence[Tensor], number: int) -> Tensor:
@@ -167,7 +191,9 @@ def _with_taken(layer: Layer, swap: Swap, modules: Mapping[str, nn.Module]) -> I
     own = {name: base.get_submodule(place) for name, place in names.items()}
     try:
         for name, place in names.items():
-            base.set_submodule(place, swap.made[name] if name in swap.made else other.get_submodule(place))
+            base.set_submodule(
+                place, swap.made[name] if name in swap.made else other.get_submodule(place)
+            )
         yield
     finally:
         for name, place in names.items():

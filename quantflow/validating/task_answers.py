@@ -5,8 +5,9 @@ Writes   nothing
 Resumes  nothing
 Fails    2 a model that cannot be cut into so many parts, 6 one that the lean decoder does not run; what tasks and loading raise
 
-Several processes give the bits of one where our kernels multiply (quantflow/runtime/ranks/tensor_parallel.py), and agree within
-float32's rounding where torch does. Scores do not say how many there were.
+Several processes give the bits of one where our kernels multiply
+(quantflow/runtime/ranks/tensor_parallel.py), and agree within float32's rounding where torch does.
+Scores do not say how many there were.
 """
 
 from collections.abc import Mapping
@@ -50,8 +51,8 @@ def run(job: AnswersJob, progress: Progress) -> dict[str, Any] | None:
     """Ask, in this process or in those that share the model.
 
     Returns:
-        `protocol`, what decides the tokens of the questions, and `document`, lm-eval's own, as plain data; None on a rank that
-        is not the first.
+        `protocol`, what decides the tokens of the questions, and `document`, lm-eval's own, as
+        plain data; None on a rank that is not the first.
 
     Raises:
         QuantflowError: the model cannot be loaded or shared, or a task cannot be asked.

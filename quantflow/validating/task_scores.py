@@ -4,12 +4,13 @@
      "scores": {task: {"metric", "higher_is_better", "version", "samples", "baseline", "artifact", "recovery",
                        "answers": {"baseline": "0110", "artifact": "0111"} or null}}}
 
-`recovery` is the artifact's score over the source's, in percent; of a metric that is better when it is lower the source's over
-the artifact's; null where the divisor is 0. `answers` has a digit for each document, in the data set's order: 1 is right. It is
-null where a document's score is neither 0 nor 1.
+`recovery` is the artifact's score over the source's, in percent; of a metric that is better when it
+is lower the source's over the artifact's; null where the divisor is 0. `answers` has a digit for
+each document, in the data set's order: 1 is right. It is null where a document's score is neither 0
+nor 1.
 
-Both run on the runtime, in float32, with the weights of one of them in memory at a time, of one process or of several that
-share it. What the source answers is kept for the next artifact.
+Both run on the runtime, in float32, with the weights of one of them in memory at a time, of one
+process or of several that share it. What the source answers is kept for the next artifact.
 """
 
 import math
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from quantflow.validating.harness import TaskOptions
     from quantflow.validating.task_answers import AnswersJob
 
-_FIRST = ("acc_norm", "acc", "exact_match")  # the metric that stands for a task, where it has one of them
+# the metric that stands for a task, where it has one of them
+_FIRST = ("acc_norm", "acc", "exact_match")
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _NAMED = frozenset({".yaml", ".yml", ".jsonl", ".py"})  # what a task's YAML may name beside it
 
@@ -57,12 +59,17 @@ def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
 
     Raises:
         UnsupportedError: lm-eval is not installed, or several ranks cannot share a model.
-        UsageError: a task that nobody knows, ranks without a task, or a model that cannot be cut into so many parts.
-        InputError: documents that cannot be read, no tokenizer, or one without the chat template that is asked for.
+        UsageError: a task that nobody knows, ranks without a task, or a model that cannot be cut
+            into so many parts.
+        InputError: documents that cannot be read, no tokenizer, or one without the chat template
+            that is asked for.
     """
     if not options.tasks:
         if options.ranks > 1:
-            raise UsageError(f"validate: {options.ranks} ranks without tasks", "give --tasks: the rest runs in one process")
+            raise UsageError(
+                f"validate: {options.ranks} ranks without tasks",
+                "give --tasks: the rest runs in one process",
+            )
         return []
     if find_spec("lm_eval") is None:
         raise UnsupportedError("--tasks: lm-eval is not installed", "pip install 'quantflow[eval]'")
@@ -84,15 +91,28 @@ def files_of(options: Validate) -> dict[str, str]:
     """Return the hash of every local file that tasks are read from: a YAML, and its neighbours that it can name."""
     found = {}
     for name in options.tasks:
-        path = SHIPPED / "tasks" / f"{name}.yaml" if not name.endswith((".yaml", ".yml")) else Path(name)
+        path = (
+            SHIPPED / "tasks" / f"{name}.yaml"
+            if not name.endswith((".yaml", ".yml"))
+            else Path(name)
+        )
         if path.is_file():
-            for file in sorted(each for each in path.parent.iterdir() if each.suffix in _NAMED and each.is_file()):
+            for file in sorted(
+                each for each in path.parent.iterdir() if each.suffix in _NAMED and each.is_file()
+            ):
                 found[f"{name} {file.name}"] = file_digest(file)
     return found
 
 
 def score_tasks(
-    artifact: Path, baseline: Path, *, options: Validate, resources: Resources, kept: Path, key: str, progress: Progress
+    artifact: Path,
+    baseline: Path,
+    *,
+    options: Validate,
+    resources: Resources,
+    kept: Path,
+    key: str,
+    progress: Progress,
 ) -> TaskScores:
     """Ask both models.
 
@@ -120,26 +140,39 @@ def score_tasks(
     source = _kept(path, key)
     if source is None:
         _refuse_beyond_memory(baseline, resources)
-        answers = task_answers.run(replace(_job(baseline, options), stage="tasks of the source"), progress)
+        answers = task_answers.run(
+            replace(_job(baseline, options), stage="tasks of the source"), progress
+        )
         assert answers is not None
         source = answers["document"]
         disk.make_folder(kept)
-        disk.write_atomic(path, canonical_json({"key": key, "document": source, "digest": digest_of(source)}))
+        disk.write_atomic(
+            path, canonical_json({"key": key, "document": source, "digest": digest_of(source)})
+        )
     _refuse_other_questions(artifact, source, document)
     scores = {name: _score(name, source, document) for name in sorted(document["samples"])}
-    return TaskScores(record={"protocol": protocol, "scores": scores}, baseline=source, artifact=document)
+    return TaskScores(
+        record={"protocol": protocol, "scores": scores}, baseline=source, artifact=document
+    )
 
 
 def _asked(options: Validate) -> "TaskOptions":
     from quantflow.validating.harness import TaskOptions
 
-    return TaskOptions(names=options.tasks, limit=options.limit, shots=options.shots, chat_template=options.chat_template)
+    return TaskOptions(
+        names=options.tasks,
+        limit=options.limit,
+        shots=options.shots,
+        chat_template=options.chat_template,
+    )
 
 
 def _job(folder: Path, options: Validate) -> "AnswersJob":
     from quantflow.validating.task_answers import AnswersJob
 
-    return AnswersJob(artifact=folder, tasks=_asked(options), stage=f"tasks of {folder.name}", ranks=options.ranks)
+    return AnswersJob(
+        artifact=folder, tasks=_asked(options), stage=f"tasks of {folder.name}", ranks=options.ranks
+    )
 
 
 def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:
@@ -150,13 +183,17 @@ def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:
     """
     reason = beyond_memory(folder, resources)
     if reason is not None:
-        raise ResourceError(f"tasks: {reason}", "leave --tasks out: the rest of validate takes one layer at a time")
+        raise ResourceError(
+            f"tasks: {reason}", "leave --tasks out: the rest of validate takes one layer at a time"
+        )
 
 
 def beyond_memory(folder: Path, resources: Resources) -> str | None:
     """Return why the weights of a model do not fit, None where they do: floats are float32 in memory, integers as stored."""
     infos = open_checkpoint(folder).infos.values()
-    weights = sum(4 * math.prod(info.shape) if info.dtype in _FLOATS else info.nbytes for info in infos)
+    weights = sum(
+        4 * math.prod(info.shape) if info.dtype in _FLOATS else info.nbytes for info in infos
+    )
     resident = process_memory.usage().resident
     limit, why = memory_limit(resources, resident=resident)
     if resident + weights <= limit:
@@ -164,7 +201,9 @@ def beyond_memory(folder: Path, resources: Resources) -> str | None:
     return f"the weights of {folder} take {text_of(weights)} beside {text_of(resident)}, {why} is {text_of(limit)}"
 
 
-def _refuse_other_questions(artifact: Path, source: Mapping[str, Any], document: Mapping[str, Any]) -> None:
+def _refuse_other_questions(
+    artifact: Path, source: Mapping[str, Any], document: Mapping[str, Any]
+) -> None:
     """Refuse scores of different questions.
 
     Raises:
@@ -174,7 +213,8 @@ def _refuse_other_questions(artifact: Path, source: Mapping[str, Any], document:
         for ours, theirs in zip(samples, source["samples"][name], strict=True):
             if any(ours[key] != theirs[key] for key in ("doc_hash", "prompt_hash", "target_hash")):
                 raise InputError(
-                    f"{artifact}: task {name}, document {ours['doc_id']}: its question is not that of the source",
+                    f"{artifact}: task {name}, document {ours['doc_id']}: its question is not "
+                    "that of the source",
                     "compare the chat templates of the two, and check that the task has one order",
                 )
 
@@ -184,10 +224,17 @@ def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) ->
     metric = next(each for each in (*_FIRST, *better) if each in better)
     values = {}
     for model, found in (("baseline", source), ("artifact", document)):
-        values[model] = next(value for key, value in found["results"][name].items() if key.split(",")[0] == metric)
-    over, under = (values["artifact"], values["baseline"]) if better[metric] else (values["baseline"], values["artifact"])
+        values[model] = next(
+            value for key, value in found["results"][name].items() if key.split(",")[0] == metric
+        )
+    over, under = (
+        (values["artifact"], values["baseline"])
+        if better[metric]
+        else (values["baseline"], values["artifact"])
+    )
     answers = {
-        model: _answers(found["samples"][name], metric) for model, found in (("baseline", source), ("artifact", document))
+        model: _answers(found["samples"][name], metric)
+        for model, found in (("baseline", source), ("artifact", document))
     }
     return {
         "metric": metric,
@@ -201,14 +248,22 @@ def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) ->
 
 
 def _answers(samples: Sequence[Mapping[str, Any]], metric: str) -> str | None:
-    ordered = [sample.get(metric) for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
-    return "".join("1" if value else "0" for value in ordered) if all(value in (0, 1) for value in ordered) else None
+    ordered = [
+        sample.get(metric) for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+    ]
+    return (
+        "".join("1" if value else "0" for value in ordered)
+        if all(value in (0, 1) for value in ordered)
+        else None
+    )
 
 
 def _kept(path: Path, key: str) -> dict[str, Any] | None:
     try:
         record = read_json(path)
         document: dict[str, Any] = record["document"]
-        return document if record["key"] == key and record["digest"] == digest_of(document) else None
+        return (
+            document if record["key"] == key and record["digest"] == digest_of(document) else None
+        )
     except (InputError, KeyError, TypeError):  # missing or damaged: asked again, never used
         return None

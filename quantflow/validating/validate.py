@@ -11,10 +11,11 @@ Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was
          was expected, or the artifact is worse than the older one; 7 the artifact is damaged
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
-(quantflow/validating/layerwise.py). Protocol: float32, the artifact on the reference backend, its cache rounded, windows of
-one length, KL over all the vocabulary. The noise floor is the baseline in bf16 against itself in float32; where `compute`
-asks for bf16, in float32 against itself in bf16. Layers, heads and divergences are computed on one device
-(quantflow/core/device.py); bounds, diagnosis and tasks on the CPU.
+(quantflow/validating/layerwise.py). Protocol: float32, the artifact on the reference backend, its
+cache rounded, windows of one length, KL over all the vocabulary. The noise floor is the baseline in
+bf16 against itself in float32; where `compute` asks for bf16, in float32 against itself in bf16.
+Layers, heads and divergences are computed on one device (quantflow/core/device.py); bounds,
+diagnosis and tasks on the CPU.
 """
 
 import json
@@ -76,7 +77,9 @@ from quantflow.validating.windows import evaluation_sequences
 VERSION = 4
 RESAMPLES = 2000
 CACHE = "validation-cache"
-OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
+# seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M
+# weights
+OTHER_WORK = 1.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +88,12 @@ class ValidateJob:
 
     Attributes:
         report: the folder of validation.json and report.html.
-        cache: the folder of what validations of one model over one text share; None is `validation-cache` beside the report.
-            It may be removed at any time, and costs the hidden states of the text: 4 bytes a token and hidden feature.
+        cache: the folder of what validations of one model over one text share; None is
+            `validation-cache` beside the report. It may be removed at any time, and costs the
+            hidden states of the text: 4 bytes a token and hidden feature.
         expect: `fail` when a failing gate is the expected outcome.
-        previous: an older artifact of the model to compare with, its validation.json, or the folder of that.
+        previous: an older artifact of the model to compare with, its validation.json, or the folder
+            of that.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
         compute: the device that runs both models, and in which dtype.
     """
@@ -114,9 +119,11 @@ class Shared:
         <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
 
     Attributes:
-        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype, device, resamples, seed; the
-            hashes of the model's files; the versions of the tools and the instruction set].
-        folder: of the key. Files in it appear whole, and one that does not hold what its hash says is made again.
+        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype,
+            device, resamples, seed; the hashes of the model's files; the versions of the tools and
+            the instruction set].
+        folder: of the key. Files in it appear whole, and one that does not hold what its hash says
+            is made again.
     """
 
     key: str
@@ -132,7 +139,11 @@ class Shared:
         try:
             record = read_json(self.folder / "floor.json")
             floor: dict[str, dict[str, float]] = record["floor"]
-            return floor if record["key"] == self.key and record["digest"] == digest_of(floor) else None
+            return (
+                floor
+                if record["key"] == self.key and record["digest"] == digest_of(floor)
+                else None
+            )
         except (InputError, KeyError, TypeError):  # missing or damaged: made again, never used
             return None
 
@@ -158,7 +169,12 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     older = None if job.previous is None else _older(job, job.previous, progress)
     if older is not None:
         inputs["previous"] = digest_of(older["windows"])
-    with stage_folder.locked(job.report), single_threaded(), device.deterministic(), torch.no_grad():
+    with (
+        stage_folder.locked(job.report),
+        single_threaded(),
+        device.deterministic(),
+        torch.no_grad(),
+    ):
         if stage_folder.is_up_to_date(job.report, inputs):
             disk.remove_tree(layer_store.scratch(job.report))
             progress.say(f"validate {job.artifact.name}: up to date")
@@ -168,7 +184,9 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
         stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=parts)
         result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
-            disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
+            disk.write_file(
+                folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode()
+            )
             for name, content in documents.items():
                 disk.write_file(folder / name, content)
             write_report(folder / "report.html", [row_of(result, manifest)])
@@ -180,11 +198,13 @@ def check_compute(options: Validate, compute: Compute) -> None:
     """Refuse what does not go with a device, or with models that run in bfloat16.
 
     Raises:
-        UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with what the models lose.
+        UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with
+            what the models lose.
     """
     if options.diagnose is not None and compute != Compute():
         raise UnsupportedError(
-            f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, probes run in float32 on the CPU",
+            f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, "
+            "probes run in float32 on the CPU",
             "leave --device and --dtype out, or --diagnose",
         )
 
@@ -205,15 +225,20 @@ def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, An
         replace=False,
     )
     if not stage_folder.is_up_to_date(older.report, _inputs(older, manifest, source, Digests())):
-        older = replace(older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True)
+        older = replace(
+            older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True
+        )
     return run(replace(older, cache=job.cache or job.report.parent / CACHE), progress)
 
 
-def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
+def _refuse_other_baseline(
+    job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests
+) -> None:
     """Refuse to compare an artifact with a model that it was not made from.
 
     Raises:
-        InputError: a weight file of the baseline is not one that the manifest names. Another program's folder names none.
+        InputError: a weight file of the baseline is not one that the manifest names. Another
+            program's folder names none.
     """
     if not is_artifact(job.artifact):
         return
@@ -229,7 +254,9 @@ def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source
             )
 
 
-def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
+def _inputs(
+    job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests
+) -> dict[str, Any]:
     options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
     del options["ranks"]  # they answer as one does
     return {
@@ -276,7 +303,9 @@ def _validate(
     shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
-    artifact = open_folder(job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual)
+    artifact = open_folder(
+        job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual
+    )
     with reading_ahead(source, device) as read:
         compared = _compared(
             job,
@@ -302,12 +331,16 @@ def _validate(
         "parameters": parameters,
         "scheme": recipe["scheme"],
         "kv_cache": kv_words_of(recipe["resolved"]),
-        "algorithm": recipe["resolved"]["algorithm"] + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
+        "algorithm": recipe["resolved"]["algorithm"]
+        + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
         "transforms": recipe["resolved"]["transforms"],
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),
         "bits_per_weight": bits_per_weight(artifact),
-        "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
+        "perplexity": {
+            "baseline": _perplexity(candidate.nll_baseline),
+            "candidate": _perplexity(candidate.nll_candidate),
+        },
         "metrics": metrics,
         "noise_floor": floor,
         "gate": gate.record(),
@@ -321,7 +354,10 @@ def _validate(
     if job.options.tasks:
         asked = _asked(job, inputs, progress)
         result["tasks"] = asked.record
-        for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
+        for name, document in (
+            ("tasks.json", asked.artifact),
+            ("tasks-baseline.json", asked.baseline),
+        ):
             documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
     if job.options.diagnose is not None:
         subject = Subject(
@@ -360,14 +396,18 @@ def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> T
 
 def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: asdict(bound) for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()}
+    return {
+        name: asdict(bound)
+        for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()
+    }
 
 
 def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     """Return the evaluation windows.
 
     Raises:
-        InputError: the text that they are cut from holds the first tokens of a calibration sequence, wherever.
+        InputError: the text that they are cut from holds the first tokens of a calibration
+            sequence, wherever.
     """
     documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
     tokens, length = job.options.tokens, job.options.sequence_length
@@ -377,13 +417,22 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
     calibrated = set(manifest["measurement"]["sequence_heads"])
     left = tokens
-    for number, document in enumerate(documents, start=1):  # a heading that both texts have is shorter than a head
+    # a heading that both texts have is shorter than a head
+    for number, document in enumerate(documents, start=1):
         used = torch.tensor(document[:left], dtype=torch.int64)
         left -= len(used)
-        position = next((at for at in range(len(used) - head + 1) if tensor_hash(used[at : at + head]) in calibrated), None)
+        position = next(
+            (
+                at
+                for at in range(len(used) - head + 1)
+                if tensor_hash(used[at : at + head]) in calibrated
+            ),
+            None,
+        )
         if position is not None:
             raise InputError(
-                f"{job.options.text}: document {number}, tokens {position} to {position + head - 1}: the first {head} tokens "
+                f"{job.options.text}: document {number}, tokens {position} to "
+                f"{position + head - 1}: the first {head} tokens "
                 "of a calibration sequence",
                 "evaluate on text that the artifact was not calibrated on",
             )
@@ -404,23 +453,45 @@ def _compared(
 ) -> dict[str, Comparison]:
     """Return the candidate's comparison with the baseline, and the baseline's in another dtype where that is not known."""
     graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
-    candidate = LayerStream(artifact, graph_for(artifact.config), dtype=dtype, cache=rounder(artifact, device), device=device)
-    streams = {BASELINE: LayerStream(source, graph, dtype=dtype, device=device), "candidate": candidate}
+    candidate = LayerStream(
+        artifact,
+        graph_for(artifact.config),
+        dtype=dtype,
+        cache=rounder(artifact, device),
+        device=device,
+    )
+    streams = {
+        BASELINE: LayerStream(source, graph, dtype=dtype, device=device),
+        "candidate": candidate,
+    }
     if with_noise:
         other = torch.bfloat16 if dtype == torch.float32 else torch.float32
         streams["noise"] = LayerStream(source, graph, dtype=other, device=device)
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
     head = head_from(artifact.manifest["recipe"]["resolved"]) if artifact.manifest else None
-    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
-    ran = [name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))]
+    allowance = allow_validate(
+        job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head
+    )
+    ran = [
+        name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))
+    ]
     took = f" on {device.name}"
     if device.is_host:
-        seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
+        seconds = _seconds(
+            sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers
+        )
         took = f", about {duration(seconds)}"
     known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
-    kept = f", {' and '.join(name for name in known if known[name])} kept from before" if any(known.values()) else ""
-    progress.say(f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens{took}{kept}")
+    kept = (
+        f", {' and '.join(name for name in known if known[name])} kept from before"
+        if any(known.values())
+        else ""
+    )
+    progress.say(
+        f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} "
+        f"tokens{took}{kept}"
+    )
     need = validate_on_device(sizes, lengths=lengths, models=len(streams), dtype=dtype, head=head)
     allow_on_device(need, job.resources, device)
     process_memory.reset_peak()
@@ -428,13 +499,18 @@ def _compared(
         streams=streams,
         sequences=sequences,
         folder=layer_store.scratch(job.report),
-        keys={name: digest_of([shared.key if name != "candidate" else digest_of(inputs), name]) for name in streams},
+        keys={
+            name: digest_of([shared.key if name != "candidate" else digest_of(inputs), name])
+            for name in streams
+        },
         kept=shared.folder,
         stage=f"validate {job.artifact.name}",
         progress=progress,
         workers=allowance.workers if device.is_host else 1,
     ).scores()
-    progress.note(compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak))
+    progress.note(
+        compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak)
+    )
     return compared
 
 
@@ -455,7 +531,9 @@ def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers:
         began = time.perf_counter()
         torch.nn.functional.linear(x, weight)
         times.append(time.perf_counter() - began)
-    products = tokens * (models * sum(layer.elements for layer in sizes.layers) + heads * sizes.head[0])
+    products = tokens * (
+        models * sum(layer.elements for layer in sizes.layers) + heads * sizes.head[0]
+    )
     return OTHER_WORK * products * min(times) / (rows * hidden * hidden) / workers
 
 
@@ -463,7 +541,9 @@ def bits_per_weight(artifact: Artifact) -> float:
     """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
     infos, nbytes, weights = artifact.checkpoint.infos, 0, 0
     for name, placement in artifact.linears.items():
-        nbytes += sum(infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme))
+        nbytes += sum(
+            infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme)
+        )
         weights += placement.shape[0] * placement.shape[1]
     return 8 * nbytes / weights
 

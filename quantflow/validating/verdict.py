@@ -10,17 +10,23 @@ def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) ->
     """Do nothing when the outcome is the expected one.
 
     Raises:
-        GateError: the gate failed, could not decide, or passed although a failure was expected; or the artifact is worse than
-            the older one, or may be.
+        GateError: the gate failed, could not decide, or passed although a failure was expected; or
+            the artifact is worse than the older one, or may be.
     """
     outcome, expected, name = result["outcome"], result["expect"], result["artifact"]
     if outcome == expected or (outcome == "inconclusive" and allow_inconclusive):
         _raise_for_regression(result, allow_inconclusive=allow_inconclusive)
         return
     if outcome == "inconclusive":
-        raise GateError(f"{name}: inconclusive: {'; '.join(result['reasons'])}", "give more --tokens, or --allow-inconclusive")
+        raise GateError(
+            f"{name}: inconclusive: {'; '.join(result['reasons'])}",
+            "give more --tokens, or --allow-inconclusive",
+        )
     if outcome == "pass":
-        raise GateError(f"{name}: passes gate {result['gate']['name']}, a failure was expected", "drop `expect: fail`")
+        raise GateError(
+            f"{name}: passes gate {result['gate']['name']}, a failure was expected",
+            "drop `expect: fail`",
+        )
     raise GateError(
         f"{name}: fails gate {result['gate']['name']}: {'; '.join(result['reasons'])}",
         "use a finer scheme, another algorithm or more calibration text",
@@ -34,12 +40,20 @@ def _raise_for_regression(result: Mapping[str, Any], *, allow_inconclusive: bool
         GateError: it is a regression, or undecided.
     """
     found = result.get("regression")
-    if found is None or found["outcome"] == "pass" or (found["outcome"] == "inconclusive" and allow_inconclusive):
+    if (
+        found is None
+        or found["outcome"] == "pass"
+        or (found["outcome"] == "inconclusive" and allow_inconclusive)
+    ):
         return
     beside = f"{result['artifact']} beside {found['previous']['artifact']}"
     why = "; ".join(found["reasons"])
     if found["outcome"] == "inconclusive":
         raise GateError(
-            f"{beside}: inconclusive: {why}", "give more --tokens, a larger max_regression, or --allow-inconclusive"
+            f"{beside}: inconclusive: {why}",
+            "give more --tokens, a larger max_regression, or --allow-inconclusive",
         )
-    raise GateError(f"{beside}: a regression: {why}", "see what changed with `quantflow diff`, or keep the older artifact")
+    raise GateError(
+        f"{beside}: a regression: {why}",
+        "see what changed with `quantflow diff`, or keep the older artifact",
+    )

@@ -8,11 +8,14 @@ from torch import Tensor
 from quantflow.errors import InputError, UsageError
 
 
-def evaluation_sequences(documents: Sequence[Sequence[int]], *, tokens: int, sequence_length: int) -> list[Tensor]:
+def evaluation_sequences(
+    documents: Sequence[Sequence[int]], *, tokens: int, sequence_length: int
+) -> list[Tensor]:
     """Cut documents into consecutive windows, in their order, until `tokens` token ids are used.
 
-    Windows do not overlap and do not cross documents; a window continues its document without a new BOS. A remainder of
-    one token predicts nothing and is left out, so the lengths can sum to less than `tokens`.
+    Windows do not overlap and do not cross documents; a window continues its document without a new
+    BOS. A remainder of one token predicts nothing and is left out, so the lengths can sum to less
+    than `tokens`.
 
     Args:
         documents: token ids of each document.
@@ -43,6 +46,7 @@ def evaluation_sequences(documents: Sequence[Sequence[int]], *, tokens: int, seq
             break
     if not sequences:
         raise InputError(
-            f"evaluation: {len(documents)} documents hold no two consecutive tokens", "give a longer evaluation text"
+            f"evaluation: {len(documents)} documents hold no two consecutive tokens",
+            "give a longer evaluation text",
         )
     return sequences

@@ -10,7 +10,20 @@ from quantflow.stages.cli.output import end_failed_rank, exit_code
 from quantflow.stages.cli.streams import guard
 
 VERBS = (
-    *("run", "plan", "measure", "quantize", "unify", "export", "validate", "gate", "generate", "serve", "chat", "bench"),
+    *(
+        "run",
+        "plan",
+        "measure",
+        "quantize",
+        "unify",
+        "export",
+        "validate",
+        "gate",
+        "generate",
+        "serve",
+        "chat",
+        "bench",
+    ),
     *("inspect", "verify", "sign", "diff", "calibration"),
 )
 
@@ -32,7 +45,10 @@ class VerbGroup(click.Group):
         return command
 
 
-@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=VerbGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="quantflow")
 def cli() -> None:
     """Turn a Hugging Face causal LM into a proven FP8, INT8 or INT4 artifact.

@@ -40,4 +40,8 @@ def quant_config_variable() -> str | None:
 
 def unread_variables() -> list[str]:
     """Return a line for each variable of `UNREAD` that is set."""
-    return [f"{name}={os.environ[name]} is not read: {why}" for name, why in UNREAD.items() if os.environ.get(name)]
+    return [
+        f"{name}={os.environ[name]} is not read: {why}"
+        for name, why in UNREAD.items()
+        if os.environ.get(name)
+    ]

@@ -1,7 +1,8 @@
 """Click options, made from the settings that records declare, and the way back from their values.
 
-A recipe's settings (quantflow/planning/recipe.py) are laid over `--set`, that over the recipe file, that over QUANT_CONFIG,
-that over the defaults of the records. Options that are no setting of a recipe and that several verbs have are declared here.
+A recipe's settings (quantflow/planning/recipe.py) are laid over `--set`, that over the recipe file,
+that over QUANT_CONFIG, that over the defaults of the records. Options that are no setting of a
+recipe and that several verbs have are declared here.
 """
 
 import functools
@@ -34,30 +35,44 @@ class Folder(click.ParamType):  # type: ignore[type-arg]  # generic in newer rel
 
 
 FOLDER = Folder()
-SET = click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe.")
-JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
+SET = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe."
+)
+JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one JSON document."
+)
 QUIET = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 COMMON = (
-    click.option("--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."),
+    click.option(
+        "--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."
+    ),
     SET,
     JSON,
-    click.option("--force", is_flag=True, help="Replace a finished result that was made from other inputs."),
+    click.option(
+        "--force", is_flag=True, help="Replace a finished result that was made from other inputs."
+    ),
     click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing."),
     QUIET,
     click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on."),
     DEBUG,
 )
-NO_VERIFY = click.option("--no-verify", is_flag=True, help="Read records and headers alone: a changed weight is not noticed.")
+NO_VERIFY = click.option(
+    "--no-verify",
+    is_flag=True,
+    help="Read records and headers alone: a changed weight is not noticed.",
+)
 TRUST_NETWORK = click.option(
     "--trust-network",
     is_flag=True,
-    help="Ranks of your torchrun may meet at its address, which anybody on the network can write to.",
+    help="Ranks of your torchrun may meet at its address, which anybody on the network can write "
+    "to.",
 )
 QUANT_CONFIG = click.option(
     "--quant-config",
     metavar="FILE",
-    help="Gaudi's JSON, or a shipped one by its name; below the recipe (default: the environment's QUANT_CONFIG).",
+    help="Gaudi's JSON, or a shipped one by its name; below the recipe (default: the "
+    "environment's QUANT_CONFIG).",
 )
 
 
@@ -90,8 +105,14 @@ def job_settings(verb: str, *records: type) -> Decorator:
     """Add the settings of jobs; an option that several of them have is declared by the first."""
 
     def add(command: Command) -> Command:
-        items = {_parameter(item): item for record in reversed(records) for item in reversed(settings_of(record, verb))}
-        return _decorated(command, [_option(item, verb, layered=False) for item in reversed(items.values())])
+        items = {
+            _parameter(item): item
+            for record in reversed(records)
+            for item in reversed(settings_of(record, verb))
+        }
+        return _decorated(
+            command, [_option(item, verb, layered=False) for item in reversed(items.values())]
+        )
 
     return add
 
@@ -124,14 +145,21 @@ def job_values(verb: str, record: type, options: Mapping[str, Any]) -> dict[str,
 def recipe_flags(verb: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the options of `recipe_settings` say, by key: of the whole recipe, and of an entry of its `quantize`."""
     whole, entry = (
-        {item.key: list(value) if item.multiple else value for item, value in given(verb, record, values)}
+        {
+            item.key: list(value) if item.multiple else value
+            for item, value in given(verb, record, values)
+        }
         for record in (Recipe, Quantize)
     )
     return whole, entry
 
 
 def recipe_data(
-    recipe: str | None, settings: Sequence[str], flags: Mapping[str, Any], *, otherwise: Mapping[str, Any] | None = None
+    recipe: str | None,
+    settings: Sequence[str],
+    flags: Mapping[str, Any],
+    *,
+    otherwise: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a recipe file under --set under the flags, as a mapping.
 
@@ -161,7 +189,10 @@ def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
                 target[part] = {}
             target = target[part]
             if not isinstance(target, dict):
-                raise UsageError(f"recipe.{part}: {target!r} is not a mapping", "write `key: value` lines below it")
+                raise UsageError(
+                    f"recipe.{part}: {target!r} is not a mapping",
+                    "write `key: value` lines below it",
+                )
         target[last] = value
     return data
 
@@ -197,13 +228,21 @@ def _option(item: Setting, verb: str, *, layered: bool) -> Decorator:
         unset = layered or item.default is None
         words |= {"is_flag": True, "default": None if unset else item.default != declared.negated}
     elif declared.parse is None or declared.choices:
-        words |= {"type": click.Choice(declared.choices) if declared.choices else item.kind, "multiple": item.multiple}
+        words |= {
+            "type": click.Choice(declared.choices) if declared.choices else item.kind,
+            "multiple": item.multiple,
+        }
     if declared.shown and not layered:
-        words |= {"default": list(item.default) if item.multiple else item.default, "show_default": True}
+        words |= {
+            "default": list(item.default) if item.multiple else item.default,
+            "show_default": True,
+        }
     if declared.variable is not None:
         words |= {"envvar": declared.variable, "show_envvar": True}
     return click.option(*str(declared.flag).split(), _parameter(item), **words)
 
 
 def _decorated(command: Command, options: Iterable[Decorator]) -> Command:
-    return functools.reduce(lambda decorated, option: option(decorated), reversed(list(options)), command)
+    return functools.reduce(
+        lambda decorated, option: option(decorated), reversed(list(options)), command
+    )

@@ -53,8 +53,8 @@ class Invocation:
 def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]:
     """Yield the progress of a verb that writes `output`: as `common`'s options say, with a log file `<output>.log` beside it.
 
-    A rank has no log: what it says reaches the one of the process that started it. Of ranks that somebody's torchrun started
-    the first keeps one.
+    A rank has no log: what it says reaches the one of the process that started it. Of ranks that
+    somebody's torchrun started the first keeps one.
     """
     given = click.get_current_context().find_object(Invocation) or Invocation()
     progress = ProgressLine(
@@ -67,14 +67,18 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]
         yield progress
         return
     path = output.absolute()
-    with progress.logging(path.with_name(f"{path.name}.log"), shlex.join(["quantflow", *given.arguments])) as logging:
+    with progress.logging(
+        path.with_name(f"{path.name}.log"), shlex.join(["quantflow", *given.arguments])
+    ) as logging:
         yield logging
 
 
 def show(result: Any, *, as_json: bool, text: str) -> None:
     """Print the result to stdout: the JSON document, or the text, with what would move a terminal's cursor spelled out."""
     with contextlib.suppress(NobodyReads):  # what the verb says with its exit code still counts
-        click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text))
+        click.echo(
+            json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text)
+        )
 
 
 def show_call(words: Mapping[str, Any], *, as_json: bool) -> None:
@@ -96,7 +100,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
     for row in cells:
-        padded = [text.ljust(w) if i < 3 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            text.ljust(w) if i < 3 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(padded).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
@@ -106,10 +113,13 @@ def outline(value: Any, indent: str = "") -> str:
     """Return nested data as indented lines for people; long lists are cut, equal tables in a row are shown once."""
     if isinstance(value, dict):
         lines = []
-        for _, run in itertools.groupby(value.items(), key=lambda pair: json.dumps(pair[1], default=str)):
+        for _, run in itertools.groupby(
+            value.items(), key=lambda pair: json.dumps(pair[1], default=str)
+        ):
             keys, items = zip(*run, strict=True)
             nested = isinstance(items[0], dict | list) and items[0]
-            if nested and len(keys) > 2:  # equal tables in a row, such as the schemes of all linears, are shown once
+            # equal tables in a row, such as the schemes of all linears, are shown once
+            if nested and len(keys) > 2:
                 keys, items = (f"{keys[0]} to {keys[-1]} ({len(keys)} alike)",), items[:1]
             for key, item in zip(keys, items, strict=True):
                 lines.append(
@@ -119,7 +129,9 @@ def outline(value: Any, indent: str = "") -> str:
         return "\n".join(lines)
     if isinstance(value, list):
         shown = [f"{indent}- {outline(item, indent + '  ').lstrip()}" for item in value[:20]]
-        return "\n".join(shown + ([f"{indent}... {len(value) - 20} more"] if len(value) > 20 else []))
+        return "\n".join(
+            shown + ([f"{indent}... {len(value) - 20} more"] if len(value) > 20 else [])
+        )
     return f"{indent}{one_line(str(value))}"
 
 
@@ -137,7 +149,9 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 
     def command() -> None:
         with invocation.signals.installed():
-            group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation)
+            group.main(
+                args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation
+            )
 
     return exit_code_of(command, debug="--debug" in arguments)
 
@@ -157,8 +171,14 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
         click.echo(error.format_message())
         return 0
     except click.ClickException as error:
-        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quantflow"
-        return _fail(error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug)
+        usage = (
+            error.ctx.command_path
+            if isinstance(error, click.UsageError) and error.ctx
+            else "quantflow"
+        )
+        return _fail(
+            error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug
+        )
     except Interrupted as error:
         word = "terminated" if error.number == signal.SIGTERM else "interrupted"
         return _fail(word, CONTINUES, 128 + error.number, debug=debug)
@@ -166,32 +186,51 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
         return _fail("interrupted", CONTINUES, 130, debug=debug)
     except NobodyReads:
         return 0
-    except SystemExit as error:  # click's answer to a broken pipe: of a process, since stdout raises NobodyReads
-        broken = error.__context__ if isinstance(error.__context__, OSError) else OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+    except (
+        SystemExit
+    ) as error:  # click's answer to a broken pipe: of a process, since stdout raises NobodyReads
+        broken = (
+            error.__context__
+            if isinstance(error.__context__, OSError)
+            else OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+        )
         return _fail(*_system(broken), debug=debug)
     except OSError as error:
         return _fail(*_system(error), debug=debug)
     except MemoryError as error:
-        return _fail(f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug)
+        return _fail(
+            f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug
+        )
     except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
         for words, number in REFUSED.items() if isinstance(error, RuntimeError) else ():
             if words in str(error):
-                return _fail(*_system(OSError(number, f"{os.strerror(number)} ({first_line(error)})")), debug=debug)
-        return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
+                return _fail(
+                    *_system(OSError(number, f"{os.strerror(number)} ({first_line(error)})")),
+                    debug=debug,
+                )
+        return _fail(
+            f"a bug in quantflow: {type(error).__name__}: {error}",
+            "report it with --debug",
+            1,
+            debug=debug,
+        )
     except BaseException as error:
         if (
             type(error).__name__ != "PanicException"
         ):  # of Rust, whose class cannot be imported: a tokenizer met what it cannot read
             raise
-        return _fail(f"tokenizer: {error}", "give the model its own tokenizer files", 3, debug=debug)
+        return _fail(
+            f"tokenizer: {error}", "give the model its own tokenizer files", 3, debug=debug
+        )
     return 0
 
 
 def end_failed_rank(code: int) -> None:
     """End this process at once with its exit code, where it is a rank whose work failed; return otherwise.
 
-    torch's process group is still open then (quantflow/distributed/team.py). The interpreter would take it down while threads
-    of it run, for which the C++ runtime aborts the process: who started the rank would see SIGABRT in the place of the code.
+    torch's process group is still open then (quantflow/distributed/team.py). The interpreter would
+    take it down while threads of it run, for which the C++ runtime aborts the process: who started
+    the rank would see SIGABRT in the place of the code.
     """
     if code == 0 or not is_rank():
         return
@@ -208,16 +247,28 @@ def _system(error: OSError) -> tuple[str, str, int]:
         case errno.ENOSPC | errno.EDQUOT:
             return cause, "free some space; the same command continues", 5
         case errno.EFBIG:
-            return f"{cause}: more than `ulimit -f` allows", "raise that limit; the same command continues", 5
+            return (
+                f"{cause}: more than `ulimit -f` allows",
+                "raise that limit; the same command continues",
+                5,
+            )
         case errno.EMFILE | errno.ENFILE:
-            return f"{cause}: more than `ulimit -n` allows", "raise that limit; the same command continues", 5
+            return (
+                f"{cause}: more than `ulimit -n` allows",
+                "raise that limit; the same command continues",
+                5,
+            )
         case errno.EAGAIN | errno.EPIPE:
             ended = f"{cause}: a process cannot be started, or has ended"
             return ended, "look at `ulimit -u` and at memory; the same command continues", 5
         case errno.ENOMEM:
             return cause, MORE_MEMORY, 5
         case errno.EIO:
-            return f"{cause}: the disk or file system failed", "check the device; the same command continues", 3
+            return (
+                f"{cause}: the disk or file system failed",
+                "check the device; the same command continues",
+                3,
+            )
         case errno.ENOENT | errno.ESTALE:
             return cause, "bring the file back, or check the path; the same command continues", 3
         case errno.EROFS:

@@ -18,9 +18,11 @@ from quantflow.units import duration, size
 
 Item = TypeVar("Item")
 PATIENCE = 2.0  # seconds before anything is said
-RECENT = 5  # steps that the ETA is taken from: finished steps that a resumed run skips would promise too much
+# steps that the ETA is taken from: finished steps that a resumed run skips would promise too much
+RECENT = 5
 REDRAW = 0.1  # seconds between two drawings of the live line
-LEAST_RATE = 0.01  # GB/s; a slower step is bound by arithmetic, and its bytes per second say nothing
+# GB/s; a slower step is bound by arithmetic, and its bytes per second say nothing
+LEAST_RATE = 0.01
 COLUMNS = 80  # of a terminal that does not tell
 
 
@@ -125,7 +127,8 @@ class ProgressLine:
         """Yield this progress with a log file at `path`, which is beside the output and never inside it.
 
         Args:
-            path: lines are appended; when it cannot be written, that is said once and the run goes on.
+            path: lines are appended; when it cannot be written, that is said once and the run goes
+                on.
             title: the command, in one line.
         """
         with logged(path, title) as log:
@@ -170,7 +173,8 @@ class ProgressLine:
     ) -> Iterator[Item]:
         """Yield the items, telling after each how far it is and how long the rest will take.
 
-        The body of the loop must leave on disk what the step made: a first signal waits for it, and ends the run after it.
+        The body of the loop must leave on disk what the step made: a first signal waits for it, and
+        ends the run after it.
 
         Args:
             items: one per step.
@@ -183,7 +187,10 @@ class ProgressLine:
         Raises:
             Interrupted: a signal arrived during the last step.
         """
-        pace, outer = Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before), self.now.pace
+        pace, outer = (
+            Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before),
+            self.now.pace,
+        )
         told = 0.0  # seconds after the beginning
         self.now.pace = pace
         try:

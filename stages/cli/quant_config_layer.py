@@ -29,7 +29,10 @@ def given_config(verb: str, option: str | None, *, quiet: bool) -> "GivenConfig 
         return None
     given, unused = api.read_quant_config(name, verb=verb, quiet=quiet)
     if unused and not quiet:
-        click.echo(f"{verb}: QUANT_CONFIG {given.path}: keys without meaning here: {', '.join(unused)}", err=True)
+        click.echo(
+            f"{verb}: QUANT_CONFIG {given.path}: keys without meaning here: {', '.join(unused)}",
+            err=True,
+        )
     return given
 
 
@@ -58,11 +61,17 @@ def output_beneath(output: Path | None, config: "GivenConfig | None") -> Path:
     if output is not None:
         return output
     if config is None:
-        raise UsageError("measure: no folder to write", "give -o DIR, or a QUANT_CONFIG with dump_stats_path")
+        raise UsageError(
+            "measure: no folder to write", "give -o DIR, or a QUANT_CONFIG with dump_stats_path"
+        )
     path = Path(config.config.dump_stats_path)
-    there = next(parent for parent in path.absolute().parents if parent.exists())  # the rest is made
+    # the rest is made
+    there = next(parent for parent in path.absolute().parents if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"Measurements dump directory '{path.parent}' is non-writable", "mend dump_stats_path, or give -o DIR")
+        raise InputError(
+            f"Measurements dump directory '{path.parent}' is non-writable",
+            "mend dump_stats_path, or give -o DIR",
+        )
     return path
 
 
@@ -83,7 +92,9 @@ def entry_beneath(
     return values
 
 
-def measurement_beneath(measurement: str | None, entry: Mapping[str, Any], config: "GivenConfig | None") -> Path | None:
+def measurement_beneath(
+    measurement: str | None, entry: Mapping[str, Any], config: "GivenConfig | None"
+) -> Path | None:
     """Return the measurement that is given, else that of QUANT_CONFIG's dump_stats_path where FP8 needs one.
 
     Raises:

@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM: the first lets the step that runs finish, the second stops at once; both leave a state that continues.
 
-A step is what `Progress.steps` yields: when it ends, what it made is on disk. Outside a step the first signal stops at once.
+A step is what `Progress.steps` yields: when it ends, what it made is on disk. Outside a step the
+first signal stops at once.
 """
 
 import os
@@ -36,7 +37,9 @@ class Signals:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Answer both signals inside the block; one that the process was started to ignore stays ignored."""
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [
+            n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN
+        ]
         previous = {number: signal.signal(number, self._arrived) for number in numbers}
         try:
             yield
@@ -53,7 +56,8 @@ class Signals:
             quiet: tell nothing.
 
         Raises:
-            Interrupted: at the end of the outermost block, when a signal arrived within it; at once, on the second signal.
+            Interrupted: at the end of the outermost block, when a signal arrived within it; at
+                once, on the second signal.
         """
         outer = (self._step, self._quiet)
         if self._step is None:
@@ -71,5 +75,6 @@ class Signals:
         self._received = number
         if not self._quiet:
             again = "press again" if number == signal.SIGINT else "send it again"
-            with suppress(OSError):  # straight to the descriptor: the interrupted code may be inside sys.stderr's own write
+            # straight to the descriptor: the interrupted code may be inside sys.stderr's own write
+            with suppress(OSError):
                 os.write(STDERR, f"\nfinishing {self._step}; {again} to stop at once\n".encode())

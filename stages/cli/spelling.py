@@ -1,7 +1,7 @@
 """Command lines as other programs spell them: optimum-habana's and IPEX's text generation, lm-eval, TGI's benchmark.
 
-An option with underscores is that with hyphens (`cli` says so to click). Here are the others. A verb has a table: a name ->
-what it becomes. An option of the verb's own is never looked up.
+An option with underscores is that with hyphens (`cli` says so to click). Here are the others. A
+verb has a table: a name -> what it becomes. An option of the verb's own is never looked up.
 
     Becomes(("--adapter",), value=True)       `--peft-model DIR` is read as `--adapter DIR`
     Always("the cache is allocated once")     `--reuse-cache` asks for what is always so: it is left out, and that is said
@@ -10,8 +10,8 @@ what it becomes. An option of the verb's own is never looked up.
     ByValue({"BF16": ("--dtype", "bfloat16")})  `--lowp-mode BF16` is read as these words
     VALUES                                    `--dtype fp16` is read as `--dtype float16`
 
-Words after an option that may be given several times belong to it: `--prompt A B` is `--prompt A --prompt B`. Where nothing
-else can be the artifact, it is the last of them.
+Words after an option that may be given several times belong to it: `--prompt A B` is `--prompt A
+--prompt B`. Where nothing else can be the artifact, it is the last of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,27 +67,45 @@ def _value_of(option: str) -> Becomes:
 
 _ARTIFACT = Becomes((), value=True)  # the value itself is the argument
 _BENCH = Instead("use `quantflow bench ARTIFACT`, which has --runs, --warmups and --profile")
-_QUANTIZE = Instead("quantize first: `quantflow quantize MODEL -o DIR --scheme W4A16`, and generate with DIR")
-_FOREIGN = Instead("name the other program's folder as ARTIFACT; docs/sources.md has those that are read")
-_SHAPES = Instead("leave it out: prompts are padded on the left, and the cache has the length of the text")
+_QUANTIZE = Instead(
+    "quantize first: `quantflow quantize MODEL -o DIR --scheme W4A16`, and generate with DIR"
+)
+_FOREIGN = Instead(
+    "name the other program's folder as ARTIFACT; docs/sources.md has those that are read"
+)
+_SHAPES = Instead(
+    "leave it out: prompts are padded on the left, and the cache has the length of the text"
+)
 _CACHE = Always("a decoder allocates its cache when a prompt begins, and keeps it")
-_GRAPHS = Always("on --device hpu every shape is captured, on --device cuda every decode step; on a CPU nothing is")
-_LIMIT = Instead("leave it out: on --device hpu prompts are captured too, on --device cuda decode steps alone")
+_GRAPHS = Always(
+    "on --device hpu every shape is captured, on --device cuda every decode step; on a CPU "
+    "nothing is"
+)
+_LIMIT = Instead(
+    "leave it out: on --device hpu prompts are captured too, on --device cuda decode steps alone"
+)
 _BOOK = Instead("give a text: --prompts book.txt")
 _GREEDY = Becomes(("--temperature", "0"))
-_CODE = Instead("leave it out: the Python files of a model are not run; convert it with the program that knows it")
+_CODE = Instead(
+    "leave it out: the Python files of a model are not run; convert it with the program that "
+    "knows it"
+)
 _TOKEN = Instead("set HF_TOKEN, so that the token stands in no command line")
 _RANKS = Instead("give --ranks N, or start it with torchrun")
 _LOWP = ByValue(  # what linears compute in where the scheme leaves inputs alone
     {
-        "AUTO": (),  # inputs are rounded to 8 bits where export measured that it costs next to nothing
+        # inputs are rounded to 8 bits where export measured that it costs next to nothing
+        "AUTO": (),
         "INT8": (),
         "BF16": ("--dtype", "bfloat16", "--exact"),
         "FP16": ("--dtype", "float16", "--exact"),
         "FP32": ("--dtype", "float32", "--exact"),
     }
 )
-_INPUTS = Instead("leave it out: a scheme says how inputs are rounded: W4A8 per token, and W4A16 in groups unless --exact")
+_INPUTS = Instead(
+    "leave it out: a scheme says how inputs are rounded: W4A8 per token, and W4A16 in groups "
+    "unless --exact"
+)
 
 GENERATE: Spellings = {
     "--model-name-or-path": _ARTIFACT,
@@ -138,14 +156,18 @@ GENERATE: Spellings = {
     "--num-iter": _BENCH,
     "--num-warmup": _BENCH,
     "--benchmark": _BENCH,
-    "--token-latency": Instead("give --json, whose `timing` has it, or use `quantflow bench ARTIFACT`"),
+    "--token-latency": Instead(
+        "give --json, whose `timing` has it, or use `quantflow bench ARTIFACT`"
+    ),
     "--profile": _BENCH,
     "--profiling-steps": _BENCH,
     "--profiling-warmup-steps": _BENCH,
     "--profiling-record-shapes": _BENCH,
     "--profile-tokens": _BENCH,
     "--show-graphs-count": Instead("leave it out: graphs are not counted"),
-    "--output-dir": Instead("give --output FILE for the texts, or --json; `quantflow bench` has --results-dir"),
+    "--output-dir": Instead(
+        "give --output FILE for the texts, or --json; `quantflow bench` has --results-dir"
+    ),
     "--output-file": _value_of("--output"),
     "--options": Items(),
     "--help-options": Becomes(("--help",)),
@@ -159,7 +181,9 @@ GENERATE: Spellings = {
     "--mode": Instead("give --decoder lean or --decoder transformers"),
     "--token": _TOKEN,
     "--trust-remote-code": _CODE,
-    "--const-serialization-path": Instead("give --pack, which keeps the prepared weights beside the artifact"),
+    "--const-serialization-path": Instead(
+        "give --pack, which keeps the prepared weights beside the artifact"
+    ),
     "--csp": Instead("give --pack, which keeps the prepared weights beside the artifact"),
     "--lowp-mode": _LOWP,
     "--act-quant-mode": _INPUTS,
@@ -175,7 +199,9 @@ GENERATE: Spellings = {
     "--load-quantized-model-with-autogptq": _FOREIGN,
     "--load-quantized-model-with-autoawq": _FOREIGN,
     "--local-quantized-inc-model-path": _FOREIGN,
-    "--save-quantized-model-with-inc": Instead("use `quantflow export MEASUREMENT -o DIR --format inc`"),
+    "--save-quantized-model-with-inc": Instead(
+        "use `quantflow export MEASUREMENT -o DIR --format inc`"
+    ),
 }
 BENCH: Spellings = {
     "--model-name-or-path": _ARTIFACT,
@@ -229,8 +255,10 @@ VALIDATE: Spellings = {
     "--trust-remote-code": _CODE,
     "--token": _TOKEN,
 }
-LISTS = frozenset({"--tasks"})  # one option whose value has commas; other programs have words after it
-VALUES = {"--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}}  # option -> a value elsewhere -> the one here
+# one option whose value has commas; other programs have words after it
+LISTS = frozenset({"--tasks"})
+# option -> a value elsewhere -> the one here
+VALUES = {"--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}}
 
 
 class Spelled(click.Command):
@@ -240,7 +268,9 @@ class Spelled(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a command line in the verb's own spelling."""
-        words, left_out = respelled(args, options_of(self, ctx), self.spellings, verb=str(self.name))
+        words, left_out = respelled(
+            args, options_of(self, ctx), self.spellings, verb=str(self.name)
+        )
         if not {"-q", "--quiet", "--json"} & set(words):
             for line in left_out:
                 click.echo(line, err=True)
@@ -319,7 +349,12 @@ def respelled(
                 first += spelling.words
             elif spelling.words:
                 words += [*spelling.words, _value_here(spelling.words[0], value)]
-                while own[spelling.words[0]].multiple and not equals and rest and not rest[0].startswith("-"):
+                while (
+                    own[spelling.words[0]].multiple
+                    and not equals
+                    and rest
+                    and not rest[0].startswith("-")
+                ):
                     words += [*spelling.words, rest.pop(0)]
                     last = len(words) - 1
             else:
@@ -347,11 +382,15 @@ def _by_value(value: str, spelling: ByValue, *, option: str) -> tuple[str, ...]:
     """
     words = spelling.words.get(value.upper())
     if words is None:
-        raise UsageError(f"{option}: {value!r} is unknown", f"use one of {', '.join(spelling.words)}")
+        raise UsageError(
+            f"{option}: {value!r} is unknown", f"use one of {', '.join(spelling.words)}"
+        )
     return words
 
 
-def _items(text: str, own: Mapping[str, click.Option], spellings: Spellings, *, option: str) -> list[str]:
+def _items(
+    text: str, own: Mapping[str, click.Option], spellings: Spellings, *, option: str
+) -> list[str]:
     """Return the options that the items of `Items` stand for, in the verb's own spelling or another program's.
 
     Raises:
@@ -364,9 +403,14 @@ def _items(text: str, own: Mapping[str, click.Option], spellings: Spellings, *, 
         known, spelling = own.get(name), spellings.get(name)
         if not equals or (known is None and spelling is None):
             raise UsageError(
-                f"{option}: {item!r} is no option and its value", "write max_length=64,num_beams=4; --help lists them"
+                f"{option}: {item!r} is no option and its value",
+                "write max_length=64,num_beams=4; --help lists them",
             )
-        if not known.is_flag if known is not None else isinstance(spelling, ByValue) or getattr(spelling, "value", False):
+        if (
+            not known.is_flag
+            if known is not None
+            else isinstance(spelling, ByValue) or getattr(spelling, "value", False)
+        ):
             words += [name, value.strip()]
         elif value.strip().lower().startswith("t"):
             words.append(name)

@@ -1,8 +1,8 @@
 """stdout and stderr of a process, either of which may be closed, a pipe that nobody reads any more, or a file on a full disk.
 
-stdout carries a result, so what cannot be written there ends the command with a sentence and its code. stderr carries what is
-said beside the work, and no work ends because that cannot be said. Python itself would try once more at its own end, and exit
-with 120.
+stdout carries a result, so what cannot be written there ends the command with a sentence and its
+code. stderr carries what is said beside the work, and no work ends because that cannot be said.
+Python itself would try once more at its own end, and exit with 120.
 """
 
 import io
@@ -47,7 +47,8 @@ class _Descriptor(io.FileIO):
 def guard() -> None:
     """Put such streams in the place of sys.stdout and sys.stderr; one that is closed gets /dev/null.
 
-    A descriptor that is free would be the number of the next file that is opened, and messages would go into it.
+    A descriptor that is free would be the number of the next file that is opened, and messages
+    would go into it.
     """
     for number in (0, 1, 2):
         try:

@@ -52,10 +52,22 @@ class Server:
 
     path: Path
 
-    def run(self, arguments: Sequence[object], root: Path, *, kill_after: float | None = None, **faults: Any) -> Outcome:
+    def run(
+        self,
+        arguments: Sequence[object],
+        root: Path,
+        *,
+        kill_after: float | None = None,
+        **faults: Any,
+    ) -> Outcome:
         """Run one command line with faults below `root`."""
         words = [str(argument) for argument in arguments]
-        request = {"arguments": words, "root": str(root), "faults": faults, "kill_after": kill_after}
+        request = {
+            "arguments": words,
+            "root": str(root),
+            "faults": faults,
+            "kill_after": kill_after,
+        }
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self.path))
             with connection.makefile("rw") as stream:
@@ -87,7 +99,8 @@ class Command:
     Attributes:
         arguments: the command line, given that folder.
         before: what the folder holds first; None is nothing.
-        also: what may be found there although an uninterrupted run does not leave it: the result that it replaces.
+        also: what may be found there although an uninterrupted run does not leave it: the result
+            that it replaces.
     """
 
     server: Server
@@ -128,11 +141,15 @@ class Command:
                 return
         strange = [name for name in found if name not in self.made]
         assert strange == [], "not a file that a finished run has"
-        assert [name for name in found if found[name] != self.made[name]] == [], "partial or different"
+        assert [name for name in found if found[name] != self.made[name]] == [], (
+            "partial or different"
+        )
         for name in found:  # what says that a folder is complete stands in a complete folder
             if name.endswith(("DONE.json", "quantflow.json")):
                 inside = name.rpartition("/")[0] + "/"
-                assert [other for other in self.made if other.startswith(inside) and other not in found] == []
+                assert [
+                    other for other in self.made if other.startswith(inside) and other not in found
+                ] == []
 
     def check_continues(self, folder: Path) -> None:
         """Assert that the same command, now without a fault, makes the same bytes and leaves nothing else."""
@@ -161,9 +178,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
     path, library, environment = folder / "socket", folder / "allocations.so", dict(os.environ)
     if (compiler := shutil.which("cc")) is not None:
-        subprocess.run([compiler, "-O2", "-fPIC", "-shared", str(ALLOCATOR), "-o", str(library), "-ldl"], check=True)
-        environment["LD_PRELOAD"] = " ".join(filter(None, (os.environ.get("LD_PRELOAD"), str(library))))
-    process = subprocess.Popen([sys.executable, str(SERVER), str(path)], stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.run(
+            [compiler, "-O2", "-fPIC", "-shared", str(ALLOCATOR), "-o", str(library), "-ldl"],
+            check=True,
+        )
+        environment["LD_PRELOAD"] = " ".join(
+            filter(None, (os.environ.get("LD_PRELOAD"), str(library)))
+        )
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield Server(path)
@@ -173,14 +197,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def inputs(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def inputs(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """A model, texts, a gate that everything passes, and a recipe of two artifacts."""
     folder = tmp_path_factory.mktemp("inputs")
     thresholds = {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}
     (folder / "gate.json").write_text(json.dumps({"thresholds": thresholds}))
     recipe = {
         "model": str(llama),
-        "calibration": {"source": str(text_files["calibration"]), "samples": 4, "sequence_length": 32},
+        "calibration": {
+            "source": str(text_files["calibration"]),
+            "samples": 4,
+            "sequence_length": 32,
+        },
         "measure": {"stats": ["amax"]},
         "quantize": [
             {"name": "int4", "scheme": "W4A16", "algorithm": "gptq", "group_size": 32},
@@ -194,7 +224,12 @@ def inputs(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.Te
         },
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    return {"model": llama, "gate": folder / "gate.json", "recipe": folder / "recipe.yaml", **text_files}
+    return {
+        "model": llama,
+        "gate": folder / "gate.json",
+        "recipe": folder / "recipe.yaml",
+        **text_files,
+    }
 
 
 def quantize_as_ranks(model: Path, output: Path) -> None:
@@ -210,25 +245,60 @@ def quantize_as_ranks(model: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Command]:
+def commands(
+    server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Command]:
     """Return a stage's command, which has run once without a fault; what it reads is made first."""
     work = tmp_path_factory.mktemp("faults")
     model, made = inputs["model"], work / "made"
     text = ["--calibration", inputs["calibration"], "--samples", 4, "--sequence-length", 32]
-    judged = ["--text", inputs["heldout"], "--tokens", 128, "--sequence-length", 32, "--gate", inputs["gate"]]
+    judged = [
+        "--text",
+        inputs["heldout"],
+        "--tokens",
+        128,
+        "--sequence-length",
+        32,
+        "--gate",
+        inputs["gate"],
+    ]
     int4 = ["--scheme", "W4A16", "--group-size", 32, "--measurement", made / "measure"]
     small = ["--shard-size", "30KB"]
     lines: dict[str, Callable[[Path], list[object]]] = {
         "measure": lambda out: ["measure", model, "-o", out, *text, "--stats", "amax"],
-        "measure-gradients": lambda out: ["measure", model, "-o", out, *text, "--stats", "gradient"],
+        "measure-gradients": lambda out: [
+            "measure",
+            model,
+            "-o",
+            out,
+            *text,
+            "--stats",
+            "gradient",
+        ],
         "quantize": lambda out: ["quantize", "--no-export", model, "-o", out, *int4],
-        "file-to-file": lambda out: ["quantize", "--no-export", model, "-o", out, "--scheme", "FP8_DYNAMIC"],
+        "file-to-file": lambda out: [
+            "quantize",
+            "--no-export",
+            model,
+            "-o",
+            out,
+            "--scheme",
+            "FP8_DYNAMIC",
+        ],
         "unify": lambda out: ["unify", "-g", "0", "-m", made / "measure", "-o", out],
         "unify-shards": lambda out: ["unify", "-m", made / "shards", "-o", out],
         "export": lambda out: ["export", made / "quantize", "-o", out],
         "export-shards": lambda out: ["export", made / "file-to-file", "-o", out, *small],
         "export-replace": lambda out: ["export", made / "file-to-file", "-o", out, "--force"],
-        "validate": lambda out: ["validate", made / "export", "--baseline", model, *judged, "--report", out],
+        "validate": lambda out: [
+            "validate",
+            made / "export",
+            "--baseline",
+            model,
+            *judged,
+            "--report",
+            out,
+        ],
         "run": lambda out: ["run", inputs["recipe"], "-o", out],
     }
     reads = {

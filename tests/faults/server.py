@@ -1,13 +1,15 @@
 """A fork server: it imports everything once; each case is a fork that runs one command line with one fault.
 
-Run as a program with the path of a Unix socket. A connection sends one JSON request and gets one JSON answer:
+Run as a program with the path of a Unix socket. A connection sends one JSON request and gets one
+JSON answer:
 
     request   {"arguments": [...], "root": folder, "faults": {...}, "kill_after": seconds or null}
     answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr", "seconds",
                "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means],
                "allocations": blocks that torch asked for}
 
-The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks left out.
+The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks
+left out.
 """
 
 import contextlib
@@ -81,7 +83,8 @@ class Faults:
         self.root, self.source, self.spec = f"{root}/", f"{spec.get('source', root)}/", spec
         self.counts = dict.fromkeys(sorted(set(KINDS.values())), 0)
         self.written = self.changes = 0
-        self.alien: list[str] = []  # opened for writing by something that does not go through these calls
+        # opened for writing by something that does not go through these calls
+        self.alien: list[str] = []
         self.active = True
         self._inside = threading.local()
         self._lock = threading.Lock()
@@ -96,7 +99,11 @@ class Faults:
         if event != "open" or not self.active or getattr(self._inside, "depth", 0):
             return
         path, mode, flags = arguments
-        writes = any(c in mode for c in "wax+") if isinstance(mode, str) else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            any(c in mode for c in "wax+")
+            if isinstance(mode, str)
+            else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+        )
         if writes and isinstance(path, str) and self._counts(os.path.abspath(path)):
             self.alien.append(path)
 
@@ -107,9 +114,15 @@ class Faults:
         first = arguments[0]
         if isinstance(first, int):
             return os.readlink(f"/proc/self/fd/{first}")
-        folder = keywords.get("dir_fd") if name not in ("rename", "replace", "link") else keywords.get("src_dir_fd")
+        folder = (
+            keywords.get("dir_fd")
+            if name not in ("rename", "replace", "link")
+            else keywords.get("src_dir_fd")
+        )
         text = os.fspath(arguments[1] if name == "link" else first)
-        return os.path.join(os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}"), text)
+        return os.path.join(
+            os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}"), text
+        )
 
     def _wrapped(self, name: str, call):
         kind = KINDS[name]
@@ -118,7 +131,9 @@ class Faults:
             opens = name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             path = "" if opens or not self.active else self._path(name, arguments, keywords)
             if path.endswith(".log") and "log" in self.spec and kind == "write":
-                raise OSError(getattr(errno, self.spec["log"]), os.strerror(getattr(errno, self.spec["log"])))
+                raise OSError(
+                    getattr(errno, self.spec["log"]), os.strerror(getattr(errno, self.spec["log"]))
+                )
             counts = path.startswith(self.source) if kind == "read" else self._counts(path)
             if not counts:
                 return self._call(call, arguments, keywords)
@@ -134,7 +149,11 @@ class Faults:
                     self._fail(self.spec["do"], arguments)
             full = self.spec.get("full")
             if full is not None and name in ("write", "pwrite"):
-                arguments = (arguments[0], memoryview(arguments[1])[: max(0, full - self.written)], *arguments[2:])
+                arguments = (
+                    arguments[0],
+                    memoryview(arguments[1])[: max(0, full - self.written)],
+                    *arguments[2:],
+                )
             if full is not None and self.written >= full and (kind == "write" or kind == "open"):
                 self._fail("ENOSPC", arguments)
             if kind == "fsync":
@@ -187,7 +206,9 @@ def limit(spec: dict) -> None:
     for name, more in spec.get("limits", {}).items():
         before = 0
         if name == "AS":
-            before = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            before = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
+                "SC_PAGE_SIZE"
+            )
         elif name == "NOFILE":
             before = 1 + max(int(number) for number in os.listdir("/proc/self/fd"))
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -296,7 +317,12 @@ def case(request: dict, streams: list[io.IOBase], results: int) -> None:
         unlimit(request["faults"])
         faults.active = False
         blocks = 0 if allocator() is None else allocator().allocations()
-        told = {"counts": faults.counts, "written": faults.written, "alien": faults.alien, "allocations": blocks}
+        told = {
+            "counts": faults.counts,
+            "written": faults.written,
+            "alien": faults.alien,
+            "allocations": blocks,
+        }
         with os.fdopen(results, "w") as pipe:
             json.dump(told, pipe)
 
@@ -323,7 +349,11 @@ def answer(request: dict) -> dict:
             text = pipe.read()
         stdout.seek(0)
         stderr.seek(0)
-        told = json.loads(text) if text else {"counts": {}, "written": 0, "alien": [], "allocations": 0}
+        told = (
+            json.loads(text)
+            if text
+            else {"counts": {}, "written": 0, "alien": [], "allocations": 0}
+        )
         ended = {"code": os.waitstatus_to_exitcode(status), "seconds": seconds}
         return {**ended, **told, "stdout": stdout.read(), "stderr": stderr.read()}
 
@@ -370,7 +400,8 @@ def main() -> None:
     from quantflow.distributed.launch import die_with_parent
 
     die_with_parent()  # tests that are killed leave no server
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # cases are interrupted although tests may run in a background
+    # cases are interrupted although tests may run in a background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warm_up()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(sys.argv[1])

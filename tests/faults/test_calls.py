@@ -1,8 +1,8 @@
 """A fault at the k-th open, write, fsync, rename and unlink of a small run of each stage.
 
-Each ends with the promised exit code and two lines that name a file, leaves nothing partial under a final name, and the same
-command then makes the same bytes. The default is every tenth k with the faults in turn; `sweep` is every k with every fault,
-and `slow` that of one stage.
+Each ends with the promised exit code and two lines that name a file, leaves nothing partial under a
+final name, and the same command then makes the same bytes. The default is every tenth k with the
+faults in turn; `sweep` is every k with every fault, and `slow` that of one stage.
 """
 
 from collections import Counter
@@ -24,7 +24,8 @@ STAGES = (
     "export-replace",
     "validate",
 )
-QUICK = ("measure", "quantize", "file-to-file", "unify", "export", "export-gguf")  # the others are slow
+# the others are slow
+QUICK = ("measure", "quantize", "file-to-file", "unify", "export", "export-gguf")
 STEP = 10
 
 
@@ -53,7 +54,10 @@ def strike(command, case: tuple[str, int, str]) -> str:
         if outcome.code > 0:
             cause, remedy = outcome.error
             assert cause.startswith(f"error: {folder}"), (case, outcome.stderr)
-            assert remedy.startswith("  fix: ") and "Traceback" not in outcome.stderr, (case, outcome.stderr)
+            assert remedy.startswith("  fix: ") and "Traceback" not in outcome.stderr, (
+                case,
+                outcome.stderr,
+            )
         command.check_continues(folder)
     return do if outcome.code else "survived"
 
@@ -71,14 +75,21 @@ def test_nothing_is_written_past_the_calls_that_fail_here(commands, stage):
     assert commands(stage).outcome.alien == []
 
 
-@pytest.mark.parametrize("stage", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES])
+@pytest.mark.parametrize(
+    "stage",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES],
+)
 def test_a_fault_at_every_tenth_call_ends_as_promised_and_continues(commands, stage):
     ended = sweep(commands(stage), every=STEP)
     assert ended.total() > 3 and ended["survived"] <= ended.total() // 3
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(name, marks=pytest.mark.slow if name == "unify" else pytest.mark.sweep) for name in STAGES]
+    "stage",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "unify" else pytest.mark.sweep)
+        for name in STAGES
+    ],
 )
 def test_every_fault_at_every_call_ends_as_promised_and_continues(commands, stage):
     ended = sweep(commands(stage), every=1)

@@ -57,21 +57,45 @@ def test_an_interrupted_run_says_so_and_continues(commands, tmp_path: Path) -> N
     _, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     said = [line for line in messages.splitlines() if line]
-    assert said == ["error: interrupted", "  fix: the same command continues where this one stopped"]
+    assert said == [
+        "error: interrupted",
+        "  fix: the same command continues where this one stopped",
+    ]
     assert not (tmp_path / "out" / "report.html").exists()
     measured = (tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns
     command.check_continues(tmp_path)
-    assert (tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns == measured
+    assert (
+        tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json"
+    ).stat().st_mtime_ns == measured
 
 
 def terminate_ranks(llama: Path, work: Path) -> list[str]:
     """Start a measurement of two ranks, terminate it, and return the command; nobody is left who holds a folder."""
     folder, text = work / "measured", work / "tokens.jsonl"
-    rows = [{"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]} for seed in range(SEQUENCES)]
+    rows = [
+        {"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]}
+        for seed in range(SEQUENCES)
+    ]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    calibration = ["--calibration", str(text), "--samples", str(SEQUENCES), "--sequence-length", "64"]
+    calibration = [
+        "--calibration",
+        str(text),
+        "--samples",
+        str(SEQUENCES),
+        "--sequence-length",
+        "64",
+    ]
     calibration += ["--stats", "amax", "--ranks", "2"]
-    command = [sys.executable, "-m", "quantflow", "measure", str(llama), "-o", str(folder), *calibration]
+    command = [
+        sys.executable,
+        "-m",
+        "quantflow",
+        "measure",
+        str(llama),
+        "-o",
+        str(folder),
+        *calibration,
+    ]
     process = start(command)
     locks = [folder / f".rank-00{rank}-of-002.lock" for rank in (0, 1)]
     for lock in locks:
@@ -79,12 +103,17 @@ def terminate_ranks(llama: Path, work: Path) -> list[str]:
     process.send_signal(signal.SIGTERM)
     _, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, messages
-    processes = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    processes = subprocess.run(
+        ["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert str(folder) not in processes  # neither torchrun nor a rank
     for lock in locks:
         with lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    print(f"{len(list(folder.glob('*/DONE.json')))} of 2 ranks had finished when the signal reached them")
+    print(
+        f"{len(list(folder.glob('*/DONE.json')))} of 2 ranks had finished when the signal "
+        "reached them"
+    )
     return command
 
 
@@ -104,11 +133,18 @@ def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(
     llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=64)
-    measured = measure.run(measure.MeasureJob(model=llama, output=tmp_path / "measured", calibration=calibration), QUIET)
+    measured = measure.run(
+        measure.MeasureJob(model=llama, output=tmp_path / "measured", calibration=calibration),
+        QUIET,
+    )
     entry = Quantize(name="x", scheme="W4A16", algorithm="gptq", group_size=32)
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry, measurement=measured)
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "quantized", entry=entry, measurement=measured
+    )
     quantize.run(job, QUIET)
-    first, second = (tmp_path / "quantized" / "layers" / f"0000{index}.safetensors" for index in (0, 1))
+    first, second = (
+        tmp_path / "quantized" / "layers" / f"0000{index}.safetensors" for index in (0, 1)
+    )
     canary = tmp_path / "quantized" / "canary.json"
     expected = [path.read_bytes() for path in (first, second, canary)]
     untouched = second.stat().st_ino
@@ -124,7 +160,9 @@ def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(
 
 
 def test_a_damaged_record_of_a_layer_makes_the_layer_again(llama: Path, tmp_path: Path) -> None:
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "quantized", entry=Quantize(name="x", scheme="W8A16"))
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "quantized", entry=Quantize(name="x", scheme="W8A16")
+    )
     quantize.run(job, QUIET)
     record = tmp_path / "quantized" / "layers" / "00001.json"
     expected = record.read_bytes()
@@ -139,9 +177,12 @@ def test_a_layer_of_other_inputs_is_made_again(llama: Path, tmp_path: Path) -> N
     for group_size in (32, 64):
         (tmp_path / "quantized" / "DONE.json").unlink(missing_ok=True)
         entry = Quantize(name="x", scheme="W4A16", algorithm="rtn", group_size=group_size)
-        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry), QUIET)
+        quantize.run(
+            quantize.QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry), QUIET
+        )
     quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "fresh", entry=entry), QUIET)
     found, expected = (
-        [path.read_bytes() for path in sorted((tmp_path / name / "layers").iterdir())] for name in ("quantized", "fresh")
+        [path.read_bytes() for path in sorted((tmp_path / name / "layers").iterdir())]
+        for name in ("quantized", "fresh")
     )
     assert found == expected

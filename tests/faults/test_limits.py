@@ -1,7 +1,8 @@
 """Limits of the system: descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or slow, clocks.
 
-Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and without the limit the same
-command makes the same bytes. The default is a few limits of one stage; `slow` is a sweep of every stage.
+Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and
+without the limit the same command makes the same bytes. The default is a few limits of one stage;
+`slow` is a sweep of every stage.
 """
 
 import os
@@ -17,10 +18,33 @@ STAGES = (
 MIB = 1 << 20
 SWEEPS = {
     "NOFILE": ((0, 2, 6), (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)),  # descriptors
-    "FSIZE": ((8192, 50_000), (512, 8192, 12_000, 20_000, 30_000, 50_000, 75_000, 100_000, 150_000, 250_000)),  # bytes
-    "AS": ((0, 8 * MIB), (0, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 12 * MIB, 16 * MIB, 24 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)),
+    # bytes
+    "FSIZE": (
+        (8192, 50_000),
+        (512, 8192, 12_000, 20_000, 30_000, 50_000, 75_000, 100_000, 150_000, 250_000),
+    ),
+    "AS": (
+        (0, 8 * MIB),
+        (
+            0,
+            MIB,
+            2 * MIB,
+            4 * MIB,
+            8 * MIB,
+            12 * MIB,
+            16 * MIB,
+            24 * MIB,
+            32 * MIB,
+            64 * MIB,
+            128 * MIB,
+        ),
+    ),
 }
-SAID = {"NOFILE": ("Too many open files",), "FSIZE": ("File too large",), "AS": ("memory", "Resource temporarily")}
+SAID = {
+    "NOFILE": ("Too many open files",),
+    "FSIZE": ("File too large",),
+    "AS": ("memory", "Resource temporarily"),
+}
 slow = pytest.mark.slow
 
 
@@ -31,7 +55,11 @@ def kept(command, folder, outcome, code: int) -> bool:
         return True
     assert outcome.code == code, outcome
     cause, remedy = outcome.error
-    assert cause.startswith("error: ") and remedy.startswith("  fix: ") and "Traceback" not in outcome.stderr, outcome.stderr
+    assert (
+        cause.startswith("error: ")
+        and remedy.startswith("  fix: ")
+        and "Traceback" not in outcome.stderr
+    ), outcome.stderr
     command.check_state(folder)
     return False
 
@@ -41,7 +69,10 @@ def sweep(command, name: str, values) -> Counter[str]:
         with command.folder() as folder:
             outcome = command.run(folder, limits={name: value})
             ended = kept(command, folder, outcome, 5)
-            assert ended or any(words in outcome.error[0] for words in SAID[name]), (value, outcome.stderr)
+            assert ended or any(words in outcome.error[0] for words in SAID[name]), (
+                value,
+                outcome.stderr,
+            )
             command.check_continues(folder)
         return "done" if ended else "refused"
 
@@ -51,14 +82,18 @@ def sweep(command, name: str, values) -> Counter[str]:
 
 
 @pytest.mark.parametrize("limit", SWEEPS)
-def test_a_limit_ends_a_stage_with_a_sentence_and_without_it_the_same_command_continues(commands, limit):
+def test_a_limit_ends_a_stage_with_a_sentence_and_without_it_the_same_command_continues(
+    commands, limit
+):
     assert sweep(commands("quantize"), limit, SWEEPS[limit][0])["refused"] > 0
 
 
 @slow
 @pytest.mark.parametrize("limit", SWEEPS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_limit_ends_every_stage_with_a_sentence_and_without_it_the_same_command_continues(commands, stage, limit):
+def test_every_limit_ends_every_stage_with_a_sentence_and_without_it_the_same_command_continues(
+    commands, stage, limit
+):
     assert sweep(commands(stage), limit, SWEEPS[limit][1])["refused"] > 0
 
 
@@ -76,19 +111,28 @@ def starve(command, count: int) -> None:
             command.check_continues(folder)
         return ended
 
-    ended = Counter(command.at_once(strike, sorted({1 + blocks * place // count for place in range(count)})))
-    print(f"{command.name}: {count} of {blocks} blocks refused: {ended[True]} done, {ended[False]} refused")
+    ended = Counter(
+        command.at_once(strike, sorted({1 + blocks * place // count for place in range(count)}))
+    )
+    print(
+        f"{command.name}: {count} of {blocks} blocks refused: {ended[True]} done, {ended[False]} "
+        "refused"
+    )
     assert ended[False] > 0
 
 
 @pytest.mark.parametrize("stage", ["measure", "quantize", "export", "validate"])
-def test_a_tensor_that_there_is_no_memory_for_ends_a_stage_with_a_sentence_and_it_continues(commands, stage):
+def test_a_tensor_that_there_is_no_memory_for_ends_a_stage_with_a_sentence_and_it_continues(
+    commands, stage
+):
     starve(commands(stage), 4)
 
 
 @slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_tensor_that_there_is_no_memory_for_ends_every_stage_with_a_sentence_and_it_continues(commands, stage):
+def test_any_tensor_that_there_is_no_memory_for_ends_every_stage_with_a_sentence_and_it_continues(
+    commands, stage
+):
     starve(commands(stage), 16)
 
 
@@ -119,11 +163,15 @@ def test_a_quota_that_is_used_up_ends_a_stage_with_5_and_its_name(commands, stag
 @slow
 @pytest.mark.parametrize("number", ["EROFS", "EACCES"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_disk_that_turns_read_only_at_any_moment_ends_every_stage_with_its_name(commands, stage, number):
+def test_a_disk_that_turns_read_only_at_any_moment_ends_every_stage_with_its_name(
+    commands, stage, number
+):
     turn(commands(stage), number, 20)
 
 
-@pytest.mark.parametrize("stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)])
+@pytest.mark.parametrize(
+    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+)
 def test_a_folder_without_permission_to_write_ends_every_stage_before_its_work(commands, stage):
     command = commands(stage)
     with command.folder() as folder:
@@ -131,7 +179,9 @@ def test_a_folder_without_permission_to_write_ends_every_stage_before_its_work(c
         outcome = command.run(folder, plain=True)
         folder.chmod(0o700)
         assert not kept(command, folder, outcome, 3)
-        assert outcome.error[0].startswith(f"error: {folder}") and outcome.error[0].endswith("Permission denied")
+        assert outcome.error[0].startswith(f"error: {folder}") and outcome.error[0].endswith(
+            "Permission denied"
+        )
         command.check_continues(folder)
 
 
@@ -147,7 +197,9 @@ def test_a_source_without_permission_to_read_is_named(commands, inputs, stage):
         finally:
             weights.chmod(mode)
         assert not kept(command, folder, outcome, 3)
-        assert str(weights) in outcome.error[0] and "ermission denied" in outcome.error[0], outcome.stderr
+        assert str(weights) in outcome.error[0] and "ermission denied" in outcome.error[0], (
+            outcome.stderr
+        )
         command.check_continues(folder)
 
 
@@ -156,25 +208,39 @@ def read_only(tmp_path):
     """Return a folder of a file system that is mounted read-only."""
     folder = tmp_path / "mounted"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", folder], check=False, capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", folder],
+        check=False,
+        capture_output=True,
+    )
     if mounted.returncode:
         pytest.skip("this user mounts nothing")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)])
-def test_an_output_on_a_read_only_file_system_is_refused_before_any_work(commands, read_only, stage):
+@pytest.mark.parametrize(
+    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+)
+def test_an_output_on_a_read_only_file_system_is_refused_before_any_work(
+    commands, read_only, stage
+):
     command = commands(stage)
     outcome = command.server.run(command.arguments(read_only), read_only)
     assert outcome.code == 3, outcome
-    assert outcome.error[0].startswith(f"error: {read_only}") and outcome.error[0].endswith("Read-only file system")
+    assert outcome.error[0].startswith(f"error: {read_only}") and outcome.error[0].endswith(
+        "Read-only file system"
+    )
     assert "choose another -o" in outcome.error[1]
 
 
-@pytest.mark.parametrize("stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)])
+@pytest.mark.parametrize(
+    "stage", ["file-to-file", *(pytest.param(stage, marks=slow) for stage in STAGES)]
+)
 @pytest.mark.parametrize("year", [0.0, 4102444800.0])  # 1970 and 2100
-def test_a_clock_that_jumps_and_files_of_other_centuries_change_no_byte(commands, inputs, stage, year):
+def test_a_clock_that_jumps_and_files_of_other_centuries_change_no_byte(
+    commands, inputs, stage, year
+):
     command = commands(stage)
     files = [path for path in inputs["model"].iterdir() if path.is_file()]
     times = [(path.stat().st_atime_ns, path.stat().st_mtime_ns) for path in files]
@@ -182,7 +248,8 @@ def test_a_clock_that_jumps_and_files_of_other_centuries_change_no_byte(commands
         for path in files:
             os.utime(path, (year, year))
         try:
-            outcome = command.run(folder, clock=86_400, kind="fsync", at=2, do="KILL")  # and the clock goes back meanwhile
+            # and the clock goes back meanwhile
+            outcome = command.run(folder, clock=86_400, kind="fsync", at=2, do="KILL")
             assert outcome.code == -9, outcome
             command.check_state(folder)
             command.check_continues(folder)
@@ -206,7 +273,9 @@ def inputs_read_only(inputs, commands):
 
 
 @pytest.mark.parametrize("stage", ["measure", "quantize", "file-to-file", "export"])
-def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(commands, inputs_read_only, stage):
+def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(
+    commands, inputs_read_only, stage
+):
     command = commands(stage)
     with command.folder() as folder:
         outcome = command.run(folder, plain=True, zone="XYZ-13:45")
@@ -214,10 +283,14 @@ def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(comm
         command.check_made(folder)
 
 
-def test_a_signal_on_a_disk_that_takes_its_time_ends_a_stage_with_its_code_and_the_same_command_continues(commands):
+def test_a_signal_on_a_disk_that_takes_its_time_ends_a_stage_with_its_code_and_the_same_command_continues(
+    commands,
+):
     command = commands("file-to-file")
     with command.folder() as folder:
-        outcome = command.run(folder, slow=0.1, kind="fsync", at=command.outcome.counts["fsync"] // 2, do="TERM")
+        outcome = command.run(
+            folder, slow=0.1, kind="fsync", at=command.outcome.counts["fsync"] // 2, do="TERM"
+        )
         assert outcome.code == 143, outcome
         command.check_state(folder)
         command.check_continues(folder)

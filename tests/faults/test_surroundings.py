@@ -30,7 +30,9 @@ def test_a_source_that_vanishes_is_named_and_its_return_continues(commands, inpu
 
 
 @pytest.mark.parametrize("stage", READING)
-def test_a_source_that_cannot_be_read_is_named_and_the_same_command_continues(commands, inputs, stage):
+def test_a_source_that_cannot_be_read_is_named_and_the_same_command_continues(
+    commands, inputs, stage
+):
     command = commands(stage)
     reads = command.outcome.counts["read"]
     places = sorted({1 + reads * place // 3 for place in range(3)})
@@ -40,7 +42,10 @@ def test_a_source_that_cannot_be_read_is_named_and_the_same_command_continues(co
         with command.folder() as folder:
             outcome = command.run(folder, kind="read", at=at, do="EIO")
             assert outcome.code == 3, outcome
-            assert outcome.error[0] == f"error: {inputs['model'] / 'model.safetensors'}: Input/output error", outcome.stderr
+            assert (
+                outcome.error[0]
+                == f"error: {inputs['model'] / 'model.safetensors'}: Input/output error"
+            ), outcome.stderr
             command.check_state(folder)
             command.check_continues(folder)
 
@@ -54,17 +59,23 @@ def test_a_folder_that_a_live_process_writes_is_refused_with_its_number(commands
         lock = folder / ".out.lock"
         program = (
             "import fcntl,os,sys\n"
-            "f=open(sys.argv[1],'w'); fcntl.flock(f,fcntl.LOCK_EX); f.write(str(os.getpid())); f.flush()\n"
+            "f=open(sys.argv[1],'w'); fcntl.flock(f,fcntl.LOCK_EX); f.write(str(os.getpid())); "
+            "f.flush()\n"
             "print('held',flush=True); sys.stdin.read()"
         )
         holder = subprocess.Popen(
-            [sys.executable, "-c", program, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(lock)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         with holder:
             assert holder.stdout.readline() == "held\n"
             outcome = command.run(folder)
             assert outcome.code == 5
-            assert outcome.error[0] == f"error: {folder / 'out'}: process {holder.pid} is writing it"
+            assert (
+                outcome.error[0] == f"error: {folder / 'out'}: process {holder.pid} is writing it"
+            )
             holder.kill()  # and its lock is stale: nobody holds it
         assert lock.read_text() == str(holder.pid)
         command.check_continues(folder)
@@ -98,5 +109,7 @@ def test_the_log_tells_the_command_every_layer_and_the_peak_of_memory(commands):
         command.run(folder)
         lines = [line.split(" ", 1)[1] for line in (folder / "out.log").read_text().splitlines()]
         assert lines[0].startswith("begin: quantflow quantize ")
-        assert [line for line in lines if "layer 1 of 2" in line] and [line for line in lines if "layer 2 of 2" in line]
+        assert [line for line in lines if "layer 1 of 2" in line] and [
+            line for line in lines if "layer 2 of 2" in line
+        ]
         assert lines[-1].startswith("done, after ") and "peak RSS" in lines[-1]

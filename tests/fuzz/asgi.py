@@ -6,17 +6,34 @@ from typing import Any
 
 
 def asked(
-    app: Any, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, query: str = ""
+    app: Any,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    *,
+    query: str = "",
 ) -> tuple[int, bytes]:
     """Return the status and the body of an answer; what the application raises is raised here."""
     return asyncio.run(ask(app, method, path, body, headers, query=query))
 
 
 async def ask(
-    app: Any, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None, *, query: str = ""
+    app: Any,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    *,
+    query: str = "",
 ) -> tuple[int, bytes]:
     """Return the status and the body of an answer, inside a loop that runs."""
-    given = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+    given = {
+        "host": "127.0.0.1",
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        **(headers or {}),
+    }
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -27,7 +44,10 @@ async def ask(
         "raw_path": path.encode(),
         "query_string": query.encode(),
         "root_path": "",
-        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in given.items()],
+        "headers": [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in given.items()
+        ],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }

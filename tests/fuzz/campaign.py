@@ -2,8 +2,9 @@
 
     python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0 [--seconds S] [--only NAME,...]
 
-prints a line per target: inputs, seconds, and what was found, each with the number that makes it again. Both folders are
-small ones: what `export` wrote, and a rank of `measure`. Exit 1 where anything was found.
+prints a line per target: inputs, seconds, and what was found, each with the number that makes it
+again. Both folders are small ones: what `export` wrote, and a rank of `measure`. Exit 1 where
+anything was found.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def late(_number: int, _frame: FrameType | None) -> None:
 
 def answer(target: Target, data: bytes, folder: Path) -> str | None:
     """Return what a reader does with an input other than promised; None where it keeps its promise."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor: others may keep the machine busy
+    # of the processor: others may keep the machine busy
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         target.read(data, folder)
     except QuantflowError as error:
@@ -62,7 +64,8 @@ def batch(target: Target, first: int, count: int, *, seed: int, kept: Path | Non
         for number in range(first, first + count):
             data = target.input(random.Random(seed * 1_000_003 + number))
             said = answer(target, data, folder)
-            if said == LATE:  # a machine without memory charges a process for the kernel's search for some
+            # a machine without memory charges a process for the kernel's search for some
+            if said == LATE:
                 print(f"{AGAIN}\t{number}", flush=True)
                 said = answer(target, data, folder)
             if said is None:
@@ -75,7 +78,14 @@ def batch(target: Target, first: int, count: int, *, seed: int, kept: Path | Non
 
 
 def run(
-    name: str, target: Target, *, inputs: int, seconds: float, seed: int, kept: Path | None = None, size: int = BATCH
+    name: str,
+    target: Target,
+    *,
+    inputs: int,
+    seconds: float,
+    seed: int,
+    kept: Path | None = None,
+    size: int = BATCH,
 ) -> tuple[int, Counter[str]]:
     """Return how many inputs a target got, and what it did other than promised, and how often."""
     found: Counter[str] = Counter()
@@ -91,7 +101,11 @@ def run(
         )
         lines = [line.partition("\t") for line in outcome.said.splitlines()]
         if outcome.code not in (0, 1) or "Traceback" in outcome.said:
-            print(f"  {name} {first}..{first + count}: process ended with {outcome.code}: {outcome.said[-2000:]}", flush=True)
+            print(
+                f"  {name} {first}..{first + count}: process ended with {outcome.code}: "
+                f"{outcome.said[-2000:]}",
+                flush=True,
+            )
             found[f"process ended with {outcome.code}"] += 1
         for number, _, said in lines:
             if number == AGAIN:
@@ -110,9 +124,16 @@ def main() -> int:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("measurement", type=Path)
     parser.add_argument("--inputs", type=int, default=10_000, help="of each target")
-    parser.add_argument("--seconds", type=float, default=1e9, help="of each target; a batch that has begun is finished")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="of each target; a batch that has begun is finished",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=lambda text: text.split(","), help="these targets; a comma between them")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), help="these targets; a comma between them"
+    )
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--batch", type=int, default=BATCH, help="inputs of a process")
     options = parser.parse_args()
@@ -132,7 +153,10 @@ def main() -> int:
                 size=options.batch,
             )
             whole += sum(found.values())
-            print(f"{name}\t{count} inputs\t{time.monotonic() - begin:.0f} s\t{len(found)} findings", flush=True)
+            print(
+                f"{name}\t{count} inputs\t{time.monotonic() - begin:.0f} s\t{len(found)} findings",
+                flush=True,
+            )
     return 1 if whole else 0
 
 

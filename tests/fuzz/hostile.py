@@ -3,12 +3,13 @@
     python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N] [--files config.json,...]
                                        [--verbs generate,...]
 
-makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each so often, and runs the
-verbs on every one; on the model and on what quantize left, those that read these. A change that makes the bytes of an earlier
-one is counted and not tried again. The verbs of an artifact share a fork of this process, with 2 GiB, and 10 s for each; what
-goes wrong there is tried again in a fork of its own. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4) with a sentence,
-or give the text that transformers gives of the same folder. Whatever else happens is printed with the number that makes it
-again; exit 1.
+makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each
+so often, and runs the verbs on every one; on the model and on what quantize left, those that read
+these. A change that makes the bytes of an earlier one is counted and not tried again. The verbs of
+an artifact share a fork of this process, with 2 GiB, and 10 s for each; what goes wrong there is
+tried again in a fork of its own. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4) with a
+sentence, or give the text that transformers gives of the same folder. Whatever else happens is
+printed with the number that makes it again; exit 1.
 """
 
 import argparse
@@ -108,7 +109,18 @@ def made_from(model: Path, *, exported: bool) -> Iterator[Made]:
             ()
             if not exported
             else (
-                ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "--no-export", "-q"],
+                [
+                    "quantize",
+                    str(model),
+                    "-o",
+                    str(work / "2"),
+                    "--scheme",
+                    "W8A16",
+                    "--algorithm",
+                    "rtn",
+                    "--no-export",
+                    "-q",
+                ],
                 ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
             )
         ):
@@ -117,7 +129,10 @@ def made_from(model: Path, *, exported: bool) -> Iterator[Made]:
         text = work / "text.jsonl"
         chance = random.Random(0)
         text.write_text(
-            "".join(json.dumps({"input_ids": [chance.randrange(3, 32) for _ in range(32)]}) + "\n" for _ in range(8))
+            "".join(
+                json.dumps({"input_ids": [chance.randrange(3, 32) for _ in range(32)]}) + "\n"
+                for _ in range(8)
+            )
         )
         yield Made(artifact=work / "artifact", quantized=work / "2", model=model, text=text)
 
@@ -128,7 +143,9 @@ class ProverHere:
     def expect(self, kind: str) -> None:
         """Do nothing: all is imported."""
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+    def prove(
+        self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool
+    ) -> dict[str, Any]:
         """Prove it, with one worker."""
         del workers
         with Workers(1) as pool, torch.no_grad():
@@ -139,22 +156,36 @@ def places(made: Made, file: str) -> list[tuple[Any, ...]]:
     """Return what of a file can be changed: paths of values, or names of tensors."""
     if file == "tensors":
         return [(name,) for name in sorted(load_file(made.artifact / "model.safetensors"))]
-    return [place for place in mutations.places(json.loads((intact(made, file) / inside(file)).read_text())) if place]
+    return [
+        place
+        for place in mutations.places(json.loads((intact(made, file) / inside(file)).read_text()))
+        if place
+    ]
 
 
 def intact(made: Made, file: str) -> Path:
     """Return the folder that a file is changed in a copy of."""
-    return made.model if file == SOURCE else made.quantized if file.startswith(QUANTIZED) else made.artifact
+    return (
+        made.model
+        if file == SOURCE
+        else made.quantized
+        if file.startswith(QUANTIZED)
+        else made.artifact
+    )
 
 
 def inside(file: str) -> str:
     """Return the name of a file in that folder."""
-    return {SOURCE: "config.json", "tensors": "model.safetensors"}.get(file, file.removeprefix(QUANTIZED))
+    return {SOURCE: "config.json", "tensors": "model.safetensors"}.get(
+        file, file.removeprefix(QUANTIZED)
+    )
 
 
 def verbs_of(file: str, verbs: Sequence[str]) -> Sequence[str]:
     """Return the verbs that read that folder, of those for artifacts the ones that are asked for."""
-    return FROM_SOURCE if file == SOURCE else FROM_QUANTIZED if file.startswith(QUANTIZED) else verbs
+    return (
+        FROM_SOURCE if file == SOURCE else FROM_QUANTIZED if file.startswith(QUANTIZED) else verbs
+    )
 
 
 def changed(chance: random.Random, made: Made, file: str, place: Sequence[Any]) -> bytes:
@@ -176,7 +207,10 @@ def change(folder: Path, file: str, content: bytes) -> None:
     (folder / inside(file)).write_bytes(content)
     if file.startswith(QUANTIZED) and inside(file) != DONE:
         record = json.loads((folder / DONE).read_text())
-        record["files"][inside(file)] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        record["files"][inside(file)] = {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "bytes": len(content),
+        }
         (folder / DONE).write_text(json.dumps(record))
     elif folder.joinpath("quantflow.json").exists():
         reseal(folder)
@@ -205,9 +239,9 @@ def reshaped(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
         lambda: tensor.float() * float("nan"),
         lambda: tensor.float() * float("inf"),
         lambda: (tensor.float() * 3e38).to(tensor.dtype) if tensor.is_floating_point() else tensor,
-        lambda: torch.randint(-128, 127, tensor.shape, generator=torch.Generator().manual_seed(chance.randrange(99))).to(
-            tensor.dtype
-        ),
+        lambda: torch.randint(
+            -128, 127, tensor.shape, generator=torch.Generator().manual_seed(chance.randrange(99))
+        ).to(tensor.dtype),
     ]
     return chance.choice(found)()
 
@@ -220,7 +254,11 @@ def reseal(folder: Path) -> None:
     for entry in ledger.tensors:
         info = headers.get(entry.name)
         known = entry.action != "copied" or info is None
-        entries.append(entry if known else replace(entry, dtype=info.dtype, shape=info.shape, nbytes=info.nbytes))
+        entries.append(
+            entry
+            if known
+            else replace(entry, dtype=info.dtype, shape=info.shape, nbytes=info.nbytes)
+        )
     body["ledger"] = replace(ledger, tensors=tuple(entries)).to_json()
     for key in ("digest", "files", "layout_version"):
         body.pop(key)
@@ -251,7 +289,18 @@ def verb(name: str, folder: Path, made: Made) -> int:
         "verify": [folder],
         "inspect": [folder],
         "generate": [folder, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--json", "-q"],
-        "bench": [folder, "--input-tokens", 4, "--new-tokens", 2, "--runs", 1, "--warmups", 0, "-q"],
+        "bench": [
+            folder,
+            "--input-tokens",
+            4,
+            "--new-tokens",
+            2,
+            "--runs",
+            1,
+            "--warmups",
+            0,
+            "-q",
+        ],
         "validate": [folder, "--baseline", made.model, "--text", made.text, "--tokens", 256, "-q"],
     }
     report = ["--report", folder.with_name("report")] if name == "validate" else []
@@ -265,7 +314,12 @@ def served(folder: Path) -> int:
         models = Models(job, open_model(folder, job))
         app = application(process.site_of(job, models))
         parameters = {"max_new_tokens": TOKENS, "do_sample": False, "return_full_text": False}
-        status, body = asgi.asked(app, "POST", "/generate", json.dumps({"inputs": PROMPT, "parameters": parameters}).encode())
+        status, body = asgi.asked(
+            app,
+            "POST",
+            "/generate",
+            json.dumps({"inputs": PROMPT, "parameters": parameters}).encode(),
+        )
         models.close()
     except QuantflowError as error:
         print(f"error: {error.cause}", file=sys.stderr)
@@ -290,7 +344,9 @@ def text_of_transformers(folder: Path) -> str:
     ids = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
         out = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, num_beams=1)
-    whole, prompt = (tokenizer.decode(row, skip_special_tokens=True) for row in (out[0], ids["input_ids"][0]))
+    whole, prompt = (
+        tokenizer.decode(row, skip_special_tokens=True) for row in (out[0], ids["input_ids"][0])
+    )
     return str(whole.removeprefix(prompt))
 
 
@@ -300,7 +356,9 @@ def text_in(outcome: Outcome, name: str) -> str | None:
     try:
         if name == "generate":
             return str(json.loads(said[said.index("{") :])["outputs"][0]["text"])
-        return str(json.loads(next(line for line in reversed(said.splitlines()) if line.startswith('"'))))
+        return str(
+            json.loads(next(line for line in reversed(said.splitlines()) if line.startswith('"')))
+        )
     except (ValueError, IndexError, KeyError, StopIteration):
         return None
 
@@ -309,7 +367,9 @@ def why(outcome: Outcome) -> str:
     """Return one line of what went wrong."""
     lines = [line for line in outcome.said.splitlines() if line.strip()]
     told = (
-        [line for line in lines if "Error" in line or "error:" in line or "panicked" in line] or lines or ["nothing was said"]
+        [line for line in lines if "Error" in line or "error:" in line or "panicked" in line]
+        or lines
+        or ["nothing was said"]
     )
     return f"{outcome.code}: {told[-1][:150]}"
 
@@ -318,7 +378,9 @@ def each(names: Sequence[str], folder: Path, made: Made) -> int:
     """Run verbs one after the other in this process, each with its own seconds, and say after each how it ended."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for name in names:
-        resource.setrlimit(resource.RLIMIT_CPU, (min(most, math.ceil(time.process_time() + SECONDS)), most))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (min(most, math.ceil(time.process_time() + SECONDS)), most)
+        )
         try:
             code = verb(name, folder, made)
         except BaseException:
@@ -345,7 +407,9 @@ def outcomes(names: Sequence[str], folder: Path, made: Made) -> Iterator[tuple[s
 
 def allowed(name: str, outcome: Outcome) -> bool:
     """Return whether a verb may end so."""
-    return outcome.kept or (name == "validate" and outcome.code == 4 and "Traceback" not in outcome.said)
+    return outcome.kept or (
+        name == "validate" and outcome.code == 4 and "Traceback" not in outcome.said
+    )
 
 
 def reference(folder: Path, made: Made, known: dict[bytes, Outcome]) -> Outcome:
@@ -360,7 +424,13 @@ def reference(folder: Path, made: Made, known: dict[bytes, Outcome]) -> Outcome:
 
 
 def attacked(
-    made: Made, file: str, content: bytes, *, verbs: Sequence[str], ends: Counter[str], known: dict[bytes, Outcome]
+    made: Made,
+    file: str,
+    content: bytes,
+    *,
+    verbs: Sequence[str],
+    ends: Counter[str],
+    known: dict[bytes, Outcome],
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong: a verb, and what it did; count how verbs end in `ends`."""
     with tempfile.TemporaryDirectory(dir=made.artifact.parent) as name:
@@ -371,7 +441,11 @@ def attacked(
             ends[f"{one} {outcome.code}"] += 1
             if not allowed(one, outcome):
                 alone = isolated(lambda one=one: verb(one, folder, made))
-                yield one, why(outcome) + (" (not in a process of its own)" if allowed(one, alone) else "")
+                yield (
+                    one,
+                    why(outcome)
+                    + (" (not in a process of its own)" if allowed(one, alone) else ""),
+                )
             elif outcome.code == 0 and one not in NOT_FOR_TEXT:
                 texts[one] = text_in(outcome, one)
         if texts:
@@ -392,8 +466,12 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--changes", type=int, default=10, help="of each value")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1e9, help="of all; an artifact that was begun is finished")
-    parser.add_argument("--most", type=int, help="values of each file, drawn by the seed (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="of all; an artifact that was begun is finished"
+    )
+    parser.add_argument(
+        "--most", type=int, help="values of each file, drawn by the seed (default: all)"
+    )
     parser.add_argument("--files", default=",".join(FILES))
     parser.add_argument("--verbs", default=",".join(VERBS))
     parser.add_argument("--place", help="one path, as it is printed")
@@ -406,22 +484,42 @@ def main() -> int:
         if exported:
             reseal(made.artifact)
         elif (
-            outcome := isolated(lambda: verb("quantize", shutil.copytree(made.model, made.text.with_name("m")), made))
+            outcome := isolated(
+                lambda: verb(
+                    "quantize", shutil.copytree(made.model, made.text.with_name("m")), made
+                )
+            )
         ).code != 0:
             raise SystemExit(f"{options.model}: {outcome.said}")
         for verb_name in (
             (*VERBS, "export", "transformers") if exported else ()
         ):  # everything is imported before anything is changed
-            if (code := verb(verb_name, made.quantized if verb_name == "export" else made.artifact, made)) not in (0, 4):
+            if (
+                code := verb(
+                    verb_name, made.quantized if verb_name == "export" else made.artifact, made
+                )
+            ) not in (0, 4):
                 raise SystemExit(f"{verb_name}: the intact artifact ends with {code}")
         if exported:
-            made = replace(made, answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate") or "")
+            made = replace(
+                made,
+                answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate")
+                or "",
+            )
         gc.collect()
         gc.freeze()  # a fork that collects garbage does not copy what it finds here
         known: dict[bytes, Outcome] = {}
         for file in files:
-            begin, changes, before, ends, tried = time.monotonic(), 0, sum(wrong.values()), Counter[str](), set[bytes]()
-            found = [place for place in places(made, file) if options.place in (None, json.dumps(place))]
+            begin, changes, before, ends, tried = (
+                time.monotonic(),
+                0,
+                sum(wrong.values()),
+                Counter[str](),
+                set[bytes](),
+            )
+            found = [
+                place for place in places(made, file) if options.place in (None, json.dumps(place))
+            ]
             if options.most is not None and len(found) > options.most:
                 found = random.Random(f"{options.seed} {file}").sample(found, options.most)
             numbers = range(options.changes) if options.number is None else [options.number]
@@ -430,17 +528,24 @@ def main() -> int:
                     if time.monotonic() > end:
                         break
                     changes += 1
-                    content = changed(random.Random(f"{options.seed} {file} {place} {number}"), made, file, place)
+                    content = changed(
+                        random.Random(f"{options.seed} {file} {place} {number}"), made, file, place
+                    )
                     digest = hashlib.sha256(content).digest()
                     if digest in tried:
                         continue
                     tried.add(digest)
-                    for name, said in attacked(made, file, content, verbs=options.verbs.split(","), ends=ends, known=known):
+                    for name, said in attacked(
+                        made, file, content, verbs=options.verbs.split(","), ends=ends, known=known
+                    ):
                         wrong[f"{name}: {said}"] += 1
                         if wrong[f"{name}: {said}"] <= 3:
-                            print(f"  {file} {json.dumps(place)} {number}: {name} {said}", flush=True)
+                            print(
+                                f"  {file} {json.dumps(place)} {number}: {name} {said}", flush=True
+                            )
             print(
-                f"{file}\t{len(found)} values\t{changes} changes\t{len(tried)} artifacts\t{time.monotonic() - begin:.0f} s"
+                f"{file}\t{len(found)} values\t{changes} changes\t{len(tried)} "
+                f"artifacts\t{time.monotonic() - begin:.0f} s"
                 f"\t{sum(wrong.values()) - before} findings",
                 flush=True,
             )

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SECONDS = 10.0  # of the processor
-PATIENCE = 12  # times as long a process may take by the clock: others keep the machine busy, or it sleeps
+# times as long a process may take by the clock: others keep the machine busy, or it sleeps
+PATIENCE = 12
 MEMORY = 2 << 30  # bytes of address space beyond what the process has
 PROMISED = (0, 2, 3, 5, 6, 7)
 
@@ -22,7 +23,8 @@ class Outcome:
     """How a process ended.
 
     Attributes:
-        code: its exit code, minus the signal that ended it; None: it was still running after its time.
+        code: its exit code, minus the signal that ended it; None: it was still running after its
+            time.
         said: what it wrote to stdout and stderr.
         seconds: how long it ran.
     """
@@ -35,12 +37,18 @@ class Outcome:
     def kept(self) -> bool:
         """Whether the promise was kept: a promised code, a sentence for it, and nothing raw for a terminal."""
         raw = any(ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 for c in self.said)
-        bug = "a bug in quantflow" in self.said or "Traceback" in self.said or "panicked" in self.said
+        bug = (
+            "a bug in quantflow" in self.said or "Traceback" in self.said or "panicked" in self.said
+        )
         return self.code in PROMISED and not raw and not bug
 
 
 def isolated(
-    work: Callable[[], int], *, seconds: float = SECONDS, clock: float | None = None, memory: int | None = MEMORY
+    work: Callable[[], int],
+    *,
+    seconds: float = SECONDS,
+    clock: float | None = None,
+    memory: int | None = MEMORY,
 ) -> Outcome:
     """Return how `work`, which returns an exit code, ends in a fork of this process.
 

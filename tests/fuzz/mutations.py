@@ -6,11 +6,65 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-NUMBERS = (0, 1, -1, 2, 7, 127, 128, 255, 2**31 - 1, 2**31, -(2**31), 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30, 10**400)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    7,
+    127,
+    128,
+    255,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**32,
+    2**53,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    10**30,
+    10**400,
+)
 TEXTS = (
-    *("", " ", "0", "-1", "None", "nan", "inf", "true", "/", "..", "../../etc/passwd", "/dev/zero", "\x00", "\n", "a\nb: c"),
-    *("\x1b[31mred\x1b[0m\x07", "<script>alert(1)</script>", "{{7*7}}", "é", "\ud800", "\U0001f600" * 9, "x" * 5000),
-    *("re:(a+)+$", "re:[", "%s%n", "__class__", "\u202eabc", "F32", "FP8", "linear", "gelu", "auto"),
+    *(
+        "",
+        " ",
+        "0",
+        "-1",
+        "None",
+        "nan",
+        "inf",
+        "true",
+        "/",
+        "..",
+        "../../etc/passwd",
+        "/dev/zero",
+        "\x00",
+        "\n",
+        "a\nb: c",
+    ),
+    *(
+        "\x1b[31mred\x1b[0m\x07",
+        "<script>alert(1)</script>",
+        "{{7*7}}",
+        "é",
+        "\ud800",
+        "\U0001f600" * 9,
+        "x" * 5000,
+    ),
+    *(
+        "re:(a+)+$",
+        "re:[",
+        "%s%n",
+        "__class__",
+        "\u202eabc",
+        "F32",
+        "FP8",
+        "linear",
+        "gelu",
+        "auto",
+    ),
 )
 OTHERS = (
     None,
@@ -65,7 +119,9 @@ def changed_bytes(random: random.Random, data: bytes, others: Sequence[bytes] = 
             case 2:
                 number = random.choice(NUMBERS[:-2])
                 width = random.choice((1, 2, 4, 8))
-                made[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, random.choice(("little", "big")))
+                made[at : at + width] = (number % (1 << 8 * width)).to_bytes(
+                    width, random.choice(("little", "big"))
+                )
             case 3:
                 del made[at : at + size]
             case 4:
@@ -117,7 +173,9 @@ def change_(random: random.Random, value: Any, place: Sequence[Any]) -> None:
 
 def strange(random: random.Random) -> Any:
     """Return a value that readers forget about."""
-    return copy.deepcopy(random.choice((random.choice(NUMBERS), random.choice(TEXTS), random.choice(OTHERS))))
+    return copy.deepcopy(
+        random.choice((random.choice(NUMBERS), random.choice(TEXTS), random.choice(OTHERS)))
+    )
 
 
 def as_json(value: Any) -> bytes:
@@ -132,14 +190,37 @@ def _near(random: random.Random, value: Any) -> Any:
             return not value
         case int():
             return random.choice(
-                (value + 1, value - 1, -value, value * 2, value // 2, value * 1000, str(value), float(value % 2**53))
+                (
+                    value + 1,
+                    value - 1,
+                    -value,
+                    value * 2,
+                    value // 2,
+                    value * 1000,
+                    str(value),
+                    float(value % 2**53),
+                )
             )
         case float():
-            return random.choice((-value, value * 1e9, int(max(-1e300, min(value, 1e300))), str(value), 0.0))
+            return random.choice(
+                (-value, value * 1e9, int(max(-1e300, min(value, 1e300))), str(value), 0.0)
+            )
         case str():
-            return random.choice((value.upper(), value[:-1], value + value, value + "\n", f" {value}", value[::-1], [value]))
+            return random.choice(
+                (
+                    value.upper(),
+                    value[:-1],
+                    value + value,
+                    value + "\n",
+                    f" {value}",
+                    value[::-1],
+                    [value],
+                )
+            )
         case list():
-            return random.choice((value[:-1], value * 2, value[::-1], [value], dict.fromkeys(map(str, value))))
+            return random.choice(
+                (value[:-1], value * 2, value[::-1], [value], dict.fromkeys(map(str, value)))
+            )
         case dict():
             return random.choice((list(value), {**value, "more": 1}, [value], {}))
     return strange(random)
@@ -154,7 +235,13 @@ def _wrapped(random: random.Random, value: Any) -> Any:
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every value inside a value; of long lists the first ones."""
     found = [path]
-    items = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:20])
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         found += places(item, (*path, key))
     return found

@@ -72,7 +72,9 @@ class Target:
         if self.make is not None:
             return self.make(chance)
         if self.value is not None and chance.random() < 0.8:
-            return mutations.as_json(mutations.changed_value(chance, self.value, changes=chance.choice((1, 1, 2, 5))))
+            return mutations.as_json(
+                mutations.changed_value(chance, self.value, changes=chance.choice((1, 1, 2, 5)))
+            )
         return mutations.changed_bytes(chance, chance.choice(self.seeds), self.seeds)
 
 
@@ -112,7 +114,10 @@ def archive(pickled: bytes) -> bytes:
     text = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }\n"
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
-        file.writestr(restricted_npz.MEMBER, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + pickled)
+        file.writestr(
+            restricted_npz.MEMBER,
+            b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + pickled,
+        )
     return buffer.getvalue()
 
 
@@ -120,7 +125,11 @@ def saved() -> tuple[bytes, bytes]:
     """Return a file of torch.save as we write it, and one that torch wrote of a module."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.pt"
-        specs = {"a.packed_weight": ("I32", (4, 2)), "a.scale": ("F16", (4, 1)), "b": ("BF16", (3,))}
+        specs = {
+            "a.packed_weight": ("I32", (4, 2)),
+            "a.scale": ("F16", (4, 1)),
+            "b": ("BF16", (3,)),
+        }
         torch_file.write_torch_file(path, specs, [bytes(32), bytes(8), bytes(6)])
         ours = path.read_bytes()
         torch.save(torch.nn.Linear(3, 2).state_dict(), path)
@@ -131,8 +140,20 @@ def packed() -> bytes:
     """Return a pack of two linears."""
     with tempfile.TemporaryDirectory() as name:
         pack = Pack(Path(name) / "packed" / "a.safetensors", verify=True)
-        pack.get("q", lambda: {"words": torch.arange(64, dtype=torch.int32).view(8, 8), "scale": torch.ones(8)})
-        pack.get("k", lambda: {"words": torch.zeros(4096, 4, dtype=torch.int64), "shape": torch.tensor([3, 5])})
+        pack.get(
+            "q",
+            lambda: {
+                "words": torch.arange(64, dtype=torch.int32).view(8, 8),
+                "scale": torch.ones(8),
+            },
+        )
+        pack.get(
+            "k",
+            lambda: {
+                "words": torch.zeros(4096, 4, dtype=torch.int64),
+                "shape": torch.tensor([3, 5]),
+            },
+        )
         pack.save()
         return pack.path.read_bytes()
 
@@ -142,9 +163,18 @@ def request(chance: random.Random) -> bytes:
     path, body = chance.choice(BODIES)
     kind = chance.random()
     if kind < 0.1:
-        return chance.choice((b"GET ", b"POST ", b"PUT ", b"OPTIONS ")) + chance.choice(PATHS) + b"\n" + mutations.as_json(body)
-    data = mutations.as_json(mutations.changed_value(chance, body, changes=chance.choice((1, 1, 2, 3))))
-    return f"POST {path}\n".encode() + (data if kind < 0.8 else mutations.changed_bytes(chance, data))
+        return (
+            chance.choice((b"GET ", b"POST ", b"PUT ", b"OPTIONS "))
+            + chance.choice(PATHS)
+            + b"\n"
+            + mutations.as_json(body)
+        )
+    data = mutations.as_json(
+        mutations.changed_value(chance, body, changes=chance.choice((1, 1, 2, 3)))
+    )
+    return f"POST {path}\n".encode() + (
+        data if kind < 0.8 else mutations.changed_bytes(chance, data)
+    )
 
 
 def answered(artifact: Path) -> Callable[[bytes, Path], Any]:
@@ -173,15 +203,38 @@ def answered(artifact: Path) -> Callable[[bytes, Path], Any]:
 def of_other_programs(chance: random.Random) -> bytes:
     """Return the quantization_config of a folder that another program quantized."""
     config = chance.choice(OTHER_PROGRAMS)
-    return mutations.as_json(mutations.changed_value(chance, config, changes=chance.choice((1, 1, 2, 3))))
+    return mutations.as_json(
+        mutations.changed_value(chance, config, changes=chance.choice((1, 1, 2, 3)))
+    )
 
 
 WORDS = {"bits": 4, "group_size": 32, "sym": True}
 LINEARS = ("model.layers.0.mlp.up_proj", "lm_head")
-PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_g_idx")
+PARTS = (
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "weight",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_g_idx",
+)
 OTHER_PROGRAMS: list[dict[str, Any]] = [
-    {"quant_method": "gptq", **WORDS, "dynamic": {"+:.*up_proj": {"bits": 8, "group_size": 64}, "-:.*x": {}}, "desc_act": True},
-    {"quant_method": "gptq", **WORDS, "checkpoint_format": "gptq_v2", "meta": {"quantizer": ["gptqmodel:5"]}, "lm_head": True},
+    {
+        "quant_method": "gptq",
+        **WORDS,
+        "dynamic": {"+:.*up_proj": {"bits": 8, "group_size": 64}, "-:.*x": {}},
+        "desc_act": True,
+    },
+    {
+        "quant_method": "gptq",
+        **WORDS,
+        "checkpoint_format": "gptq_v2",
+        "meta": {"quantizer": ["gptqmodel:5"]},
+        "lm_head": True,
+    },
     {
         "quant_method": "auto-round",
         **WORDS,
@@ -196,12 +249,22 @@ OTHER_PROGRAMS: list[dict[str, Any]] = [
         "version": "gemm",
         "modules_to_not_convert": ["x"],
     },
-    {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
     {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "group_size": 16,
-        "config_groups": {"group_0": {"input_activations": {"num_bits": 4, "type": "float"}, "targets": ["Linear"]}},
+        "config_groups": {
+            "group_0": {
+                "input_activations": {"num_bits": 4, "type": "float"},
+                "targets": ["Linear"],
+            }
+        },
         "ignore": ["lm_head"],
     },
     {
@@ -211,29 +274,88 @@ OTHER_PROGRAMS: list[dict[str, Any]] = [
         "config_groups": {
             "group_0": {
                 "targets": ["re:.*up_proj"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "strategy": "group",
+                    "group_size": 32,
+                    "actorder": "group",
+                },
             }
         },
         "ignore": ["lm_head"],
     },
 ]
-PARAMETERS = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "typical_p": 0.9, "seed": 1, "stop": ["x"]}
-PARAMETERS |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "truncate": 8, "details": True, "top_n_tokens": 2}
-OPENAI = {"model": "tgi", "max_tokens": 3, "temperature": 0.7, "n": 2, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1.0}}
-CHAT = {**OPENAI, "messages": [{"role": "user", "content": "w10 w27"}], "logprobs": True, "top_logprobs": 2}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "null"}}}}}
+PARAMETERS = {
+    "max_new_tokens": 3,
+    "temperature": 0.7,
+    "top_k": 5,
+    "top_p": 0.9,
+    "typical_p": 0.9,
+    "seed": 1,
+    "stop": ["x"],
+}
+PARAMETERS |= {
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1,
+    "truncate": 8,
+    "details": True,
+    "top_n_tokens": 2,
+}
+OPENAI = {
+    "model": "tgi",
+    "max_tokens": 3,
+    "temperature": 0.7,
+    "n": 2,
+    "seed": 1,
+    "stop": ["x"],
+    "logit_bias": {"5": 1.0},
+}
+CHAT = {
+    **OPENAI,
+    "messages": [{"role": "user", "content": "w10 w27"}],
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "null"}}},
+    },
+}
 BODIES: list[tuple[str, Any]] = [
-    ("/generate", {"inputs": "w10 w27", "parameters": {**PARAMETERS, "decoder_input_details": True}}),
-    ("/generate", {"inputs": "w10", "parameters": {"max_new_tokens": 2, "grammar": {"type": "regex", "value": "(w1 )+"}}}),
+    (
+        "/generate",
+        {"inputs": "w10 w27", "parameters": {**PARAMETERS, "decoder_input_details": True}},
+    ),
+    (
+        "/generate",
+        {
+            "inputs": "w10",
+            "parameters": {"max_new_tokens": 2, "grammar": {"type": "regex", "value": "(w1 )+"}},
+        },
+    ),
     ("/generate_stream", {"inputs": "w10", "parameters": PARAMETERS}),
     ("/", {"inputs": "w10", "parameters": PARAMETERS, "stream": True}),
     ("/tokenize", {"inputs": "w10 w27"}),
     ("/vertex", {"instances": [{"inputs": "w10", "parameters": PARAMETERS}]}),
     ("/invocations", {"inputs": "w10", "parameters": PARAMETERS}),
     ("/v1/completions", {**OPENAI, "prompt": ["w10", "w27"], "echo": True, "logprobs": 2}),
-    ("/v1/completions", {**OPENAI, "prompt": [[1, 2, 3], [4]], "stream": True, "stream_options": {"include_usage": True}}),
+    (
+        "/v1/completions",
+        {
+            **OPENAI,
+            "prompt": [[1, 2, 3], [4]],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
     ("/v1/chat/completions", {**CHAT, "stream": True}),
-    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {"a": 1}}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {"a": 1}},
+    ),
     ("/chat_tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}),
 ]
 PATHS = (
@@ -268,7 +390,14 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "seed": 0,
         "calibration": {"source": "t.jsonl", "samples": 3, "sequence_length": 32, "pack": None},
         "measure": {"ranks": 1, "stats": ["amax"]},
-        "quantize": [{"name": "a", "scheme": "W4A16", "group_size": 32, "overrides": [{"match": "re:.*", "scheme": "FP8"}]}],
+        "quantize": [
+            {
+                "name": "a",
+                "scheme": "W4A16",
+                "group_size": 32,
+                "overrides": [{"match": "re:.*", "scheme": "FP8"}],
+            }
+        ],
         "export": {"shard_size": "4GiB"},
         "validate": {"text": "h.jsonl", "tokens": 64, "gate": "auto"},
         "resources": {"max_memory": "4GiB"},
@@ -283,10 +412,21 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "dump_stats_path": "./x",
         "use_qdq": "True",
     }
-    nodes = {"Mode": "DynamicRange", "LocalRank": None, "Nodes": {"a": {"inputs": [[[1.0]]], "params": {"weight": [[2.0]]}}}}
-    pickled = restricted_npz.dumps({"Nodes": {"a": {"inputs": [np.ones((1, 1), np.float32)]}}, "Mode": "DynamicRange"})
+    nodes = {
+        "Mode": "DynamicRange",
+        "LocalRank": None,
+        "Nodes": {"a": {"inputs": [[[1.0]]], "params": {"weight": [[2.0]]}}},
+    }
+    pickled = restricted_npz.dumps(
+        {"Nodes": {"a": {"inputs": [np.ones((1, 1), np.float32)]}}, "Mode": "DynamicRange"}
+    )
     specs = {"t": ("F32", (2, 3)), "u": ("BF16", (4,))}
-    fields = {"general.name": ("string", "x"), "n": ("u32", 7), "tokens": ("[string]", ["a", "b"]), "f": ("[f32]", [0.5])}
+    fields = {
+        "general.name": ("string", "x"),
+        "n": ("u32", 7),
+        "tokens": ("[string]", ["a", "b"]),
+        "f": ("[f32]", [0.5]),
+    }
     planned = gguf.layout(fields, specs)
     gguf_file = planned.header + bytes(planned.nbytes - len(planned.header))
     quantization = json.loads(config)["quantization_config"]
@@ -329,13 +469,16 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         place.write_bytes(data)
         place.chmod(0o644)
         try:
-            kept = Pack(place, verify=bool(len(data) % 2))  # whoever may write it can make its hash right
+            # whoever may write it can make its hash right
+            kept = Pack(place, verify=bool(len(data) % 2))
         finally:
             place.unlink()  # so that the next input does not shorten what is mapped
         return [tensor.sum() for key in kept._kept for tensor in kept.get(key, dict).values()]
 
     infos = {
-        f"{name}.{part}": TensorInfo(name=f"{name}.{part}", dtype="F8_E4M3", shape=(64, 64), offset=0, nbytes=4096)
+        f"{name}.{part}": TensorInfo(
+            name=f"{name}.{part}", dtype="F8_E4M3", shape=(64, 64), offset=0, nbytes=4096
+        )
         for name in LINEARS
         for part in PARTS
     }
@@ -344,9 +487,22 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         config = as_table(data)
         return layout_of(config, infos).schemes(config, dict.fromkeys(LINEARS, (64, 64)), infos)
 
-    adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 16, "alpha_pattern": {"q_proj": 8, "layers.(0|1).x": 4.5}}
-    adapter |= {"use_rslora": False, "use_dora": False, "bias": "none", "target_modules": ["q_proj"], "modules_to_save": None}
-    factors = {f"base_model.model.model.q_proj.lora_{side}.weight": torch.ones(1, 1) for side in "AB"}
+    adapter = {
+        "peft_type": "LORA",
+        "r": 1,
+        "lora_alpha": 16,
+        "alpha_pattern": {"q_proj": 8, "layers.(0|1).x": 4.5},
+    }
+    adapter |= {
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "target_modules": ["q_proj"],
+        "modules_to_save": None,
+    }
+    factors = {
+        f"base_model.model.model.q_proj.lora_{side}.weight": torch.ones(1, 1) for side in "AB"
+    }
 
     def adapted(data: bytes, folder: Path) -> Any:
         (folder / "adapter_config.json").write_bytes(data)
@@ -358,7 +514,10 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "lower_top1_by_noise": True,
     }
     gate |= {"max_regression": {"mean_kld": 0.1}, "min_recovery": {"all": 95.0, "arc": 90}}
-    bounds = {name: {"value": value, "lower": value, "upper": value} for name, value in gate["thresholds"].items()}
+    bounds = {
+        name: {"value": value, "lower": value, "upper": value}
+        for name, value in gate["thresholds"].items()
+    }
     change = {
         "previous": 0.1,
         "current": 0.1,
@@ -389,7 +548,14 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
             "max_regression": {},
             "min_recovery": {"arc": 90.0},
         },
-        "protocol": {"text": "t", "windows": 2, "tokens": 8, "sequence_length": 4, "dtype": "float32", "seed": 0},
+        "protocol": {
+            "text": "t",
+            "windows": 2,
+            "tokens": 8,
+            "sequence_length": 4,
+            "dtype": "float32",
+            "seed": 0,
+        },
         "windows": {
             "tokens": [4, 4],
             "kld": [0.1, 0.2],
@@ -399,7 +565,15 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         },
         "tasks": {
             "protocol": {},
-            "scores": {"arc": {"metric": "acc", "version": 1, "samples": 4, "recovery": 99.0, "answers": answers}},
+            "scores": {
+                "arc": {
+                    "metric": "acc",
+                    "version": 1,
+                    "samples": 4,
+                    "recovery": 99.0,
+                    "answers": answers,
+                }
+            },
         },
         "regression": {
             "previous": {"artifact": "b", "digest": "e"},
@@ -415,16 +589,31 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         other.write_text(json.dumps(validation))
         result = run_gate(GateJob(validation=given))
         write_junit(folder / "junit.xml", result)
-        return run_gate(GateJob(validation=other, previous=given)), run_gate(GateJob(validation=given, gate="int4"))
+        return run_gate(GateJob(validation=other, previous=given)), run_gate(
+            GateJob(validation=given, gate="int4")
+        )
 
     tokenizer = cache(lambda: load_tokenizer(artifact))
-    rows = [{"text": "w10 w27"}, {"input_ids": [3, 4, 5]}, {"messages": [{"role": "user", "content": "w1"}]}, {"prompt": "w3"}]
+    rows = [
+        {"text": "w10 w27"},
+        {"input_ids": [3, 4, 5]},
+        {"messages": [{"role": "user", "content": "w1"}]},
+        {"prompt": "w3"},
+    ]
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
-    words, vocabulary = (artifact / "tokenizer_config.json").read_bytes(), (artifact / "tokenizer.json").read_bytes()
+    words, vocabulary = (
+        (artifact / "tokenizer_config.json").read_bytes(),
+        (artifact / "tokenizer.json").read_bytes(),
+    )
     return {
-        "json": Target(seeds=(config, manifest, b"[1,2.5e3,null,true]"), read=lambda data, _: parse_json(data, "x")),
-        "safetensors header": Target(seeds=(tiny, header), read=written("a.safetensors", read_header)),
+        "json": Target(
+            seeds=(config, manifest, b"[1,2.5e3,null,true]"),
+            read=lambda data, _: parse_json(data, "x"),
+        ),
+        "safetensors header": Target(
+            seeds=(tiny, header), read=written("a.safetensors", read_header)
+        ),
         "manifest": Target(seeds=(manifest,), value=json.loads(manifest), read=sealed),
         "index": Target(seeds=(json.dumps(index).encode(),), value=index, read=indexed),
         "config": Target(seeds=(config,), value=json.loads(config), read=checkpoint),
@@ -435,41 +624,62 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         ),
         "quantization_config of others": Target(seeds=(), make=of_other_programs, read=foreign),
         "recipe": Target(
-            seeds=(json.dumps(recipe, indent=1).encode(), b"model: m\nquantize:\n  - {name: a, scheme: W4A16}\n"),
+            seeds=(
+                json.dumps(recipe, indent=1).encode(),
+                b"model: m\nquantize:\n  - {name: a, scheme: W4A16}\n",
+            ),
             value=recipe,
             read=written("recipe.yaml", lambda path: recipe_from(read_yaml(path))),
         ),
         "--set": Target(
             seeds=(b"quantize.0.group_size=64", b"calibration={samples: 3}"),
-            read=lambda data, _: recipe_from(apply_settings(json.loads(json.dumps(recipe)), [data.decode(errors="replace")])),
+            read=lambda data, _: recipe_from(
+                apply_settings(json.loads(json.dumps(recipe)), [data.decode(errors="replace")])
+            ),
         ),
         "QUANT_CONFIG": Target(
-            seeds=(json.dumps(gaudi).encode(),), value=gaudi, read=lambda data, _: quant_config(as_table(data))
+            seeds=(json.dumps(gaudi).encode(),),
+            value=gaudi,
+            read=lambda data, _: quant_config(as_table(data)),
         ),
         "Gaudi's json": Target(
-            seeds=(json.dumps(nodes).encode(),), value=nodes, read=lambda data, _: _parse(parse_json(data, "x"), Path("x"))
+            seeds=(json.dumps(nodes).encode(),),
+            value=nodes,
+            read=lambda data, _: _parse(parse_json(data, "x"), Path("x")),
         ),
         "npz": Target(seeds=(archive(pickled),), read=written("a.npz", restricted_npz.read_npz)),
-        "pickle": Target(seeds=(pickled,), read=lambda data, _: restricted_npz.loads(data, name="x")),
+        "pickle": Target(
+            seeds=(pickled,), read=lambda data, _: restricted_npz.loads(data, name="x")
+        ),
         "torch.save": Target(seeds=saved(), read=written("a.pt", torch_file.read_torch_header)),
-        "pickle of tensors": Target(seeds=tensors, read=lambda data, _: torch_file._loads(data, path=Path("x"))),
+        "pickle of tensors": Target(
+            seeds=tensors, read=lambda data, _: torch_file._loads(data, path=Path("x"))
+        ),
         "gguf": Target(seeds=(gguf_file,), read=written("a.gguf", gguf.read_header)),
         "measurement": Target(seeds=(meta,), value=json.loads(meta), read=measurement),
         "tokenizer.json": Target(seeds=(vocabulary,), value=json.loads(vocabulary), read=tokenized),
         "tokenizer_config.json": Target(seeds=(words,), value=json.loads(words), read=configured),
-        "adapter_config.json": Target(seeds=(json.dumps(adapter).encode(),), value=adapter, read=adapted),
+        "adapter_config.json": Target(
+            seeds=(json.dumps(adapter).encode(),), value=adapter, read=adapted
+        ),
         "gate": Target(
             seeds=(json.dumps(gate, indent=1).encode(),),
             value=gate,
             read=written("gate.yaml", lambda path: check_gate(str(path))),
         ),
-        "validation.json": Target(seeds=(json.dumps(validation).encode(),), value=validation, read=judged),
-        "documents": Target(
-            seeds=(lines, *lines.split(b"\n")[:-1]), read=written("t.jsonl", lambda path: read_documents(path, tokenizer()))
+        "validation.json": Target(
+            seeds=(json.dumps(validation).encode(),), value=validation, read=judged
         ),
-        "prompts of .jsonl": Target(seeds=(lines, b'"w10"\n'), read=written("p.jsonl", lambda path: read_prompts(str(path)))),
+        "documents": Target(
+            seeds=(lines, *lines.split(b"\n")[:-1]),
+            read=written("t.jsonl", lambda path: read_documents(path, tokenizer())),
+        ),
+        "prompts of .jsonl": Target(
+            seeds=(lines, b'"w10"\n'), read=written("p.jsonl", lambda path: read_prompts(str(path)))
+        ),
         "prompts of .csv": Target(
-            seeds=(b'text,n\n"w10, w3",1\nw4,2\n', b"a\n"), read=written("p.csv", lambda path: read_prompts(str(path)))
+            seeds=(b'text,n\n"w10, w3",1\nw4,2\n', b"a\n"),
+            read=written("p.csv", lambda path: read_prompts(str(path))),
         ),
         "pack": Target(seeds=(packed(),), read=mapped),
         "HTTP": Target(seeds=(), make=request, read=answered(artifact)),

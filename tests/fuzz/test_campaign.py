@@ -42,7 +42,9 @@ ends(lambda: len(bytes(1 << 30)), memory=1 << 28)
 
 
 def test_how_a_process_ends_is_its_outcome_also_when_it_says_nothing_and_goes_on():
-    result = subprocess.run([sys.executable, "-c", ENDS], cwd=FOLDER, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", ENDS], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
     assert result.stdout.splitlines() == [
         "None  True",
         "None  True",
@@ -56,7 +58,13 @@ def test_how_a_process_ends_is_its_outcome_also_when_it_says_nothing_and_goes_on
 @pytest.mark.slow
 def test_no_reader_does_other_than_promised():
     out = ran(
-        "campaign.py", VERSION / "artifact", VERSION / "measurement" / "rank-000-of-001", "--inputs", "250", "--seed", "7"
+        "campaign.py",
+        VERSION / "artifact",
+        VERSION / "measurement" / "rank-000-of-001",
+        "--inputs",
+        "250",
+        "--seed",
+        "7",
     )
     assert out.count("\t250 inputs") == 27
 

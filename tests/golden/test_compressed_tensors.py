@@ -10,7 +10,11 @@ from quantflow.formats import compressed_tensors
 
 def stored(tensor: torch.Tensor) -> tuple[torch.dtype, list[int], str]:
     """The dtype, the shape and the bytes as a little-endian file holds them, in hexadecimal."""
-    return tensor.dtype, list(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes().hex()
+    return (
+        tensor.dtype,
+        list(tensor.shape),
+        tensor.contiguous().view(torch.uint8).numpy().tobytes().hex(),
+    )
 
 
 FP8 = QuantizedLinear(  # 1.0 is 0x38, -448 is 0xfe, 0.5 is 0x30, 2^-9 (the smallest) is 0x01
@@ -56,22 +60,25 @@ W8A16 = QuantizedLinear(  # plus 128: 00 ff 7f 80 | 81, then three zero bytes
     ),
     scheme=PRESETS["W8A16"],
 )
-W4A16_ASYM_G2 = QuantizedLinear(  # plus 8, lowest bits first: 0 f 7 8 is the bytes f0 87; 9 a b c is a9 cb
+# plus 8, lowest bits first: 0 f 7 8 is the bytes f0 87; 9 a b c is a9 cb
+W4A16_ASYM_G2 = QuantizedLinear(
     weight=QTensor(
         qvalue=torch.tensor([[-8, 7, -1, 0], [1, 2, 3, 4]], dtype=torch.int8),
         scale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]),
-        zero_point=torch.tensor([[-8, 7], [0, -1]], dtype=torch.int8),  # columns: 0 8 is 80, f 7 is 7f
+        # columns: 0 8 is 80, f 7 is 7f
+        zero_point=torch.tensor([[-8, 7], [0, -1]], dtype=torch.int8),
         scheme=with_group_size(PRESETS["W4A16_ASYM"], 2).weights,
     ),
     scheme=with_group_size(PRESETS["W4A16_ASYM"], 2),
 )
 W3A16_ASYM_G6 = QuantizedLinear(
-    # Plus 4, lowest bits first. Row 0 is 0 1 2 3 4 5 6 7 and four times 7: 24 bits 88c6fa, then fff and zeros. Row 1 is 7 and
-    # eleven times 0: 07.
+    # Plus 4, lowest bits first. Row 0 is 0 1 2 3 4 5 6 7 and four times 7: 24 bits 88c6fa, then fff
+    # and zeros. Row 1 is 7 and eleven times 0: 07.
     weight=QTensor(
         qvalue=torch.tensor([[*range(-4, 4), 3, 3, 3, 3], [3] + [-4] * 11], dtype=torch.int8),
         scale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]),
-        zero_point=torch.tensor([[-4, 3], [1, -1]], dtype=torch.int8),  # columns: 0 5 is 28, 7 3 is 1f
+        # columns: 0 5 is 28, 7 3 is 1f
+        zero_point=torch.tensor([[-4, 3], [1, -1]], dtype=torch.int8),
         scheme=with_group_size(PRESETS["W3A16_ASYM"], 6).weights,
     ),
     scheme=with_group_size(PRESETS["W3A16_ASYM"], 6),
@@ -173,7 +180,9 @@ def test_encode_writes_these_bytes(name):
 def test_decode_reads_these_bytes(name):
     linear, _, expected = GOLDEN[name]
     tensors = {
-        key: torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8).view(dtype).reshape(shape)
+        key: torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
+        .view(dtype)
+        .reshape(shape)
         for key, (dtype, shape, content) in expected.items()
     }
     decoded = compressed_tensors.decode("l", tensors, linear.scheme)
@@ -190,7 +199,9 @@ def test_decode_reads_these_bytes(name):
 
 def test_the_config_is_this_document():
     config = compressed_tensors.quantization_config(
-        {"model.layers.0.mlp.up_proj": with_group_size(PRESETS["W4A16"], 32)}, ignore=["lm_head"], model_type="llama"
+        {"model.layers.0.mlp.up_proj": with_group_size(PRESETS["W4A16"], 32)},
+        ignore=["lm_head"],
+        model_type="llama",
     )
     assert config == {
         "quant_method": "compressed-tensors",
@@ -220,8 +231,19 @@ def test_the_config_is_this_document():
 
 def test_the_arguments_of_blocks_are_these():
     scheme = with_group_size(PRESETS["FP8_BLOCK"], 64)
-    (group,) = compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")["config_groups"].values()
+    (group,) = compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")[
+        "config_groups"
+    ].values()
     same = {"num_bits": 8, "type": "float", "symmetric": True}
-    blocks = {"strategy": "block", "group_size": None, "block_structure": [64, 64], "dynamic": False}
+    blocks = {
+        "strategy": "block",
+        "group_size": None,
+        "block_structure": [64, 64],
+        "dynamic": False,
+    }
     assert group["weights"] == same | blocks
-    assert group["input_activations"] == same | {"strategy": "group", "group_size": 64, "dynamic": True}
+    assert group["input_activations"] == same | {
+        "strategy": "group",
+        "group_size": 64,
+        "dynamic": True,
+    }

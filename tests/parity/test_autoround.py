@@ -1,7 +1,7 @@
 """AutoRound itself: its rounded weights and their gradients are ours, and its optimizer takes the same steps.
 
-It lives in an environment of its own, whose folder AUTOROUND_ENV names (a virtual environment with auto-round 0.16.1); without
-it this is skipped.
+It lives in an environment of its own, whose folder AUTOROUND_ENV names (a virtual environment with
+auto-round 0.16.1); without it this is skipped.
 """
 
 import os
@@ -17,7 +17,9 @@ from quantflow.algorithms.signround.learned import Learned
 from quantflow.core.scheme import LinearScheme, TensorScheme
 
 VARIABLE, RELEASE = "AUTOROUND_ENV", "0.16.1"
-pytestmark = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no environment with auto-round")
+pytestmark = pytest.mark.skipif(
+    not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no environment with auto-round"
+)
 ITERATIONS = 16  # steps are multiples of powers of two, so that both know what lies half way
 
 # Runs in the other environment: a linear, whose rounding is learned by its own functions.
@@ -69,19 +71,33 @@ save_file({name: tensor.contiguous() for name, tensor in found.items()}, sys.arg
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_sixteen_steps_of_the_package_end_at_the_same_weight(symmetric, tmp_path):
     generator = torch.Generator().manual_seed(3)
-    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32, symmetric=symmetric)
+    scheme = TensorScheme(
+        kind="int", num_bits=4, granularity="per_group", group_size=32, symmetric=symmetric
+    )
     weight = torch.randn(24, 64, generator=generator)
     x = torch.randn(100, 64, generator=generator) @ torch.randn(64, 64, generator=generator) / 8
     linear = LinearScheme(name="test", weights=scheme, input=None, layout="pack-quantized")
-    start = rtn.quantize_group({"w": weight}, linear, statistics={}, scale_dtype=torch.float32)["w"].weight
+    start = rtn.quantize_group({"w": weight}, linear, statistics={}, scale_dtype=torch.float32)[
+        "w"
+    ].weight
     given = {"weight": weight, "scale": start.scale, "x": x}
     zero = torch.zeros_like(start.scale) if start.zero_point is None else start.zero_point.float()
     given |= {"low": start.scale * (scheme.qmin - zero), "high": start.scale * (scheme.qmax - zero)}
     given |= {} if start.zero_point is None else {"zero_point": start.zero_point}
     save_file(given, tmp_path / "given.safetensors")
     python = Path(os.environ[VARIABLE]) / "bin" / "python"
-    command = [python, "-c", THEIRS, tmp_path / "given.safetensors", tmp_path / "found.safetensors", RELEASE, ITERATIONS]
-    subprocess.run([str(word) for word in command], check=True, cwd=tmp_path, env={"PATH": os.environ["PATH"]})
+    command = [
+        python,
+        "-c",
+        THEIRS,
+        tmp_path / "given.safetensors",
+        tmp_path / "found.safetensors",
+        RELEASE,
+        ITERATIONS,
+    ]
+    subprocess.run(
+        [str(word) for word in command], check=True, cwd=tmp_path, env={"PATH": os.environ["PATH"]}
+    )
     theirs = load_file(tmp_path / "found.safetensors")
 
     learned, rows = Learned.of("w", weight, start, scale_dtype=torch.float32), slice(0, 24)

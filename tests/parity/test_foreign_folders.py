@@ -1,7 +1,8 @@
 """Folders that other programs wrote: every linear has the writer's values, and its logits where the arithmetic is the same.
 
-Each program has an environment of its own, which a variable names: LLM_COMPRESSOR_ENV (llm-compressor 0.14.0.1) and
-AUTOROUND_ENV (auto-round 0.16.1); without it its tests are skipped. The model is the example.
+Each program has an environment of its own, which a variable names: LLM_COMPRESSOR_ENV
+(llm-compressor 0.14.0.1) and AUTOROUND_ENV (auto-round 0.16.1); without it its tests are skipped.
+The model is the example.
 """
 
 import json
@@ -21,8 +22,8 @@ from quantflow.stages.cli.output import exit_code
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 PROMPT = list(range(30, 46))
-# Scheme -> whether both compute the same: inputs whose scale comes from each token are rounded at run time, where a near tie
-# falls either way.
+# Scheme -> whether both compute the same: inputs whose scale comes from each token are rounded at
+# run time, where a near tie falls either way.
 LLM_COMPRESSOR = {
     "W4A16": True,
     "W4A16_ASYM": True,
@@ -132,7 +133,9 @@ def _python(variable: str) -> Path:
 
 def _run(python: Path, script: str, *words: str | Path) -> str:
     line = [str(python), "-c", script, *map(str, words)]
-    done = subprocess.run(line, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -155,7 +158,8 @@ def rounded(tmp_path_factory):
     formats="compressed-tensors",
     direction="read",
     programs={"llm-compressor": "llmcompressor", "transformers": "transformers"},
-    compared="every weight, bit for bit: W4A16 and NVFP4A16 by its GPTQ, others rounded; NVFP4, MXFP4 and MXFP8 in bfloat16 as "
+    compared="every weight, bit for bit: W4A16 and NVFP4A16 by its GPTQ, others rounded; NVFP4, "
+    "MXFP4 and MXFP8 in bfloat16 as "
     "it makes them; logits within 1e-4 where inputs are not rounded per token",
     environment="LLM_COMPRESSOR_ENV",
 )
@@ -170,7 +174,11 @@ def test_a_folder_of_llm_compressor_runs_with_its_values(compressed, scheme):
         assert torch.equal(ours, theirs[f"{name}.weight"]), name
     if LLM_COMPRESSOR[scheme]:
         with torch.no_grad():
-            ours = load(compressed / scheme, decoder="transformers").model(torch.tensor([PROMPT])).logits
+            ours = (
+                load(compressed / scheme, decoder="transformers")
+                .model(torch.tensor([PROMPT]))
+                .logits
+            )
         torch.testing.assert_close(ours, theirs["logits"], rtol=0, atol=1e-4)
 
 
@@ -188,12 +196,21 @@ def test_llm_compressors_loader_has_the_values_of_our_microscaled_artifacts(tmp_
         assert exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / scheme), *words]) == 0
     _run(python, LOAD, repr(PROMPT), *(tmp_path / scheme for scheme in MICROSCALED))
     for scheme in MICROSCALED:
-        artifact, theirs = open_folder(tmp_path / scheme, backend="reference"), load_file(tmp_path / f"{scheme}.safetensors")
+        artifact, theirs = (
+            open_folder(tmp_path / scheme, backend="reference"),
+            load_file(tmp_path / f"{scheme}.safetensors"),
+        )
         for name in artifact.linears:
             linear = artifact.decode(name)
-            assert torch.equal(linear.weight.dequantize(), theirs.pop(f"{name}.weight")), (scheme, name)
+            assert torch.equal(linear.weight.dequantize(), theirs.pop(f"{name}.weight")), (
+                scheme,
+                name,
+            )
             if linear.input_scale is not None:
-                assert torch.equal(linear.input_scale, theirs.pop(f"{name}.input_global_scale")), (scheme, name)
+                assert torch.equal(linear.input_scale, theirs.pop(f"{name}.input_global_scale")), (
+                    scheme,
+                    name,
+                )
         assert not theirs
 
 
@@ -201,53 +218,89 @@ def test_llm_compressors_loader_has_the_values_of_our_microscaled_artifacts(tmp_
     formats="auto_round, awq, gptq",
     direction="read",
     programs={"AutoRound": "auto-round"},
-    compared="`auto_round:auto_gptq`: greedy tokens; its gptq folder: the same weights, bit for bit; its awq folder: every "
+    compared="`auto_round:auto_gptq`: greedy tokens; its gptq folder: the same weights, bit for "
+    "bit; its awq folder: every "
     "weight within half a step of the source",
     environment="AUTOROUND_ENV",
 )
 def test_folders_of_autoround_run_with_its_tokens_and_values(rounded):
     assert rounded.keys() == {"auto_round", "auto_gptq", "auto_awq"}
-    method = {name: json.loads((path / "config.json").read_text())["quantization_config"] for name, path in rounded.items()}
-    assert [method[name]["quant_method"] for name in ("auto_round", "auto_gptq", "auto_awq")] == ["auto-round", "gptq", "awq"]
+    method = {
+        name: json.loads((path / "config.json").read_text())["quantization_config"]
+        for name, path in rounded.items()
+    }
+    assert [method[name]["quant_method"] for name in ("auto_round", "auto_gptq", "auto_awq")] == [
+        "auto-round",
+        "gptq",
+        "awq",
+    ]
     told = _run(_python("AUTOROUND_ENV"), THEIR_TEXT, rounded["auto_round"], repr(PROMPT))
     (line,) = (line for line in told.splitlines() if line.startswith("IDS "))
     opened = load(rounded["auto_round"], decoder="transformers")
-    ours = opened.model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0].tolist()
+    ours = opened.model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[
+        0
+    ].tolist()
     assert ours == json.loads(line.removeprefix("IDS "))
-    first, second = (open_folder(rounded[name], backend="reference") for name in ("auto_round", "auto_gptq"))
+    first, second = (
+        open_folder(rounded[name], backend="reference") for name in ("auto_round", "auto_gptq")
+    )
     for name in first.linears:  # the same rounding, packed in two ways
-        assert torch.equal(first.decode(name).weight.dequantize(), second.decode(name).weight.dequantize()), name
-    awq, source = open_folder(rounded["auto_awq"], backend="reference"), load_file(MODEL / "model.safetensors")
-    for name in awq.linears:  # plain rounding with zero points: no value is further from the source's than half a step
+        assert torch.equal(
+            first.decode(name).weight.dequantize(), second.decode(name).weight.dequantize()
+        ), name
+    awq, source = (
+        open_folder(rounded["auto_awq"], backend="reference"),
+        load_file(MODEL / "model.safetensors"),
+    )
+    # plain rounding with zero points: no value is further from the source's than half a step
+    for name in awq.linears:
         weight = awq.decode(name).weight
         step = weight.scale.abs().repeat_interleave(128, dim=1)
-        assert ((weight.dequantize() - source[f"{name}.weight"].float()).abs() <= 0.51 * step + 1e-6).float().mean() > 0.99, (
-            name
-        )
+        assert (
+            (weight.dequantize() - source[f"{name}.weight"].float()).abs() <= 0.51 * step + 1e-6
+        ).float().mean() > 0.99, name
 
 
 @pytest.mark.proof(
     formats="auto_round",
     direction="written",
     programs={"AutoRound": "auto-round"},
-    compared="logits within 0.03 of float32, as it computes in float16: 2, 3, 4 and 8 bits, symmetric or not, per group and "
+    compared="logits within 0.03 of float32, as it computes in float16: 2, 3, 4 and 8 bits, "
+    "symmetric or not, per group and "
     "row; a head of 8 bits over layers of 4, one linear left as it is",
     environment="AUTOROUND_ENV",
 )
 def test_autoround_computes_from_our_folders_what_they_say(tmp_path):
     python = _python("AUTOROUND_ENV")
-    words = {scheme: ["--scheme", scheme] for scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W2A16_ASYM")}
-    words["mixed"] = ["--scheme", "W4A16", "--head", "W8A16", "--ignore", "model.layers.1.mlp.up_proj"]
+    words = {
+        scheme: ["--scheme", scheme]
+        for scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W2A16_ASYM")
+    }
+    words["mixed"] = [
+        "--scheme",
+        "W4A16",
+        "--head",
+        "W8A16",
+        "--ignore",
+        "model.layers.1.mlp.up_proj",
+    ]
     folders = []
     for name, more in words.items():
         made, folder = tmp_path / f"{name}-artifact", tmp_path / name
         line = ["quantize", str(MODEL), "-o", str(made), *more, "--algorithm", "rtn", "-q"]
         assert exit_code(cli, line) == 0
-        assert exit_code(cli, ["export", str(made), "-o", str(folder), "--format", "auto_round", "-q"]) == 0
+        assert (
+            exit_code(cli, ["export", str(made), "-o", str(folder), "--format", "auto_round", "-q"])
+            == 0
+        )
         folders.append(folder)
     _run(python, THEIR_LOGITS, repr(PROMPT), *folders)
     for folder in folders:
         with torch.no_grad():
-            ours = load(folder, decoder="transformers", backend="reference").model(torch.tensor([PROMPT])).logits
+            ours = (
+                load(folder, decoder="transformers", backend="reference")
+                .model(torch.tensor([PROMPT]))
+                .logits
+            )
         theirs = load_file(f"{folder}.safetensors")["logits"]
         torch.testing.assert_close(theirs, ours, rtol=0, atol=0.03)

@@ -1,7 +1,7 @@
 """GPTQModel unpacks what we pack: its own dequantization of GPTQ's and AWQ's layouts, bit for bit.
 
-It has an environment of its own, which GPTQMODEL_ENV names (gptqmodel 7.7); without it the tests are skipped. Version 1 is
-converted by its own function first.
+It has an environment of its own, which GPTQMODEL_ENV names (gptqmodel 7.7); without it the tests
+are skipped. Version 1 is converted by its own function first.
 """
 
 import json
@@ -53,7 +53,9 @@ save_file(found, "theirs.safetensors")
 """
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel"),
+    pytest.mark.skipif(
+        ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel"
+    ),
 ]
 
 
@@ -62,14 +64,22 @@ def random_linear(bits: int, size: int, *, symmetric: bool, ordered: bool) -> Qu
     found = named(integers(bits, size, symmetric=symmetric, where="a test"), None, "pack-quantized")
     generator, weights = torch.Generator().manual_seed(bits), found.weights
     scale = 2.0 ** torch.randint(-9, 3, (64, 1 if size == -1 else 96 // size), generator=generator)
-    qvalue = torch.randint(weights.qmin, weights.qmax + 1, (64, 96), generator=generator).to(torch.int8)
-    zero_point = torch.randint(weights.qmin + 1, weights.qmax + 1, scale.shape, generator=generator).to(torch.int8)
-    weight = QTensor(qvalue=qvalue, scale=scale, zero_point=None if symmetric else zero_point, scheme=weights)
+    qvalue = torch.randint(weights.qmin, weights.qmax + 1, (64, 96), generator=generator).to(
+        torch.int8
+    )
+    zero_point = torch.randint(
+        weights.qmin + 1, weights.qmax + 1, scale.shape, generator=generator
+    ).to(torch.int8)
+    weight = QTensor(
+        qvalue=qvalue, scale=scale, zero_point=None if symmetric else zero_point, scheme=weights
+    )
     linear = QuantizedLinear(weight=weight, scheme=found)
     return replace(linear, order=torch.randperm(96, generator=generator)) if ordered else linear
 
 
-def theirs(script: str, rows: dict[str, list], tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+def theirs(
+    script: str, rows: dict[str, list], tensors: dict[str, torch.Tensor], folder: Path
+) -> dict[str, torch.Tensor]:
     save_file(tensors, folder / "packed.safetensors")
     command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", script, json.dumps(rows)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
@@ -81,12 +91,15 @@ def theirs(script: str, rows: dict[str, list], tensors: dict[str, torch.Tensor],
     formats="gptq, gptq_v2",
     direction="written",
     programs={"GPTQModel": "gptqmodel"},
-    compared="its own dequantization, bit for bit: 2, 3, 4, 8 bits, symmetric or not, per group and row, `desc_act`",
+    compared="its own dequantization, bit for bit: 2, 3, 4, 8 bits, symmetric or not, per group "
+    "and row, `desc_act`",
     environment="GPTQMODEL_ENV",
 )
 def test_gptq_of_all_bits_versions_and_orders(tmp_path):
     rows, tensors, ours = {}, {}, {}
-    for bits, size, symmetric, first, ordered in product((2, 3, 4, 8), (-1, 32), (True, False), (True, False), (False, True)):
+    for bits, size, symmetric, first, ordered in product(
+        (2, 3, 4, 8), (-1, 32), (True, False), (True, False), (False, True)
+    ):
         if ordered and size == -1:
             continue
         name = f"b{bits}-g{size}-{symmetric}-{first}-{ordered}"

@@ -1,6 +1,7 @@
 """HQQ's own package on a CPU: its float zero points at the scale of the whole range, ours integers with a fitted scale.
 
-The package is looked for in the folder that HQQ_PACKAGE names (an unpacked release of hqq 0.2.8); without it this is skipped.
+The package is looked for in the folder that HQQ_PACKAGE names (an unpacked release of hqq 0.2.8);
+without it this is skipped.
 """
 
 import os
@@ -14,7 +15,9 @@ from quantflow.algorithms import hqq, rtn
 from quantflow.core.scheme import preset
 
 VARIABLE = "HQQ_PACKAGE"
-pytestmark = pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no folder that holds hqq")
+pytestmark = pytest.mark.skipif(
+    not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no folder that holds hqq"
+)
 
 
 @pytest.fixture
@@ -44,6 +47,8 @@ def test_its_own_sum_of_powers_is_not_smaller_than_ours(theirs, kind, solver):
     for algorithm in (rtn, hqq):
         told = {"statistics": {}, "scale_dtype": torch.bfloat16}
         made = algorithm.quantize_group({"w": weight}, preset("W4A16_ASYM"), **told)["w"].weight
-        found[algorithm.__name__] = (weight - made.dequantize()).double().abs().pow(0.7).sum().item() / package
+        found[algorithm.__name__] = (weight - made.dequantize()).double().abs().pow(
+            0.7
+        ).sum().item() / package
     print(f"{kind}, {solver}: sums of |error|^0.7 over the package's: {found}")
     assert found["quantflow.algorithms.hqq"] < 1

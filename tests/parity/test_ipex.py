@@ -1,8 +1,8 @@
 """Intel's extension for PyTorch (IPEX) computes from our GPTQ and AWQ tensors what the weights say.
 
-It has an environment of its own, which IPEX_ENV names (intel-extension-for-pytorch 2.8 with torch 2.8); without it the test is
-skipped. This release takes checkpoints in GPTQ's and AWQ's layouts; the one with `packed_weight` (quantflow/formats/ipex.py) is
-that of an older one, 2.1.
+It has an environment of its own, which IPEX_ENV names (intel-extension-for-pytorch 2.8 with torch
+2.8); without it the test is skipped. This release takes checkpoints in GPTQ's and AWQ's layouts;
+the one with `packed_weight` (quantflow/formats/ipex.py) is that of an older one, 2.1.
 """
 
 import json
@@ -38,7 +38,8 @@ assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
 with torch.no_grad():
     save_file({"y": made(x).float().contiguous()}, f"{folder}/y.safetensors")
 """
-# The backend imported without the others, which need a later torch; a linear of every kind beside the reference's product.
+# The backend imported without the others, which need a later torch; a linear of every kind beside
+# the reference's product.
 BACKEND = """
 import sys, torch, types
 package = types.ModuleType("quantflow.backends")
@@ -69,7 +70,9 @@ for name, size in (("W4A16", 32), ("W4A16", 128), ("W4A16_ASYM", 64)):
 """
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"),
+    pytest.mark.skipif(
+        ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"
+    ),
 ]
 ROWS, COLUMNS = 64, 256
 
@@ -78,7 +81,8 @@ ROWS, COLUMNS = 64, 256
     formats="awq, gptq",
     direction="written",
     programs={"intel-extension-for-pytorch": "intel-extension-for-pytorch"},
-    compared="products with 4-bit weights that it loaded as a low-precision checkpoint: within 1e-5 of float32's largest",
+    compared="products with 4-bit weights that it loaded as a low-precision checkpoint: within "
+    "1e-5 of float32's largest",
     environment="IPEX_ENV",
 )
 @pytest.mark.parametrize(
@@ -86,19 +90,30 @@ ROWS, COLUMNS = 64, 256
     [("gptq", True, False), ("gptq", False, False), ("gptq", False, True), ("awq", False, False)],
     ids=["gptq", "gptq with zero points", "gptq with desc_act", "awq"],
 )
-def test_the_extension_computes_from_our_tensors_what_the_weights_say(tmp_path, layout, symmetric, ordered):
+def test_the_extension_computes_from_our_tensors_what_the_weights_say(
+    tmp_path, layout, symmetric, ordered
+):
     found = named(integers(4, 32, symmetric=symmetric, where="a test"), None, "pack-quantized")
     generator, weights = torch.Generator().manual_seed(5), found.weights
     qvalue = torch.randint(-8, 8, (ROWS, COLUMNS), generator=generator).to(torch.int8)
     scale = 2.0 ** torch.randint(-6, -2, (ROWS, COLUMNS // 32), generator=generator)
-    zero_point = None if symmetric else torch.randint(-7, 8, scale.shape, generator=generator).to(torch.int8)
+    zero_point = (
+        None if symmetric else torch.randint(-7, 8, scale.shape, generator=generator).to(torch.int8)
+    )
     weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights)
     linear = QuantizedLinear(weight=weight, scheme=found)
     packed = LAYOUTS[layout]
     if ordered:
-        group_of = torch.arange(COLUMNS // 32).repeat_interleave(32)[torch.randperm(COLUMNS, generator=generator)]
-        linear, packed = replace(linear, order=torch.argsort(group_of, stable=True)), packed.with_order()
-    save_file(packed.encode("0", linear, scale_dtype=torch.float16), tmp_path / "packed.safetensors")
+        group_of = torch.arange(COLUMNS // 32).repeat_interleave(32)[
+            torch.randperm(COLUMNS, generator=generator)
+        ]
+        linear, packed = (
+            replace(linear, order=torch.argsort(group_of, stable=True)),
+            packed.with_order(),
+        )
+    save_file(
+        packed.encode("0", linear, scale_dtype=torch.float16), tmp_path / "packed.safetensors"
+    )
     x = torch.randn(7, COLUMNS, generator=generator)
     save_file({"x": x}, tmp_path / "x.safetensors")
     line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), "-c", SCRIPT, str(tmp_path)]
@@ -106,14 +121,21 @@ def test_the_extension_computes_from_our_tensors_what_the_weights_say(tmp_path, 
     done = subprocess.run([*line, asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = x @ linear.dequantize().T
-    error = float((load_file(tmp_path / "y.safetensors")["y"] - expected).abs().max() / expected.abs().max())
+    error = float(
+        (load_file(tmp_path / "y.safetensors")["y"] - expected).abs().max() / expected.abs().max()
+    )
     print(f"{layout}: largest difference {error:.2e} of the largest output")
     assert error < 1e-5
 
 
 def test_the_backend_computes_what_the_weights_say():
     root = Path(__file__).resolve().parents[2]
-    line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), "-c", BACKEND, str(root / "quantflow" / "backends")]
+    line = [
+        str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"),
+        "-c",
+        BACKEND,
+        str(root / "quantflow" / "backends"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,7 @@
 """Our GGUF files in other people's hands: gguf-py reads them, llama.cpp runs them, its quantizer takes them.
 
-Slow and in an environment of its own, which LLAMA_CPP_ENV names; without it every test here is skipped.
+Slow and in an environment of its own, which LLAMA_CPP_ENV names; without it every test here is
+skipped.
 """
 
 import json
@@ -14,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from quantflow.exporting import gguf_export
@@ -48,7 +58,8 @@ np.savez(sys.argv[2], **{t.name: dequantize(t.data, t.tensor_type).reshape(t.sha
 print(json.dumps({name: field.contents() for name, field in reader.fields.items()}))
 """
 
-# llama.cpp: the tokens of texts, and the logits of ids; keys and values kept in float32, one thread.
+# llama.cpp: the tokens of texts, and the logits of ids; keys and values kept in float32, one
+# thread.
 RUN = """
 import json, sys
 import numpy as np
@@ -80,7 +91,11 @@ def caller(**needed: str) -> Callable[..., str]:
     if not folder:
         pytest.skip(f"{VARIABLE} does not name an environment with {packages}; make one: {how}")
     ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(needed)}}})"
-    found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
+    found = (
+        subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False)
+        if python.exists()
+        else None
+    )
     if found is None or found.stdout.strip() != str(needed):
         pytest.skip(f"{VARIABLE}={folder} does not hold {packages}: {how}")
 
@@ -104,7 +119,10 @@ def call() -> Callable[..., str]:
 
 
 def export(source: Path, output: Path, dtype: str) -> Path:
-    gguf_export.run(gguf_export.GGUFExportJob(source=source, output=output, dtype=dtype), ProgressLine(quiet=True))
+    gguf_export.run(
+        gguf_export.GGUFExportJob(source=source, output=output, dtype=dtype),
+        ProgressLine(quiet=True),
+    )
     return output / f"model-{dtype}.gguf"
 
 
@@ -117,13 +135,21 @@ def ids() -> list[int]:
 
 def logits_of(model: Path, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
-        found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(torch.tensor([ids])).logits
+        found = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            .eval()(torch.tensor([ids]))
+            .logits
+        )
     return found[0].numpy()
 
 
-def run(call: Callable[..., str], file: Path, ids: list[int], texts=()) -> tuple[np.ndarray, list[list[int]]]:
+def run(
+    call: Callable[..., str], file: Path, ids: list[int], texts=()
+) -> tuple[np.ndarray, list[list[int]]]:
     output = file.with_suffix(".npy")
-    tokens = json.loads(call(RUN, file, json.dumps(list(texts)), json.dumps(ids), output).splitlines()[-1])
+    tokens = json.loads(
+        call(RUN, file, json.dumps(list(texts)), json.dumps(ids), output).splitlines()[-1]
+    )
     return np.load(output), tokens
 
 
@@ -155,14 +181,18 @@ def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
         down = source["model.layers.2.mlp.down_proj.weight"].to(matrix).float().numpy()
         assert np.array_equal(found["blk.2.ffn_down.weight"], down)
         keys = source["model.layers.3.self_attn.k_proj.weight"].to(matrix).float().numpy()
-        pairs = keys.reshape(4, 2, 32, 512).swapaxes(1, 2).reshape(256, 512)  # heads, halves, rows of a half, columns
+        # heads, halves, rows of a half, columns
+        pairs = keys.reshape(4, 2, 32, 512).swapaxes(1, 2).reshape(256, 512)
         assert np.array_equal(found["blk.3.attn_k.weight"], pairs)
-        assert np.array_equal(found["output_norm.weight"], source["model.norm.weight"].float().numpy())
+        assert np.array_equal(
+            found["output_norm.weight"], source["model.norm.weight"].float().numpy()
+        )
 
 
-# llama.cpp rounds what enters a product to the dtype of the weights, transformers here does not: float32 differs by the
-# order of sums alone, the others by up to 2^-11 and 2^-8 of each input. Measured of logits up to 17: 2.7e-5, 5.6e-3 and
-# 5.6e-2; 2e-12, 2e-7 and 1.4e-5 nats. The limits are some times that, for another machine adds up in another order.
+# llama.cpp rounds what enters a product to the dtype of the weights, transformers here does not:
+# float32 differs by the order of sums alone, the others by up to 2^-11 and 2^-8 of each input.
+# Measured of logits up to 17: 2.7e-5, 5.6e-3 and 5.6e-2; 2e-12, 2e-7 and 1.4e-5 nats. The limits
+# are some times that, for another machine adds up in another order.
 @pytest.mark.proof(
     formats="gguf",
     direction="written",
@@ -170,12 +200,17 @@ def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
     compared="logits of a model in f32, f16 and bf16",
     environment="LLAMA_CPP_ENV",
 )
-@pytest.mark.parametrize(("dtype", "largest", "nats"), [("f32", 2e-4, 1e-10), ("f16", 0.02, 2e-6), ("bf16", 0.2, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "largest", "nats"), [("f32", 2e-4, 1e-10), ("f16", 0.02, 2e-6), ("bf16", 0.2, 1e-4)]
+)
 def test_llama_cpp_computes_the_logits_of_transformers(call, tmp_path, ids, dtype, largest, nats):
     expected = logits_of(MODEL, ids)
     found, _ = run(call, export(MODEL, tmp_path / "o", dtype), ids)
     error, apart = float(np.abs(found - expected).max()), divergence(expected, found)
-    print(f"{dtype}: largest difference {error:.2e} of logits up to {np.abs(expected).max():.1f}, {apart:.2e} nats")
+    print(
+        f"{dtype}: largest difference {error:.2e} of logits up to {np.abs(expected).max():.1f}, "
+        f"{apart:.2e} nats"
+    )
     assert error < largest and apart < nats
 
 
@@ -193,7 +228,8 @@ def test_llama_cpp_computes_every_family(call, tmp_path, family_model, family):
     found, _ = run(call, export(model, tmp_path / "o", "f32"), ids)
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     print(f"{family}: largest difference {error:.2e} of the largest logit")
-    assert error < (2e-3 if family == "gpt_neox" else 1e-5)  # llama.cpp's GELU is a table of float16
+    # llama.cpp's GELU is a table of float16
+    assert error < (2e-3 if family == "gpt_neox" else 1e-5)
 
 
 def test_llama_cpp_computes_what_the_runtime_computes_with_an_artifact(call, tmp_path, ids):
@@ -206,7 +242,9 @@ def test_llama_cpp_computes_what_the_runtime_computes_with_an_artifact(call, tmp
     with torch.no_grad():
         expected = runtime.model(torch.tensor([ids])).logits[0].numpy()
     found, _ = run(call, export(tmp_path / "a", tmp_path / "o", "f32"), ids)
-    error, plain = (float(np.abs(logits - expected).max()) for logits in (found, logits_of(MODEL, ids)))
+    error, plain = (
+        float(np.abs(logits - expected).max()) for logits in (found, logits_of(MODEL, ids))
+    )
     print(f"W8A16: largest difference {error:.2e}, {plain:.2e} to the model")
     assert error < 2e-4 < 0.05 < plain
 
@@ -217,19 +255,29 @@ def test_llama_cpp_scales_rotations_as_transformers_does(call, tmp_path, llama, 
     config = json.loads((model / "config.json").read_text())
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
     if kind == "llama3":
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        rope |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
     (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
     ids = [0, *range(2, 300, 3)]
     expected, plain = logits_of(model, ids), logits_of(llama, ids)
     found, _ = run(call, export(model, tmp_path / "o", "f32"), ids)
     scale = np.abs(expected).max()
-    assert np.abs(found - expected).max() / scale < 1e-5 < 1e-2 < np.abs(plain - expected).max() / scale
+    assert (
+        np.abs(found - expected).max() / scale
+        < 1e-5
+        < 1e-2
+        < np.abs(plain - expected).max() / scale
+    )
 
 
 def test_llama_cpps_tokens_are_transformers(call, tmp_path, ids):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     _, tokens = run(call, export(MODEL, tmp_path / "o", "f16"), ids, TEXTS)
-    # transformers takes `<s>` in a text for the token, llama.cpp when asked to (special=True); here it is text to both.
+    # transformers takes `<s>` in a text for the token, llama.cpp when asked to (special=True); here
+    # it is text to both.
     expected = [tokenizer(text, split_special_tokens=True)["input_ids"] for text in TEXTS]
     assert tokens == expected
 
@@ -239,7 +287,9 @@ def test_every_way_to_split_a_text_gives_transformers_tokens(call, tmp_path, lla
     (steps, own, whole) = next(key for key, found in PRE_TOKENIZERS.items() if found == name)
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
     before = [
-        pre_tokenizers.Digits(individual_digits=True) if "digit" in step else pre_tokenizers.Split(Regex(step), "isolated")
+        pre_tokenizers.Digits(individual_digits=True)
+        if "digit" in step
+        else pre_tokenizers.Split(Regex(step), "isolated")
         for step in steps
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -248,9 +298,14 @@ def test_every_way_to_split_a_text_gives_transformers_tokens(call, tmp_path, lla
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
-    tokenizer.train_from_iterator([text * 3 for text in TEXTS[:3]] + ["12 123 1234  \n\n x"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        [text * 3 for text in TEXTS[:3]] + ["12 123 1234  \n\n x"] * 4, trainer
+    )
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     made.save_pretrained(model)
@@ -274,10 +329,18 @@ def sentence_pieces() -> Tokenizer:
         if text[:cut] in learnt and text[cut:] in learnt
     ]
     vocab = {text: index for index, text in enumerate(texts)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 
@@ -308,27 +371,44 @@ print(json.dumps({t.name: t.tensor_type.name for t in GGUFReader(sys.argv[1]).te
 """
 
 
-# The artifact's logits are those of its file in float32 within the order of sums (2.7e-5). Those of the file of blocks are
-# not: there llama.cpp rounds what enters a product to 8 bits, and the embedding and the head are in blocks too. Measured is a
-# third of the divergence from the model at most.
+# The artifact's logits are those of its file in float32 within the order of sums (2.7e-5). Those of
+# the file of blocks are not: there llama.cpp rounds what enters a product to 8 bits, and the
+# embedding and the head are in blocks too. Measured is a third of the divergence from the model at
+# most.
 @pytest.mark.proof(
     formats="gguf",
     direction="written",
     programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
-    compared="logits of our rounding in its types: within 2e-4 as float32; in blocks at most half of what the model is away; "
+    compared="logits of our rounding in its types: within 2e-4 as float32; in blocks at most "
+    "half of what the model is away; "
     "type of every tensor and size as its own quantizer has them",
     environment="LLAMA_CPP_ENV",
 )
 @pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
 def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, scheme):
     for line in (
-        ("quantize", "--no-export", MODEL, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn_mse"),
+        (
+            "quantize",
+            "--no-export",
+            MODEL,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            scheme,
+            "--algorithm",
+            "rtn_mse",
+        ),
         ("export", tmp_path / "q", "-o", tmp_path / "a"),
         ("export", tmp_path / "a", "-o", tmp_path / "blocks", "--format", "gguf"),
     ):
         assert exit_code(cli, [str(argument) for argument in line]) == 0
     with torch.no_grad():
-        expected = load(tmp_path / "a", backend="reference", exact=True).model(torch.tensor([ids])).logits[0].numpy()
+        expected = (
+            load(tmp_path / "a", backend="reference", exact=True)
+            .model(torch.tensor([ids]))
+            .logits[0]
+            .numpy()
+        )
     (blocks,) = (tmp_path / "blocks").glob("*.gguf")
     theirs = tmp_path / "theirs.gguf"
     call(QUANTIZE, export(MODEL, tmp_path / "bf16", "bf16"), theirs, scheme)
@@ -339,7 +419,10 @@ def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, sch
     plain = logits_of(MODEL, ids)
     ours, of_llama_cpp = (divergence(plain, run(call, file, ids)[0]) for file in (blocks, theirs))
     apart = divergence(expected, run(call, blocks, ids)[0])
-    print(f"{scheme}: float32 {error:.2e}; blocks {apart:.2e} nats of it, {ours:.2e} of the model, its own {of_llama_cpp:.2e}")
+    print(
+        f"{scheme}: float32 {error:.2e}; blocks {apart:.2e} nats of it, {ours:.2e} of the model, "
+        f"its own {of_llama_cpp:.2e}"
+    )
     assert error < 2e-4 and apart < ours / 2 and ours < 1.2 * of_llama_cpp
 
 
@@ -355,7 +438,9 @@ np.savez(sys.argv[4], **importance(Path(sys.argv[2]), json.loads(sys.argv[3])))
 """
 
 
-def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_linear_reads(call, tmp_path, ids):
+def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_linear_reads(
+    call, tmp_path, ids
+):
     """Of two sequences, which begin anew; llama.cpp rounds what enters a product to bfloat16, and the model's inputs follow."""
     rows, squares, counts = [ids[:100], ids[100:180]], {}, {}
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -368,7 +453,11 @@ def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_
 
         return hook
 
-    parts = {"attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
+    parts = {
+        "attn_q": "self_attn.q_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_down": "mlp.down_proj",
+    }
     for layer in range(4):
         for there, here in parts.items():
             model.get_submodule(f"model.layers.{layer}.{here}").register_forward_pre_hook(
@@ -378,7 +467,13 @@ def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_
         for row in rows:
             model(torch.tensor([row]))
     scripts = Path(__file__).parents[2] / "benchmarks" / "peers"
-    call(IMPORTANCE, scripts, export(MODEL, tmp_path / "o", "bf16"), json.dumps(rows), tmp_path / "i.npz")
+    call(
+        IMPORTANCE,
+        scripts,
+        export(MODEL, tmp_path / "o", "bf16"),
+        json.dumps(rows),
+        tmp_path / "i.npz",
+    )
     found = np.load(tmp_path / "i.npz")
     assert len(found.files) == 4 * 7, "every linear of four layers"
     for name, total in squares.items():

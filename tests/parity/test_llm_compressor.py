@@ -1,6 +1,7 @@
 """llm-compressor itself, on a CPU, of the same numbers: GPTQ's rounding, a search of ranges, SmoothQuant's and AWQ's factors.
 
-Slow and in an environment of its own, which LLM_COMPRESSOR_ENV names; without it every test here is skipped.
+Slow and in an environment of its own, which LLM_COMPRESSOR_ENV names; without it every test here is
+skipped.
 """
 
 import json
@@ -119,9 +120,16 @@ def caller() -> Callable[..., None]:
     python = Path(folder).absolute() / "bin" / "python"
     how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.17.0 llmcompressor=={RELEASE}"
     if not folder:
-        pytest.skip(f"{VARIABLE} does not name an environment with llmcompressor=={RELEASE}; make one: {how}")
+        pytest.skip(
+            f"{VARIABLE} does not name an environment with llmcompressor=={RELEASE}; make one: "
+            f"{how}"
+        )
     ask = "from importlib.metadata import version; print(version('llmcompressor'))"
-    found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
+    found = (
+        subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False)
+        if python.exists()
+        else None
+    )
     if found is None or found.stdout.strip() != RELEASE:
         pytest.skip(f"{VARIABLE}={folder} does not hold llmcompressor=={RELEASE}: {how}")
 
@@ -139,7 +147,9 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def inputs(features: int) -> Tensor:
     """Few directions carry most of the energy; channels get smaller one by one, so columns are in order of it."""
-    x = random(1024, features // 4, seed=1) @ random(features // 4, features, seed=2) / 8 + random(1024, features, seed=3)
+    x = random(1024, features // 4, seed=1) @ random(features // 4, features, seed=2) / 8 + random(
+        1024, features, seed=3
+    )
     x /= x.square().mean(0).sqrt()
     return x * torch.logspace(0.5, -0.5, features)
 
@@ -147,11 +157,14 @@ def inputs(features: int) -> Tensor:
 X, WEIGHT = inputs(256), random(48, 256, seed=4) * torch.linspace(0.5, 2.0, 48)[:, None]
 STATISTICS = {"hessian_sum": X.T @ X, "count": torch.tensor(len(X))}
 PAIR = {"q": WEIGHT, "k": random(16, 256, seed=5)}
-RANGE = 2 * X.abs().amax(0)  # theirs is the largest value less the smallest; of symmetric inputs that is twice the largest
+# theirs is the largest value less the smallest; of symmetric inputs that is twice the largest
+RANGE = 2 * X.abs().amax(0)
 
 
 def ours(algorithm: Any, scheme: LinearScheme) -> Any:
-    made = algorithm.quantize_group({"w": WEIGHT}, scheme, statistics=STATISTICS, scale_dtype=torch.float32)
+    made = algorithm.quantize_group(
+        {"w": WEIGHT}, scheme, statistics=STATISTICS, scale_dtype=torch.float32
+    )
     return made["w"].weight
 
 
@@ -169,7 +182,8 @@ def turned(scheme: LinearScheme) -> Tensor:
     """The weight with the largest magnitude of each of its groups below zero, on the longer side, if we may turn them."""
     if not either_sign(scheme):
         return WEIGHT
-    groups = WEIGHT.reshape(len(WEIGHT), -1, scheme.weights.group_size or WEIGHT.shape[1])  # [O, G, g]
+    # [O, G, g]
+    groups = WEIGHT.reshape(len(WEIGHT), -1, scheme.weights.group_size or WEIGHT.shape[1])
     above = groups.amax(-1, keepdim=True) > -groups.amin(-1, keepdim=True)
     return torch.where(above, -groups, groups).reshape(WEIGHT.shape)
 
@@ -181,34 +195,58 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
     for name, scheme in SCHEMES.items():
         weight = ours(gptq, scheme)
         points = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        told[name] = (scheme.weights.kind, scheme.weights.num_bits, scheme.weights.symmetric, scheme.weights.group_size)
-        parts = {"weight": WEIGHT, "hessian": STATISTICS["hessian_sum"], "scale": weight.scale, "zero_point": points}
+        told[name] = (
+            scheme.weights.kind,
+            scheme.weights.num_bits,
+            scheme.weights.symmetric,
+            scheme.weights.group_size,
+        )
+        parts = {
+            "weight": WEIGHT,
+            "hessian": STATISTICS["hessian_sum"],
+            "scale": weight.scale,
+            "zero_point": points,
+        }
         parts["turned"] = turned(scheme)
         given |= {f"{name}.{part}": tensor.numpy() for part, tensor in parts.items()}
-    given |= {"awq.x": X.numpy(), **{f"awq.{name}": weight.numpy() for name, weight in PAIR.items()}}
+    given |= {
+        "awq.x": X.numpy(),
+        **{f"awq.{name}": weight.numpy() for name, weight in PAIR.items()},
+    }
     given |= {"smooth.weight": WEIGHT.numpy(), "smooth.range": RANGE.numpy()}
     np.savez(folder / "given.npz", **given)
-    call(THEIRS, json.dumps({"schemes": told, "alphas": ALPHAS}), folder / "given.npz", folder / "found.npz")
+    call(
+        THEIRS,
+        json.dumps({"schemes": told, "alphas": ALPHAS}),
+        folder / "given.npz",
+        folder / "found.npz",
+    )
     found = np.load(folder / "found.npz")
     return {name: torch.from_numpy(found[name]) for name in found.files}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_gptq_takes_its_decisions_on_the_same_scales(theirs: Mapping[str, Tensor], name: str) -> None:
+def test_gptq_takes_its_decisions_on_the_same_scales(
+    theirs: Mapping[str, Tensor], name: str
+) -> None:
     """Columns in order of the Hessian's diagonal and groups in place, as its `actorder: weight` has them, damped by 0.01."""
     found, expected = ours(gptq, SCHEMES[name]).dequantize(), theirs[f"{name}.real"]
     step = (found - WEIGHT).abs().amax()
     same = (found - expected).abs() < 1e-3 * step
     print(f"{name}: {int((~same).sum())} of {same.numel()} weights differ")
-    assert same.all(dim=1).float().mean() > 0.95  # a tie but for float32's last bits changes what follows in its row
+    # a tie but for float32's last bits changes what follows in its row
+    assert same.all(dim=1).float().mean() > 0.95
     assert same.float().mean() > 0.999
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Mapping[str, Tensor], name: str) -> None:
+def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(
+    theirs: Mapping[str, Tensor], name: str
+) -> None:
     """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ.
 
-    Its scales are positive: it is given groups that we turn turned. Of these we also try the whole range as it is.
+    Its scales are positive: it is given groups that we turn turned. Of these we also try the whole
+    range as it is.
     """
     scheme, mine = SCHEMES[name].weights, ours(rtn_mse, SCHEMES[name])
     scale, point = theirs[f"{name}.mse_scale"], theirs[f"{name}.mse_zero_point"]
@@ -221,7 +259,9 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Ma
         return (groups - scale[..., None] * (q - point[..., None])).square().sum(-1)
 
     high, low = groups.amax(-1).clamp(min=0), groups.amin(-1).clamp(max=0)
-    whole = (2 * torch.maximum(high, -low) if scheme.symmetric else high - low) / (2**scheme.num_bits - 1)
+    whole = (2 * torch.maximum(high, -low) if scheme.symmetric else high - low) / (
+        2**scheme.num_bits - 1
+    )
     points = torch.zeros_like(mine.scale) if mine.zero_point is None else mine.zero_point.float()
     differs = (mine.scale / scale - 1).abs() > 1e-5
     print(f"{name}: {int(differs.sum())} of {differs.numel()} scales differ")
@@ -235,7 +275,9 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Ma
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_smoothquants_factors_are_its_but_for_one_number(theirs: Mapping[str, Tensor], alpha: float) -> None:
+def test_smoothquants_factors_are_its_but_for_one_number(
+    theirs: Mapping[str, Tensor], alpha: float
+) -> None:
     """It takes ranges where the paper takes maxima, of inputs and weights: all factors have 2^(2 alpha - 1) in common."""
     fold = fold_of({"w": WEIGHT}, preset("W8A8"), channel_amax=RANGE / 2)
     smoothing = smoothquant.solve(fold, options={"alpha": alpha, "linears": True}).smoothing
@@ -250,7 +292,9 @@ def test_awqs_search_takes_its_step(theirs: Mapping[str, Tensor], duo: bool) -> 
     fold = fold_of(PAIR, SCHEMES["int4-g32-asym"], **statistics)
     found = awq.solve(fold, options={"duo": duo, "clip": False, "linears": True})
     assert found.smoothing is not None and found.decisions["duo"] == duo
-    torch.testing.assert_close(found.smoothing.factors, theirs[f"awq.{duo}"].reshape(-1).float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        found.smoothing.factors, theirs[f"awq.{duo}"].reshape(-1).float(), rtol=1e-4, atol=0
+    )
     reduction = found.decisions["error"] / found.decisions["error_before"]
     print(f"alpha {found.decisions['alpha']}, error {reduction:.3f} of that without")
     assert 0 < found.decisions["alpha"] < 0.95  # a step that both have tried, and its neighbours

@@ -1,7 +1,8 @@
 """Gaudi's toolkit itself, neural-compressor, on a CPU: it measures, we merge and derive; we write, it takes what is written.
 
-What it can do without a Gaudi is emulation by explicit quantize and dequantize, with four of its scale methods. It lives in an
-environment of its own, whose folder NEURAL_COMPRESSOR_ENV names; without it all of this is skipped.
+What it can do without a Gaudi is emulation by explicit quantize and dequantize, with four of its
+scale methods. It lives in an environment of its own, whose folder NEURAL_COMPRESSOR_ENV names;
+without it all of this is skipped.
 """
 
 import itertools
@@ -40,7 +41,12 @@ pytestmark = pytest.mark.slow
 
 VARIABLE, RELEASE = "NEURAL_COMPRESSOR_ENV", "3.10"
 EMBEDDED = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
-METHODS = ["unit_scale", "maxabs_pow2", "maxabs_arbitrary", "act_maxabs_pow2_weights_pcs_maxabs_pow2"]
+METHODS = [
+    "unit_scale",
+    "maxabs_pow2",
+    "maxabs_arbitrary",
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2",
+]
 
 # Runs in the other environment: a model of three linears, whose inputs differ from rank to rank.
 TINY = """
@@ -85,7 +91,8 @@ with torch.no_grad():
         np.savez(sys.argv[3], **found)
 """
 
-# A stock Llama with the files that `export --format inc` wrote: QUANT_CONFIG is all that it is told.
+# A stock Llama with the files that `export --format inc` wrote: QUANT_CONFIG is all that it is
+# told.
 STOCK = """
 import sys
 import numpy as np
@@ -110,12 +117,20 @@ def toolkit() -> Path:
     python = Path(folder).absolute() / "bin" / "python"
     how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 neural-compressor-pt=={RELEASE}"
     if not folder:
-        pytest.skip(f"{VARIABLE} does not name an environment with neural-compressor; make one: {how}")
+        pytest.skip(
+            f"{VARIABLE} does not name an environment with neural-compressor; make one: {how}"
+        )
     ask = "from importlib.metadata import version; print(version('neural-compressor-pt'))"
-    found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
+    found = (
+        subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False)
+        if python.exists()
+        else None
+    )
     version = "nothing" if found is None or found.returncode else found.stdout.strip()
     if version != RELEASE:
-        pytest.skip(f"{VARIABLE}={folder} holds neural-compressor-pt {version}, {RELEASE} is needed: {how}")
+        pytest.skip(
+            f"{VARIABLE}={folder} holds neural-compressor-pt {version}, {RELEASE} is needed: {how}"
+        )
     return python
 
 
@@ -126,7 +141,9 @@ def call(toolkit: Path) -> Callable[..., None]:
     def run(program: str, *arguments: object, cwd: Path, **variables: str) -> None:
         line = [str(toolkit), "-c", program, *map(str, arguments)]
         plain = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1", **variables}
-        result = subprocess.run(line, cwd=cwd, env=plain, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            line, cwd=cwd, env=plain, capture_output=True, text=True, check=False
+        )
         assert result.returncode == 0, result.stderr[-3000:]
 
     return run
@@ -139,7 +156,8 @@ def measured(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
     (folder / "both").mkdir()
     for rank in range(2):
         options = {"mode": "MEASURE", "dump_stats_path": f"{folder}/rank{rank}/measure"}
-        (folder / f"rank{rank}").mkdir()  # the toolkit moves away what another rank left in the same folder
+        # the toolkit moves away what another rank left in the same folder
+        (folder / f"rank{rank}").mkdir()
         call(TINY, "measure", json.dumps(options), cwd=folder, LOCAL_RANK=str(rank), WORLD_SIZE="2")
         for path in (folder / f"rank{rank}").glob("measure_hooks_maxabs*"):
             path.rename(folder / "both" / path.name)
@@ -148,11 +166,16 @@ def measured(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
 
 def by_hand(measured: Path, output: Path) -> None:
     """Merge two ranks by the maximum, in a few lines of numpy."""
-    tables = [np.load(measured / f"measure_hooks_maxabs_{rank}_2.npz", allow_pickle=True)["arr_0"].item() for rank in range(2)]
+    tables = [
+        np.load(measured / f"measure_hooks_maxabs_{rank}_2.npz", allow_pickle=True)["arr_0"].item()
+        for rank in range(2)
+    ]
     merged = tables[0]
     for name, node in tables[1]["Nodes"].items():
         ours = merged["Nodes"][name]
-        ours["inputs"] = [np.maximum(a, b) for a, b in zip(ours["inputs"], node["inputs"], strict=True)]
+        ours["inputs"] = [
+            np.maximum(a, b) for a, b in zip(ours["inputs"], node["inputs"], strict=True)
+        ]
         ours["params"]["weight"] = np.maximum(ours["params"]["weight"], node["params"]["weight"])
     merged["LocalRank"] = -1
     output.mkdir()
@@ -167,7 +190,9 @@ def by_hand(measured: Path, output: Path) -> None:
 
 def quantize(folder: Path, method: str) -> str:
     """Return the options of convert."""
-    return json.dumps({"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"})
+    return json.dumps(
+        {"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"}
+    )
 
 
 def run(*arguments: object) -> int:
@@ -186,7 +211,10 @@ def test_two_ranks_are_read_and_the_files_are_as_published(measured: Path) -> No
     ranks = [read_triple(found) for found in files.values()]
     assert [triple.local_rank for triple in ranks] == [0, 1]
     assert set(ranks[0].nodes) == {"first", "second", "last"} == set(ranks[0].modules)
-    assert ranks[0].nodes["first"].inputs[0].shape == (1, 1) and ranks[0].nodes["first"].weight is not None
+    assert (
+        ranks[0].nodes["first"].inputs[0].shape == (1, 1)
+        and ranks[0].nodes["first"].weight is not None
+    )
     assert ranks[1].nodes["first"].inputs[0] > ranks[0].nodes["first"].inputs[0]
 
 
@@ -204,13 +232,20 @@ def test_convert_takes_our_merged_files_and_computes_what_it_does_with_files_mer
     by_hand(measured, tmp_path / "theirs")
     unified(measured, tmp_path / "ours")
     for name in ("ours", "theirs"):
-        call(TINY, "convert", quantize(tmp_path / name, method), tmp_path / f"{name}.npz", cwd=tmp_path)
+        call(
+            TINY,
+            "convert",
+            quantize(tmp_path / name, method),
+            tmp_path / f"{name}.npz",
+            cwd=tmp_path,
+        )
     ours, theirs = (np.load(tmp_path / f"{name}.npz")["logits"] for name in ("ours", "theirs"))
     assert np.array_equal(ours, theirs) and np.isfinite(ours).all() and ours.std() > 0
     print(f"\n{method}: {ours.size} logits equal, the largest {abs(ours).max():.4f}")
 
 
-# The toolkit's own rounding to the hardware's scales, and its searches, which look for a device only to put the weight there.
+# The toolkit's own rounding to the hardware's scales, and its searches, which look for a device
+# only to put the weight there.
 RULES = """
 import sys
 import numpy as np
@@ -247,11 +282,15 @@ np.savez(sys.argv[2], **found)
 """
 
 
-def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(call: Callable[..., None], tmp_path: Path) -> None:
+def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
     """Its functions run on a CPU where its scale methods do not."""
     generator = torch.Generator().manual_seed(0)
     maxima = torch.exp2(torch.rand(20_000, generator=generator) * 40 - 20).bfloat16().float()
-    weight = torch.randn(48, 64, generator=generator) * torch.exp2(torch.randint(-6, 3, (48, 1), generator=generator))
+    weight = torch.randn(48, 64, generator=generator) * torch.exp2(
+        torch.randint(-6, 3, (48, 1), generator=generator)
+    )
     np.savez(tmp_path / "given.npz", maxima=maxima.numpy(), weight=weight.numpy())
     call(RULES, tmp_path / "given.npz", tmp_path / "found.npz", cwd=tmp_path)
     with np.load(tmp_path / "found.npz") as archive:
@@ -262,8 +301,16 @@ def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(call: Ca
             for method in ("maxabs_pow2", "maxabs_hw"):
                 rule = getattr(SCALE_METHODS[method], side)
                 ours = scale_from_amax(maxima, rule, target=goal, arithmetic="BF16")
-                assert np.array_equal(ours.numpy(), found.pop(f"{device}.{side}.{method}")), (device, side, method)
-        for method in ("maxabs_hw_opt_weight", "maxabs_pow2_opt_weight", "act_maxabs_hw_weights_pcs_opt_pow2"):
+                assert np.array_equal(ours.numpy(), found.pop(f"{device}.{side}.{method}")), (
+                    device,
+                    side,
+                    method,
+                )
+        for method in (
+            "maxabs_hw_opt_weight",
+            "maxabs_pow2_opt_weight",
+            "act_maxabs_hw_weights_pcs_opt_pow2",
+        ):
             ours = weight_scale(weight, SCALE_METHODS[method].weight, target=goal)
             assert np.array_equal(ours.numpy(), found.pop(f"{device}.{method}")), (device, method)
     assert not found
@@ -296,21 +343,41 @@ OF_KIND = {  # of the toolkit's -> a name, and the maxima of inputs and outputs
     "matmul": ("self_attn.matmul_qk", ([1.0, 50.0], [])),
     "b2b_matmul": ("self_attn.attn.impl.batch2block_matmul", ([1.0, 50000.0], [7.0])),
     "softmax": ("self_attn.attn.impl.softmax", ([300.0], [1.0])),
-    "fused_sdpa": ("self_attn.fused_scaled_dot_product_attention", ([10.0, 2000.0, 3.0], [2.5, 0.9])),
+    "fused_sdpa": (
+        "self_attn.fused_scaled_dot_product_attention",
+        ([10.0, 2000.0, 3.0], [2.5, 0.9]),
+    ),
 }
 
 
-def test_modules_without_weights_have_the_scales_that_the_toolkit_computes(call: Callable[..., None], tmp_path: Path) -> None:
+def test_modules_without_weights_have_the_scales_that_the_toolkit_computes(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
     """Its classes compute those of Gaudi2 on a CPU where no module of theirs runs."""
-    methods = ["unit_scale", "hw_aligned_single_scale", "maxabs_hw", "maxabs_pow2", "maxabs_arbitrary"]
-    call(KINDS, json.dumps({kind: values for kind, (_, values) in OF_KIND.items()}), json.dumps(methods), cwd=tmp_path)
+    methods = [
+        "unit_scale",
+        "hw_aligned_single_scale",
+        "maxabs_hw",
+        "maxabs_pow2",
+        "maxabs_arbitrary",
+    ]
+    call(
+        KINDS,
+        json.dumps({kind: values for kind, (_, values) in OF_KIND.items()}),
+        json.dumps(methods),
+        cwd=tmp_path,
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     for method, (kind, (name, (inputs, outputs))) in itertools.product(methods, OF_KIND.items()):
         seen = (tuple(torch.tensor([[value]]) for value in part) for part in (inputs, outputs))
         node = {name: Node(**dict(zip(("inputs", "outputs"), seen, strict=True)))}
-        ours = scales_from(node, method_config(method), target=target("gaudi2"), arithmetic="BF16")[name]
+        ours = scales_from(node, method_config(method), target=target("gaudi2"), arithmetic="BF16")[
+            name
+        ]
         theirs = found.pop(f"{method} {kind}")
-        assert [[float(value) for value in part] for part in (ours.inputs, ours.outputs)] == theirs, (method, kind)
+        assert [
+            [float(value) for value in part] for part in (ours.inputs, ours.outputs)
+        ] == theirs, (method, kind)
     assert not found
 
 
@@ -322,7 +389,9 @@ torch.save({name: p.detach().bfloat16() for name, p in Tiny().named_parameters()
 
 
 @pytest.fixture(scope="module")
-def weights(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def weights(
+    call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
     """The weights of the other environment's model."""
     folder = tmp_path_factory.mktemp("weights")
     call(WEIGHTS, TINY, folder / "weights.pt", cwd=folder)
@@ -332,7 +401,11 @@ def weights(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
-    call: Callable[..., None], measured: Path, weights: dict[str, torch.Tensor], tmp_path: Path, method: str
+    call: Callable[..., None],
+    measured: Path,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    method: str,
 ) -> None:
     """The toolkit derives scales from our merged maxima, we derive them too; then it runs on ours alone."""
     folder = unified(measured, tmp_path / "ours")
@@ -368,12 +441,16 @@ def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     call(TINY, "convert", quantize(folder, method), tmp_path / "taken.npz", cwd=tmp_path)
     assert np.array_equal(np.load(tmp_path / "taken.npz")["logits"], derived["logits"])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # it had nothing to derive
+    # it had nothing to derive
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     doubled = {name: replace(node, inputs=(node.inputs[0] * 2,)) for name, node in ours.items()}
-    write_triple(folder, files.name, Triple(nodes=doubled, mode=SCALES, local_rank=maxima.local_rank))
+    write_triple(
+        folder, files.name, Triple(nodes=doubled, mode=SCALES, local_rank=maxima.local_rank)
+    )
     call(TINY, "convert", quantize(folder, method), tmp_path / "doubled.npz", cwd=tmp_path)
-    assert np.load(tmp_path / "doubled.npz")["first.input"] == 2 * derived["first.input"]  # so it does read them
+    # so it does read them
+    assert np.load(tmp_path / "doubled.npz")["first.input"] == 2 * derived["first.input"]
 
 
 def test_the_toolkits_postprocessing_changes_what_ours_does(toolkit: Path, tmp_path: Path) -> None:
@@ -389,8 +466,19 @@ def test_the_toolkits_postprocessing_changes_what_ours_does(toolkit: Path, tmp_p
     name = FileName(prefix="inc_output", rank=0, world=1)
     (tmp_path / "in").mkdir()
     write_triple(tmp_path / "in", name, Triple(nodes=nodes, local_rank=0))
-    package = "neural_compressor.torch.algorithms.fp8_quant.scripts.postprocessing_vllm_measurements"
-    line = [str(toolkit), "-m", package, "-m", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "-k"]
+    package = (
+        "neural_compressor.torch.algorithms.fp8_quant.scripts.postprocessing_vllm_measurements"
+    )
+    line = [
+        str(toolkit),
+        "-m",
+        package,
+        "-m",
+        str(tmp_path / "in"),
+        "-o",
+        str(tmp_path / "out"),
+        "-k",
+    ]
     subprocess.run(line, check=True, capture_output=True, cwd=tmp_path)
     theirs = read_triple(find_triples(tmp_path / "out")[0]).nodes
     ours = postprocess(nodes)
@@ -427,7 +515,9 @@ open("ran.json", "w").write(json.dumps(ran))
 """
 
 
-def test_these_are_all_the_methods_that_run_without_a_gaudi(call: Callable[..., None], tmp_path: Path) -> None:
+def test_these_are_all_the_methods_that_run_without_a_gaudi(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
     static = [name for name, method in SCALE_METHODS.items() if not method.dynamic]
     (tmp_path / "stats").mkdir()
     call(EVERY, json.dumps(static), cwd=tmp_path)
@@ -440,8 +530,26 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("embedded")
     text = [sys.executable, str(EMBEDDED / "stdlib_text.py"), "--output", str(folder / "text")]
     subprocess.run(text, check=True, capture_output=True)
-    line = ("--calibration", folder / "text" / "calibration.jsonl", "--samples", "8", "--sequence-length", "256")
-    assert run("measure", EMBEDDED, "-o", folder / "measured", *line, "--quant-config", "maxabs_measure") == 0
+    line = (
+        "--calibration",
+        folder / "text" / "calibration.jsonl",
+        "--samples",
+        "8",
+        "--sequence-length",
+        "256",
+    )
+    assert (
+        run(
+            "measure",
+            EMBEDDED,
+            "-o",
+            folder / "measured",
+            *line,
+            "--quant-config",
+            "maxabs_measure",
+        )
+        == 0
+    )
     return folder / "measured"
 
 
@@ -476,25 +584,37 @@ save_file({name: tensor.contiguous().clone() for name, tensor in found.items()},
     formats="ipex",
     direction="both",
     programs={"neural-compressor": "neural-compressor-pt"},
-    compared="weights that its weight-only linear recovers from our tensors, and ours from those that it packs, bit for bit: "
+    compared="weights that its weight-only linear recovers from our tensors, and ours from those "
+    "that it packs, bit for bit: "
     "words, scales and zero points, symmetric and not, per group and row",
     environment="NEURAL_COMPRESSOR_ENV",
 )
-def test_its_weight_only_linear_recovers_our_weights_and_packs_what_we_read(call: Callable[..., None], tmp_path: Path) -> None:
+def test_its_weight_only_linear_recovers_our_weights_and_packs_what_we_read(
+    call: Callable[..., None], tmp_path: Path
+) -> None:
     rows, tensors, expected, generator = {}, {}, {}, torch.Generator().manual_seed(1)
     for size, pointed in itertools.product((32, 24, -1), (True, False)):
         name, columns = f"{size}-{pointed}".replace("-1", "row"), 96
-        scheme = named(integers(4, size, symmetric=not pointed, where="a test"), None, "pack-quantized")
+        scheme = named(
+            integers(4, size, symmetric=not pointed, where="a test"), None, "pack-quantized"
+        )
         groups = 1 if size == -1 else columns // size
         qvalue = torch.randint(-8, 8, (40, columns), generator=generator).to(torch.int8)
         scale = 2.0 ** torch.randint(-9, 3, (40, groups), generator=generator)
-        zero_point = torch.randint(-8, 8, scale.shape, generator=generator).to(torch.int8) if pointed else None
+        zero_point = (
+            torch.randint(-8, 8, scale.shape, generator=generator).to(torch.int8)
+            if pointed
+            else None
+        )
         weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=scheme.weights)
         linear = QuantizedLinear(weight=weight, scheme=scheme)
         tensors |= LAYOUTS["ipex"].encode(name, linear, scale_dtype=torch.float16)
         points = torch.zeros_like(scale) if zero_point is None else zero_point
         tensors |= {f"{name}.integers": qvalue + 8, f"{name}.points": (points + 8).to(torch.int8)}
-        rows[name], expected[name] = [40, columns, columns if size == -1 else size, pointed], (linear, scheme)
+        rows[name], expected[name] = (
+            [40, columns, columns if size == -1 else size, pointed],
+            (linear, scheme),
+        )
     save_file(tensors, tmp_path / "ours.safetensors")
     call(WEIGHT_ONLY, json.dumps(rows), cwd=tmp_path)
     theirs = load_file(tmp_path / "theirs.safetensors")
@@ -502,7 +622,9 @@ def test_its_weight_only_linear_recovers_our_weights_and_packs_what_we_read(call
         assert torch.equal(theirs[f"{name}.recovered"], linear.dequantize()), name
         assert torch.equal(theirs[f"{name}.again"], linear.dequantize()), name
         read = IPEXLayout(bare=scheme.weights.symmetric).decode(name, theirs, scheme)
-        assert torch.equal(read.weight.qvalue, linear.weight.qvalue) and torch.equal(read.dequantize(), linear.dequantize())
+        assert torch.equal(read.weight.qvalue, linear.weight.qvalue) and torch.equal(
+            read.dequantize(), linear.dequantize()
+        )
         if not scheme.weights.symmetric:
             assert torch.equal(theirs[f"{name}.packed_weight"], tensors[f"{name}.packed_weight"])
             assert torch.equal(theirs[f"{name}.packed_zp"], tensors[f"{name}.packed_zp"])
@@ -538,8 +660,15 @@ def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_it
     (tmp_path / "hqt_output").mkdir()
     for rank in range(2):
         (tmp_path / f"rank{rank}" / "hqt_output").mkdir(parents=True)
-        config = {"mode": "MEASURE", "observer": "maxabs", "use_qdq": True, "dump_stats_path": "./hqt_output/measure"}
-        (tmp_path / f"rank{rank}" / "measure.json").write_text(json.dumps(config | {"blocklist": {"names": ["lm_head"]}}))
+        config = {
+            "mode": "MEASURE",
+            "observer": "maxabs",
+            "use_qdq": True,
+            "dump_stats_path": "./hqt_output/measure",
+        }
+        (tmp_path / f"rank{rank}" / "measure.json").write_text(
+            json.dumps(config | {"blocklist": {"names": ["lm_head"]}})
+        )
         variables = {"QUANT_CONFIG": "measure.json", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         call(RANK, EMBEDDED, cwd=tmp_path / f"rank{rank}", **variables)
         for path in (tmp_path / f"rank{rank}" / "hqt_output").glob("measure_hooks_maxabs*"):
@@ -551,22 +680,30 @@ def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_it
     assert len(merged) == 28
     for name, node in merged.items():
         assert node.inputs[0] == max(nodes[name].inputs[0] for nodes in ranks), name
-    Path("quant.json").write_text(json.dumps({"dump_stats_path": "./unified/measure", "device_for_scales": "GAUDI2"}))
+    Path("quant.json").write_text(
+        json.dumps({"dump_stats_path": "./unified/measure", "device_for_scales": "GAUDI2"})
+    )
     monkeypatch.setenv("QUANT_CONFIG", "quant.json")
     assert run("quantize", EMBEDDED, "-o", "quantized") == 0
     schemes = json.loads(Path("quantized/quantize.json").read_text())["plan"]["schemes"]
-    assert {scheme["weights"]["float8"] for scheme in schemes.values()} == {"gaudi2"} and schemes.keys() == merged.keys()
+    assert {scheme["weights"]["float8"] for scheme in schemes.values()} == {
+        "gaudi2"
+    } and schemes.keys() == merged.keys()
     layer = load_file("quantized/layers/00000.safetensors")
     key = next(key for key in layer if "o_proj" in key and "input_scale" in key)
-    raw = (merged["model.layers.0.self_attn.o_proj"].inputs[0].max().bfloat16() / 60).float().item()  # of maxabs_hw
-    assert layer[key].item() == 2.0 ** min(4, max(-8, 4 * math.ceil(math.ceil(math.log2(raw) - 1e-9) / 4)))
+    # of maxabs_hw
+    raw = (merged["model.layers.0.self_attn.o_proj"].inputs[0].max().bfloat16() / 60).float().item()
+    assert layer[key].item() == 2.0 ** min(
+        4, max(-8, 4 * math.ceil(math.ceil(math.log2(raw) - 1e-9) / 4))
+    )
 
 
 @pytest.mark.proof(
     formats="inc",
     direction="written",
     programs={"neural-compressor": "neural-compressor-pt"},
-    compared="the scales that it computes from our maxima, to the bit; every linear found under its name",
+    compared="the scales that it computes from our maxima, to the bit; every linear found under "
+    "its name",
     environment="NEURAL_COMPRESSOR_ENV",
 )
 @pytest.mark.parametrize("method", METHODS)
@@ -576,26 +713,48 @@ def test_our_measurement_of_the_embedded_model_converts_there_and_the_scales_it_
     """Every linear of the decoder layers is found under its name; its scales come from our maxima alone."""
     given = {"mode": "QUANTIZE", "use_qdq": True, "scale_method": method}
     (tmp_path / "given.json").write_text(json.dumps(given))
-    inc = ("--format", "inc", "--device", "cpu", "--quant-config", tmp_path / "given.json", "--model", EMBEDDED)
+    inc = (
+        "--format",
+        "inc",
+        "--device",
+        "cpu",
+        "--quant-config",
+        tmp_path / "given.json",
+        "--model",
+        EMBEDDED,
+    )
     assert run("export", embedded, "-o", tmp_path / "gaudi", *inc) == 0
     ours = tmp_path / "ours"
     ours.mkdir()
     for path in (tmp_path / "gaudi" / "hqt_output").glob(f"*_{method.upper()}.*"):
         shutil.move(path, ours / path.name)
-    call(STOCK, EMBEDDED, "quantization_config/given.json", tmp_path / "found.npz", cwd=tmp_path / "gaudi")
+    call(
+        STOCK,
+        EMBEDDED,
+        "quantization_config/given.json",
+        tmp_path / "found.npz",
+        cwd=tmp_path / "gaudi",
+    )
     with np.load(tmp_path / "found.npz") as found:
         logits, patched = found["logits"], found["patched"].tolist()
-    linears = [name for name in read_triple(find_triples(tmp_path / "gaudi" / "hqt_output")[0]).nodes if name.endswith("_proj")]
+    linears = [
+        name
+        for name in read_triple(find_triples(tmp_path / "gaudi" / "hqt_output")[0]).nodes
+        if name.endswith("_proj")
+    ]
     assert sorted(patched) == sorted(linears) and len(patched) == 28
 
     if method == "unit_scale":  # it keeps no file of scales that depend on nothing
-        assert not list(ours.iterdir()) and not list((tmp_path / "gaudi" / "hqt_output").glob("*UNIT_SCALE*"))
+        assert not list(ours.iterdir()) and not list(
+            (tmp_path / "gaudi" / "hqt_output").glob("*UNIT_SCALE*")
+        )
     else:
         expected, computed = (
             read_triple(find_triples(folder, method=method.upper())[0]).nodes
             for folder in (ours, tmp_path / "gaudi" / "hqt_output")
         )
-        assert sorted(computed) == sorted(linears)  # a stock model has neither caches nor products of its own
+        # a stock model has neither caches nor products of its own
+        assert sorted(computed) == sorted(linears)
         for name, node in computed.items():
             for key, value in node.tensors.items():
                 assert torch.equal(value, expected[name].tensors[key]), (name, key)

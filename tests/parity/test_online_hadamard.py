@@ -22,11 +22,17 @@ def test_compressed_tensors_mixes_what_the_config_names_and_stock_transformers_a
     family_model, tmp_path: Path, scheme: str
 ) -> None:
     entry = Quantize(name="x", scheme=scheme, transforms=({"hadamard": {"down": True}},))
-    job = quantize.QuantizeJob(model=family_model("llama"), output=tmp_path / "q", entry=entry, measurement=None)
-    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET)
+    job = quantize.QuantizeJob(
+        model=family_model("llama"), output=tmp_path / "q", entry=entry, measurement=None
+    )
+    artifact = export.run(
+        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET
+    )
     tokens = torch.randint(2, 300, (1, 64), generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32).eval()
-    config = json.loads((artifact / "config.json").read_text())["quantization_config"]["transform_config"]
+    config = json.loads((artifact / "config.json").read_text())["quantization_config"][
+        "transform_config"
+    ]
     with torch.no_grad():
         ours = load(artifact, backend="reference", exact=True).model(tokens).logits
         ignored = model(tokens).logits
@@ -35,4 +41,5 @@ def test_compressed_tensors_mixes_what_the_config_names_and_stock_transformers_a
     assert (ignored - ours).norm() > 0.5 * ours.norm()  # which is why the model card warns
     difference = float((theirs - ours).norm() / ours.norm())
     print(f"{scheme}: logits differ by {difference:.1e}")
-    assert difference < (1e-5 if scheme == "W8A16" else 0.02)  # a sum in another order now and then rounds to another integer
+    # a sum in another order now and then rounds to another integer
+    assert difference < (1e-5 if scheme == "W8A16" else 0.02)

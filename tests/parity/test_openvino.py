@@ -1,8 +1,9 @@
 """OpenVINO on the IR that `export --format openvino` writes: its tokens and logits, and the weights that the files hold.
 
-It has an environment of its own, which OPENVINO_ENV names (openvino-genai 2026.4, with openvino and openvino-tokenizers);
-without it the tests are skipped. `export` runs in this environment, with that one's packages behind its own. The model is the
-example. OpenVINO is asked for float32 of inputs, keys and values: by itself it rounds all three.
+It has an environment of its own, which OPENVINO_ENV names (openvino-genai 2026.4, with openvino and
+openvino-tokenizers); without it the tests are skipped. `export` runs in this environment, with that
+one's packages behind its own. The model is the example. OpenVINO is asked for float32 of inputs,
+keys and values: by itself it rounds all three.
 """
 
 import json
@@ -31,7 +32,8 @@ sys.path.append(sys.argv.pop(1))
 from quantflow.stages.cli import main
 sys.exit(main())
 """
-# The graph's constants as OpenVINO unpacks them, greedy tokens and text by GenAI, logits by the plugin.
+# The graph's constants as OpenVINO unpacks them, greedy tokens and text by GenAI, logits by the
+# plugin.
 THEIRS = """
 import json, sys
 import numpy as np
@@ -91,7 +93,9 @@ print("RESULT", json.dumps({"ids": ids.tolist(), "tokens": list(tokens), "text":
 """
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(ENVIRONMENT is None, reason="OPENVINO_ENV names no environment with openvino-genai"),
+    pytest.mark.skipif(
+        ENVIRONMENT is None, reason="OPENVINO_ENV names no environment with openvino-genai"
+    ),
 ]
 
 
@@ -110,7 +114,19 @@ def run(*line: str | Path) -> subprocess.CompletedProcess[str]:
 def exported(folder: Path, output: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `export --format openvino` here, with OpenVINO from its own environment."""
     (site,) = Path(str(ENVIRONMENT)).glob("lib/python3*/site-packages")
-    return run(sys.executable, "-c", EXPORT, site, "export", folder, "-o", output, "--format", "openvino", *words)
+    return run(
+        sys.executable,
+        "-c",
+        EXPORT,
+        site,
+        "export",
+        folder,
+        "-o",
+        output,
+        "--format",
+        "openvino",
+        *words,
+    )
 
 
 def quantized(output: Path, scheme: str) -> Path:
@@ -123,28 +139,41 @@ def quantized(output: Path, scheme: str) -> Path:
     formats="openvino",
     direction="written",
     programs={"OpenVINO GenAI": "openvino-genai", "openvino-tokenizers": "openvino-tokenizers"},
-    compared="every quantized weight, bit for bit; greedy tokens and their text; logits within 1e-4 of float32; the plugin "
+    compared="every quantized weight, bit for bit; greedy tokens and their text; logits within "
+    "1e-4 of float32; the plugin "
     "multiplies the codes",
     environment="OPENVINO_ENV",
 )
 @pytest.mark.parametrize(
     ("scheme", "dtype", "kind"),
-    [("W4A16", "f16", "i4"), ("W4A16", "f32", "i4"), ("W4A16_ASYM", "f16", "u4"), ("W8A16", "f16", "i8")],
+    [
+        ("W4A16", "f16", "i4"),
+        ("W4A16", "f32", "i4"),
+        ("W4A16_ASYM", "f16", "u4"),
+        ("W8A16", "f16", "i8"),
+    ],
 )
 def test_openvino_computes_what_the_artifact_says(tmp_path, scheme, dtype, kind):
     folder = quantized(tmp_path / "a", scheme)
     done = exported(folder, tmp_path / "ir", "--dtype", dtype)
     assert done.returncode == 0, done.stderr[-3000:]
     python = Path(str(ENVIRONMENT)) / "bin" / "python"
-    told = run(python, "-c", THEIRS, tmp_path / "ir", tmp_path / "found.safetensors", PROMPT, str(NEW))
+    told = run(
+        python, "-c", THEIRS, tmp_path / "ir", tmp_path / "found.safetensors", PROMPT, str(NEW)
+    )
     assert told.returncode == 0, told.stderr[-3000:]
     (line,) = (line for line in told.stdout.splitlines() if line.startswith("RESULT "))
-    answer, found = json.loads(line.removeprefix("RESULT ")), load_file(tmp_path / "found.safetensors")
+    answer, found = (
+        json.loads(line.removeprefix("RESULT ")),
+        load_file(tmp_path / "found.safetensors"),
+    )
     artifact = open_folder(folder, backend="reference")
     logits = found.pop("logits")
     assert found.keys() == {f"self.model.{name}.weight" for name in artifact.linears}
     for name in artifact.linears:
-        assert torch.equal(found[f"self.model.{name}.weight"], artifact.decode(name).weight.dequantize()), name
+        assert torch.equal(
+            found[f"self.model.{name}.weight"], artifact.decode(name).weight.dequantize()
+        ), name
     assert answer["kinds"][kind] == len(artifact.linears)
     ours = load(folder, decoder="transformers", backend="reference")
     ids = ours.tokenizer(PROMPT, return_tensors="pt").input_ids
@@ -159,7 +188,12 @@ def test_openvino_computes_what_the_artifact_says(tmp_path, scheme, dtype, kind)
 
 def test_a_gptq_folder_of_another_program_becomes_an_ir(tmp_path):
     artifact = quantized(tmp_path / "a", "W4A16")
-    assert exit_code(cli, ["export", str(artifact), "-o", str(tmp_path / "gptq"), "--format", "gptq", "-q"]) == 0
+    assert (
+        exit_code(
+            cli, ["export", str(artifact), "-o", str(tmp_path / "gptq"), "--format", "gptq", "-q"]
+        )
+        == 0
+    )
     done = exported(tmp_path / "gptq", tmp_path / "ir")
     assert done.returncode == 0, done.stderr[-3000:]
     again = exported(tmp_path / "gptq", tmp_path / "ir")

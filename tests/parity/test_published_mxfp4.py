@@ -49,15 +49,28 @@ def published(llama, tmp_path_factory):
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for index in range(LAYERS):
-        for leaf, rows, columns in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
+        for leaf, rows, columns in (
+            ("gate_up_proj", 2 * WIDTH, HIDDEN),
+            ("down_proj", HIDDEN, WIDTH),
+        ):
             name = f"model.layers.{index}.mlp.experts.{leaf}"
-            assert tensors.pop(name).shape == (EXPERTS, columns, rows)  # as gpt-oss's code has it: transposed
+            # as gpt-oss's code has it: transposed
+            assert tensors.pop(name).shape == (EXPERTS, columns, rows)
             shape = (EXPERTS, rows, columns // 32)
-            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=draw).to(torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(119, 123, shape, generator=draw).to(torch.uint8)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=draw).to(
+                torch.uint8
+            )
+            tensors[f"{name}_scales"] = torch.randint(119, 123, shape, generator=draw).to(
+                torch.uint8
+            )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    left = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     words = {"quant_method": "mxfp4", "modules_to_not_convert": left}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
     AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
@@ -68,7 +81,9 @@ def published(llama, tmp_path_factory):
 def theirs(published):
     """Return transformers' model of it, dequantized."""
     words = Mxfp4Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(published, quantization_config=words, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        published, quantization_config=words, dtype=torch.float32
+    ).eval()
 
 
 def damaged(published, folder, change):
@@ -76,7 +91,9 @@ def damaged(published, folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     return folder
 
@@ -85,7 +102,8 @@ def damaged(published, folder, change):
     formats="mxfp4",
     direction="read",
     programs={"transformers": "transformers"},
-    compared="a folder as gpt-oss is published: every expert's weights as it dequantizes them, bit for bit; logits within 1e-4",
+    compared="a folder as gpt-oss is published: every expert's weights as it dequantizes them, "
+    "bit for bit; logits within 1e-4",
 )
 def test_every_expert_has_the_values_that_transformers_dequantizes(published, theirs):
     artifact = open_folder(published)
@@ -93,11 +111,20 @@ def test_every_expert_has_the_values_that_transformers_dequantizes(published, th
     for index, layer in enumerate(theirs.model.layers):
         for number in range(EXPERTS):
             prefix = f"model.layers.{index}.mlp.experts.{number}"
-            gate, up = (artifact.decode(f"{prefix}.{leaf}").dequantize() for leaf in ("gate_proj", "up_proj"))
+            gate, up = (
+                artifact.decode(f"{prefix}.{leaf}").dequantize()
+                for leaf in ("gate_proj", "up_proj")
+            )
             both = layer.mlp.experts.gate_up_proj[number].T
             assert torch.equal(gate, both[::2]) and torch.equal(up, both[1::2])
-            assert torch.equal(artifact.decode(f"{prefix}.down_proj").dequantize(), layer.mlp.experts.down_proj[number].T)
-            assert torch.equal(artifact.bias(f"{prefix}.up_proj"), layer.mlp.experts.gate_up_proj_bias[number][1::2])
+            assert torch.equal(
+                artifact.decode(f"{prefix}.down_proj").dequantize(),
+                layer.mlp.experts.down_proj[number].T,
+            )
+            assert torch.equal(
+                artifact.bias(f"{prefix}.up_proj"),
+                layer.mlp.experts.gate_up_proj_bias[number][1::2],
+            )
     for backend in ("auto", "reference"):
         require_logits(load(published, backend=backend).model, theirs)
 
@@ -115,22 +142,45 @@ def test_inspect_generate_and_bench_take_it(published, capsys):
     (row,) = told["quantized"]
     assert (told["format"], told["runs"], told["verified"]) == ("mxfp4", None, LAYERS * EXPERTS * 3)
     assert row["which"] == {
-        f"model.layers.*.mlp.experts.*.{leaf}": LAYERS * EXPERTS for leaf in ("gate_proj", "up_proj", "down_proj")
+        f"model.layers.*.mlp.experts.*.{leaf}": LAYERS * EXPERTS
+        for leaf in ("gate_proj", "up_proj", "down_proj")
     }
     assert told["bits_per_weight"] == 4.25 and row["group_size"] == 32
     assert run("generate", published, "--prompt", "value", "--max-new-tokens", "4", "-q") == 0
-    line = ("bench", published, "-b", "1", "--input-tokens", "8", "--new-tokens", "4", "--runs", "1", "--warmups", "0")
+    line = (
+        "bench",
+        published,
+        "-b",
+        "1",
+        "--input-tokens",
+        "8",
+        "--new-tokens",
+        "4",
+        "--runs",
+        "1",
+        "--warmups",
+        "0",
+    )
     assert run(*line, "-q") == 0
 
 
 def test_it_becomes_an_artifact_of_the_same_values(published, theirs, tmp_path):
-    assert run("export", published, "-o", tmp_path / "a", "--format", "compressed-tensors", "-q") == 0
+    assert (
+        run("export", published, "-o", tmp_path / "a", "--format", "compressed-tensors", "-q") == 0
+    )
     require_logits(load(tmp_path / "a", backend="reference").model, theirs)
     assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 0
-    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "b", published))
+    found, expected = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "b", published)
+    )
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items())
-    assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads((published / "config.json").read_text())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in expected.items()
+    )
+    assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads(
+        (published / "config.json").read_text()
+    )
 
 
 @pytest.mark.proof(
@@ -139,19 +189,35 @@ def test_it_becomes_an_artifact_of_the_same_values(published, theirs, tmp_path):
     programs={"transformers": "transformers"},
     compared="logits of experts that quantflow rounded, within 1e-4",
 )
-def test_transformers_computes_from_what_is_written_what_the_artifact_says(published, text_files, tmp_path):
+def test_transformers_computes_from_what_is_written_what_the_artifact_says(
+    published, text_files, tmp_path
+):
     assert run("export", published, "-o", tmp_path / "m", "--format", "dequantized", "-q") == 0
     line = ("--scheme", "MXFP4A16", "--algorithm", "rtn_mse", "--ignore", "re:.*self_attn.*", "-q")
     assert run("quantize", tmp_path / "m", "-o", tmp_path / "a", *line) == 0
     assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 0
     words = Mxfp4Config(dequantize=True)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "b", quantization_config=words, dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "b", quantization_config=words, dtype=torch.float32
+    ).eval()
     require_logits(load(tmp_path / "a", backend="reference").model, theirs)
     require_logits(load(tmp_path / "b", backend="reference").model, theirs)
     found = []
-    for name in ("a", "b"):  # experts in one tensor have an entry of three dimensions in the source's ledger
-        line = ("--baseline", tmp_path / "m", "--text", text_files["heldout"], "--tokens", "256", "--sequence-length", "64")
-        assert run("validate", tmp_path / name, *line, "--report", tmp_path / f"report-{name}", "-q") in (0, 4, 5)
+    # experts in one tensor have an entry of three dimensions in the source's ledger
+    for name in ("a", "b"):
+        line = (
+            "--baseline",
+            tmp_path / "m",
+            "--text",
+            text_files["heldout"],
+            "--tokens",
+            "256",
+            "--sequence-length",
+            "64",
+        )
+        assert run(
+            "validate", tmp_path / name, *line, "--report", tmp_path / f"report-{name}", "-q"
+        ) in (0, 4, 5)
         found.append(json.loads((tmp_path / f"report-{name}" / "validation.json").read_text()))
     assert [each["bits_per_weight"] for each in found] == [4.25, 4.25]
     assert found[0]["metrics"]["mean_kld"] == found[1]["metrics"]["mean_kld"]
@@ -163,7 +229,8 @@ def test_transformers_computes_from_what_is_written_what_the_artifact_says(publi
         (
             "MXFP4A16",
             "re:.*(self_attn|experts.1).*",
-            "experts.1.gate_proj.weight_blocks: not there, model.layers.0.mlp.experts.gate_up_proj_blocks",
+            "experts.1.gate_proj.weight_blocks: not there, "
+            "model.layers.0.mlp.experts.gate_up_proj_blocks",
         ),
         ("MXFP4A16", "lm_head", ": no linear of an expert of gpt-oss; mxfp4 holds these alone"),
         ("MXFP4", "re:.*self_attn.*", "scheme MXFP4, the layout holds MXFP4A16"),
@@ -181,14 +248,29 @@ def test_what_the_layout_does_not_hold_is_refused(published, tmp_path, capsys, s
 def test_dequantized_it_is_the_model_that_stock_transformers_loads(published, theirs, tmp_path):
     assert run("export", published, "-o", tmp_path / "d", "--format", "dequantized", "-q") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "d", dtype=torch.float32)
-    for (name, found), (_, expected) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name, found), (_, expected) in zip(
+        model.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert torch.equal(found, expected), name
     assert (
-        run("quantize", published, "-o", tmp_path / "q", "--scheme", "W8A16", "--algorithm", "rtn", "--dequantize", "-q") == 0
+        run(
+            "quantize",
+            published,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            "W8A16",
+            "--algorithm",
+            "rtn",
+            "--dequantize",
+            "-q",
+        )
+        == 0
     )
     with safe_open(tmp_path / "q.work" / "0-dequantized" / "model.safetensors", "pt") as file:
         assert file.get_slice(DOWN).get_dtype() == "BF16"  # which holds every value
-    assert run("quantize", published, "-o", tmp_path / "r", "--scheme", "W8A16", "-q") == 3  # is quantized, and nothing said so
+    # is quantized, and nothing said so
+    assert run("quantize", published, "-o", tmp_path / "r", "--scheme", "W8A16", "-q") == 3
 
 
 def test_experts_of_another_family_are_refused(family_model, tmp_path, capsys):
@@ -203,16 +285,42 @@ def test_experts_of_another_family_are_refused(family_model, tmp_path, capsys):
     [
         (lambda t: t.pop(f"{DOWN}_scales"), f"{DOWN}_scales: missing"),
         (lambda t: t.pop(f"{DOWN}_blocks"), f"{DOWN}_scales: scales, and no {DOWN}_blocks"),
-        (lambda t: t[f"{DOWN}_scales"][2].fill_(255), "experts.2.down_proj.weight_scales: 192 of 192 scales are NaN"),
-        (lambda t: t.update({f"{DOWN}_blocks": t[f"{DOWN}_blocks"][:, :, :2]}), f"{DOWN}_blocks: is [3, 64, 2, 16]"),
-        (lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"].int()}), f"{DOWN}_scales: is I32, U8"),
+        (
+            lambda t: t[f"{DOWN}_scales"][2].fill_(255),
+            "experts.2.down_proj.weight_scales: 192 of 192 scales are NaN",
+        ),
+        (
+            lambda t: t.update({f"{DOWN}_blocks": t[f"{DOWN}_blocks"][:, :, :2]}),
+            f"{DOWN}_blocks: is [3, 64, 2, 16]",
+        ),
+        (
+            lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"].int()}),
+            f"{DOWN}_scales: is I32, U8",
+        ),
         (lambda t: t.update({f"{DOWN}_bias": t[f"{DOWN}_bias"][:, :32]}), f"{DOWN}_bias: [3, 32]"),
         (lambda t: t.pop(f"{DOWN}_bias"), "experts.0.down_proj.bias"),
-        (lambda t: [t.update({f"{DOWN}{end}": t[f"{DOWN}{end}"][:2]}) for end in ("_blocks", "_scales", "_bias")], "experts.2"),
+        (
+            lambda t: [
+                t.update({f"{DOWN}{end}": t[f"{DOWN}{end}"][:2]})
+                for end in ("_blocks", "_scales", "_bias")
+            ],
+            "experts.2",
+        ),
     ],
-    ids=["no scales", "no blocks", "NaN", "other groups", "dtype", "short bias", "no bias", "fewer experts"],
+    ids=[
+        "no scales",
+        "no blocks",
+        "NaN",
+        "other groups",
+        "dtype",
+        "short bias",
+        "no bias",
+        "fewer experts",
+    ],
 )
 def test_a_damaged_folder_is_refused_by_name(published, tmp_path, capsys, change, words):
     folder = damaged(published, tmp_path / "f", change)
     assert run("inspect", folder) == 3 and words in capsys.readouterr().err
-    assert run("generate", folder, "--prompt", "value", "-q") == 3 and words in capsys.readouterr().err
+    assert (
+        run("generate", folder, "--prompt", "value", "-q") == 3 and words in capsys.readouterr().err
+    )

@@ -51,21 +51,28 @@ rows = [{"input_ids": list(range(5 + i, 69 + i)), "attention_mask": [1] * 64} fo
 loaded.quantize(rows, batch_size=1)
 loaded.save(output)
 """
-NEEDS_GPTQMODEL = pytest.mark.skipif(ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel")
+NEEDS_GPTQMODEL = pytest.mark.skipif(
+    ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel"
+)
 
 
 def theirs(script: str, *words: str | Path, folder: Path) -> None:
     """Run a script in its environment; it writes logs where it stands."""
     line = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", script, *map(str, words)]
     surroundings = {**os.environ, **SETTINGS, "PYTHONPATH": ""}
-    done = subprocess.run(line, env=surroundings, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, env=surroundings, cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def assert_computes_what_transformers_does(model: Path, folder: Path, *, products: torch.dtype = torch.float32) -> None:
+def assert_computes_what_transformers_does(
+    model: Path, folder: Path, *, products: torch.dtype = torch.float32
+) -> None:
     """Compare logits and greedy tokens.
 
-    gptqmodel makes its weights in float16, and multiplies in the dtype of `products`. Nothing else differs from float32.
+    gptqmodel makes its weights in float16, and multiplies in the dtype of `products`. Nothing else
+    differs from float32.
     """
     expected, ids = load_file(f"{folder}.safetensors"), torch.tensor([PROMPT])
     loaded = load(folder, decoder="lean")
@@ -73,11 +80,14 @@ def assert_computes_what_transformers_does(model: Path, folder: Path, *, product
     for name in loaded.artifact.linears:
         weight = loaded.artifact.decode(name).dequantize().half().to(products).T.contiguous()
         linear = rounded.get_submodule(name)
-        linear.forward = lambda x, weight=weight: (x.to(weight.dtype) @ weight).float()  # Llama's linears have no bias
+        # Llama's linears have no bias
+        linear.forward = lambda x, weight=weight: (x.to(weight.dtype) @ weight).float()
     with torch.no_grad():
         torch.testing.assert_close(rounded(ids).logits, expected["logits"], rtol=0, atol=1e-4)
     loaded.decoder.begin(rows=1, capacity=64)
-    torch.testing.assert_close(loaded.decoder.forward(ids, last_only=False), expected["logits"], rtol=0, atol=5e-3)
+    torch.testing.assert_close(
+        loaded.decoder.forward(ids, last_only=False), expected["logits"], rtol=0, atol=5e-3
+    )
     found = generate(loaded.decoder, ids, max_new_tokens=NEW)[0, len(PROMPT) :]
     assert found.tolist() == expected["tokens"].tolist()
 
@@ -86,13 +96,17 @@ def assert_computes_what_transformers_does(model: Path, folder: Path, *, product
     formats="awq, gptq, gptq_v2",
     direction="written",
     programs={"transformers": "transformers", "optimum": "optimum", "GPTQModel": "gptqmodel"},
-    compared="logits within 1e-4 of the weights in float16 and, of AWQ, products in float16, as GPTQModel's kernels for "
-    "every CPU have them; within 5e-3 of the lean decoder; the same greedy tokens; with `desc_act` too",
+    compared="logits within 1e-4 of the weights in float16 and, of AWQ, products in float16, as "
+    "GPTQModel's kernels for "
+    "every CPU have them; within 5e-3 of the lean decoder; the same greedy tokens; with "
+    "`desc_act` too",
     environment="GPTQMODEL_ENV",
 )
 @pytest.mark.slow
 @NEEDS_GPTQMODEL
-def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_does(llama, tmp_path, write_foreign):
+def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_does(
+    llama, tmp_path, write_foreign
+):
     cases = {
         "gptq": ("gptq", True, False),
         "gptq-act-order": ("gptq", True, True),
@@ -103,9 +117,12 @@ def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_d
     for name, (layout, symmetric, ordered) in cases.items():
         found = named(integers(4, 32, symmetric=symmetric, where="a test"), None, "pack-quantized")
         write_foreign(tmp_path / name, llama, layout, found, ordered=ordered)
-    theirs(TEXTS, json.dumps(PROMPT), str(NEW), *(tmp_path / name for name in cases), folder=tmp_path)
+    theirs(
+        TEXTS, json.dumps(PROMPT), str(NEW), *(tmp_path / name for name in cases), folder=tmp_path
+    )
     for name in cases:
-        products = torch.float16 if name == "awq" else torch.float32  # what gptqmodel 7.6 has for every CPU
+        # what gptqmodel 7.6 has for every CPU
+        products = torch.float16 if name == "awq" else torch.float32
         assert_computes_what_transformers_does(llama, tmp_path / name, products=products)
 
 
@@ -113,7 +130,8 @@ def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_d
     formats="gptq",
     direction="read",
     programs={"transformers": "transformers", "optimum": "optimum", "GPTQModel": "gptqmodel"},
-    compared="logits within 1e-4 and greedy tokens, of a folder with `desc_act` that GPTQModel quantized",
+    compared="logits within 1e-4 and greedy tokens, of a folder with `desc_act` that GPTQModel "
+    "quantized",
     environment="GPTQMODEL_ENV",
 )
 @pytest.mark.slow
@@ -137,8 +155,12 @@ def test_a_folder_that_gptqmodel_wrote_in_act_order_runs_with_its_tokens(llama, 
 @pytest.mark.filterwarnings("ignore")  # it says that there is no GPU
 def test_transformers_has_the_weights_of_an_fp8_folder_bit_for_bit(llama, tmp_path, write_foreign):
     weights = write_foreign(tmp_path / "f", llama, "fp8", with_group_size(preset("FP8_BLOCK"), 32))
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "f", dtype=torch.float32, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "f", dtype=torch.float32, output_loading_info=True
+    )
     assert not any(report.values()), report
     found = dict(model.named_parameters())
     assert len(weights) == 14
-    assert [name for name, weight in weights.items() if not torch.equal(found[name].float(), weight)] == []
+    assert [
+        name for name, weight in weights.items() if not torch.equal(found[name].float(), weight)
+    ] == []

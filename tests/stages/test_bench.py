@@ -21,8 +21,15 @@ def run(*arguments):
 def test_kernels_are_timed_for_every_backend_that_can_run_the_scheme(capsys):
     assert run("bench", "--kernels", "--scheme", "W8A16,W8A8", *SMALL, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["rounds"], result["dtype"], result["threads"]) == (2, "bfloat16", torch.get_num_threads())
-    able = {"W8A16": ["w8a16"] * OURS + ["int8_pack", "reference"], "W8A8": ["w8a8"] * OURS + ["int8_mm", "reference"]}
+    assert (result["rounds"], result["dtype"], result["threads"]) == (
+        2,
+        "bfloat16",
+        torch.get_num_threads(),
+    )
+    able = {
+        "W8A16": ["w8a16"] * OURS + ["int8_pack", "reference"],
+        "W8A8": ["w8a8"] * OURS + ["int8_mm", "reference"],
+    }
     wanted = [
         (shape, scheme, backend, tokens)
         for shape in ((48, 64), (16, 128))
@@ -31,20 +38,43 @@ def test_kernels_are_timed_for_every_backend_that_can_run_the_scheme(capsys):
         for backend in able[scheme]
     ]
     rows = result["timings"]
-    assert [((r["out_features"], r["in_features"]), r["scheme"], r["backend"], r["tokens"]) for r in rows] == wanted
+    assert [
+        ((r["out_features"], r["in_features"]), r["scheme"], r["backend"], r["tokens"])
+        for r in rows
+    ] == wanted
     for row in rows:
         assert row["bytes_per_second"] == row["weight_bytes"] / row["seconds"] > 0
-        assert row["products_per_second"] == row["tokens"] * row["out_features"] * row["in_features"] / row["seconds"]
+        assert (
+            row["products_per_second"]
+            == row["tokens"] * row["out_features"] * row["in_features"] / row["seconds"]
+        )
         assert (row["read_bytes_per_second"] is not None) == OURS
     reference = next(row for row in rows if row["backend"] == "reference")
     assert reference["weight_bytes"] == 48 * 64 * 2  # bfloat16
 
 
 def test_the_table_names_the_machine_share_and_every_column(capsys):
-    assert run("bench", "--kernels", "--scheme", "W4A8", "--shape", "64x128", "--tokens", "2", "--rounds", "1") == 0
+    assert (
+        run(
+            "bench",
+            "--kernels",
+            "--scheme",
+            "W4A8",
+            "--shape",
+            "64x128",
+            "--tokens",
+            "2",
+            "--rounds",
+            "1",
+        )
+        == 0
+    )
     first, _, columns, _, row, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(f"bfloat16, {torch.get_num_threads()} threads, medians of 1 calls")
-    assert " ".join(columns.split()) == "shape scheme backend tokens microseconds GB/s plain read of it products/s"
+    assert (
+        " ".join(columns.split())
+        == "shape scheme backend tokens microseconds GB/s plain read of it products/s"
+    )
     assert row.split()[:4] == ["64x128", "W4A8", "w4a8" if OURS else "reference", "2"]
 
 
@@ -79,17 +109,32 @@ def artifact(tmp_path_factory, llama):
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
-        scheme = ("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32", "--ignore", "re:.*down_proj")
+        scheme = (
+            "--scheme",
+            "W4A16",
+            "--algorithm",
+            "rtn",
+            "--group-size",
+            "32",
+            "--ignore",
+            "re:.*down_proj",
+        )
         assert run("quantize", "--no-export", llama, "-o", folder / "q", *scheme) == 0
         assert run("export", folder / "q", "-o", folder / "artifact") == 0
     return folder / "artifact"
 
 
-def test_inspect_says_what_runs_the_linears_of_an_artifact_and_why_the_others_do_not(capsys, artifact):
+def test_inspect_says_what_runs_the_linears_of_an_artifact_and_why_the_others_do_not(
+    capsys, artifact
+):
     assert run("inspect", artifact, "--backends", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
     assert sum(row["count"] for row in rows) == 2 * 6
-    assert {tuple(row["shape"]): row["count"] for row in rows} == {(64, 64): 4, (32, 64): 4, (128, 64): 4}
+    assert {tuple(row["shape"]): row["count"] for row in rows} == {
+        (64, 64): 4,
+        (32, 64): 4,
+        (128, 64): 4,
+    }
     for row in rows:
         assert row["backend"] == ("w4a16" if OURS else "int4_pack")
         assert set(row["why_not"]) == set(list(BACKENDS)[: list(BACKENDS).index(row["backend"])])

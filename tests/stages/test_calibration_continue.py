@@ -27,9 +27,23 @@ def prompts(tmp_path):
     return tmp_path / "prompts.json"
 
 
-def test_measuring_the_file_sees_what_prompts_and_decode_steps_put_into_a_linear(llama, prompts, tmp_path, capsys):
+def test_measuring_the_file_sees_what_prompts_and_decode_steps_put_into_a_linear(
+    llama, prompts, tmp_path, capsys
+):
     file = tmp_path / "new" / "said.safetensors"
-    line = ("calibration", "continue", llama, "--prompts", prompts, "--samples", "3", "--new-tokens", "6", "-o", file)
+    line = (
+        "calibration",
+        "continue",
+        llama,
+        "--prompts",
+        prompts,
+        "--samples",
+        "3",
+        "--new-tokens",
+        "6",
+        "-o",
+        file,
+    )
     assert run(*line, "--batch-size", "2", "--json", "-q") == 0
     said = json.loads(capsys.readouterr().out)
     loaded, seen, largest = load(llama), [], torch.zeros(())
@@ -51,8 +65,13 @@ def test_measuring_the_file_sees_what_prompts_and_decode_steps_put_into_a_linear
         "prompt_tokens": given,
         "new_tokens": sum(map(len, seen)) - given,
     }
-    assert run("measure", llama, "-o", tmp_path / "1", "--calibration", file, "--stats", "amax", "-q") == 0
-    measured = load_file(tmp_path / "1" / "rank-000-of-001" / "statistics.safetensors")[f"{DOWN}|input|amax"]
+    assert (
+        run("measure", llama, "-o", tmp_path / "1", "--calibration", file, "--stats", "amax", "-q")
+        == 0
+    )
+    measured = load_file(tmp_path / "1" / "rank-000-of-001" / "statistics.safetensors")[
+        f"{DOWN}|input|amax"
+    ]
     assert float(measured) == pytest.approx(float(largest), rel=1e-5)
 
 
@@ -60,7 +79,19 @@ def test_drawn_tokens_follow_their_seed(llama, prompts, tmp_path):
     files = []
     for seed in (1, 1, 2):
         files.append(tmp_path / f"{len(files)}.safetensors")
-        line = ("calibration", "continue", llama, "--prompts", prompts, "--temperature", "2", "--seed", seed, "-o", files[-1])
+        line = (
+            "calibration",
+            "continue",
+            llama,
+            "--prompts",
+            prompts,
+            "--temperature",
+            "2",
+            "--seed",
+            seed,
+            "-o",
+            files[-1],
+        )
         assert run(*line, "--new-tokens", "12", "-q") == 0
     first, second, other = (file.read_bytes() for file in files)
     assert first == second != other
@@ -69,7 +100,11 @@ def test_drawn_tokens_follow_their_seed(llama, prompts, tmp_path):
 def test_what_cannot_be_continued_is_refused(llama, prompts, tmp_path, capsys):
     line = ("calibration", "continue", llama, "--prompts")
     for arguments, code, told in (
-        ((prompts, "-o", tmp_path / "said.jsonl"), 2, "said.jsonl: token ids are written as safetensors"),
+        (
+            (prompts, "-o", tmp_path / "said.jsonl"),
+            2,
+            "said.jsonl: token ids are written as safetensors",
+        ),
         ((prompts, "-o", tmp_path / "a.safetensors", "--new-tokens", "0"), 2, "new_tokens=0"),
         ((prompts, "-o", tmp_path / "a.safetensors", "--new-tokens", "1000"), 2, "positions"),
         ((tmp_path / "none.json", "-o", tmp_path / "a.safetensors"), 3, "none.json"),

@@ -28,7 +28,10 @@ STATIC = {"scheme": "W8A8_STATIC", "expert_tokens": 0}
 
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) -> Path:
     words = Quantize(name="x", **entry)
-    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=words, measurement=measurement), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(model=model, output=folder, entry=words, measurement=measurement),
+        QUIET,
+    )
 
 
 def records(folder: Path) -> list[dict]:
@@ -37,7 +40,9 @@ def records(folder: Path) -> list[dict]:
 
 def tensors(folder: Path) -> dict:
     return {
-        name: tensor for path in sorted((folder / "layers").glob("*.safetensors")) for name, tensor in load_file(path).items()
+        name: tensor
+        for path in sorted((folder / "layers").glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
     }
 
 
@@ -74,22 +79,41 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
     artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     name = next(iter(entry["transforms"][0]))
     (record, _) = records(folder)
-    smoothed = {linear.rpartition(".layers.0.")[2] for linear, told in record["decisions"].items() if name in told}
-    shared = {f"mlp.shared_expert.{linear}_proj" for linear in ("gate", "up", "down")} if family == "qwen2_moe" else set()
-    assert smoothed == {f"self_attn.{linear}_proj" for linear in "qkvo"} | (shared & {"mlp.shared_expert.down_proj"})
+    smoothed = {
+        linear.rpartition(".layers.0.")[2]
+        for linear, told in record["decisions"].items()
+        if name in told
+    }
+    shared = (
+        {f"mlp.shared_expert.{linear}_proj" for linear in ("gate", "up", "down")}
+        if family == "qwen2_moe"
+        else set()
+    )
+    assert smoothed == {f"self_attn.{linear}_proj" for linear in "qkvo"} | (
+        shared & {"mlp.shared_expert.down_proj"}
+    )
     norms = {changed for changed in record["changed"] if "norm" in changed}
-    assert norms <= {"model.layers.0.input_layernorm.weight"}  # the router reads what the other norm gives
-    assert any(told[name].get("alpha") is not None for told in record["decisions"].values() if name in told)
+    # the router reads what the other norm gives
+    assert norms <= {"model.layers.0.input_layernorm.weight"}
+    assert any(
+        told[name].get("alpha") is not None for told in record["decisions"].values() if name in told
+    )
     assert 0 < difference(family_model(family), artifact) < 0.08
 
 
-def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(family_model, measured_family, tmp_path):
+def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(
+    family_model, measured_family, tmp_path
+):
     """Its experts lose most, whose few tokens give narrow ranges; smoothing must leave these as they are."""
     found = {}
     for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
         entry = {**STATIC, "transforms": transforms}
-        folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry)
-        artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
+        folder = quantized(
+            family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry
+        )
+        artifact = export.run(
+            export.ExportJob(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET
+        )
         found[name] = difference(family_model("mixtral"), artifact)
     assert found["auto"] < 1.05 * found["plain"]
 
@@ -112,8 +136,12 @@ def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
 ):
     monkeypatch.setattr(plan, "SEQUENCES", 2)  # of six
     folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
-    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
-    assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
+    ledger = json.loads(
+        (rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text()
+    )["routed"]
+    assert [record["experts"]["tokens"] for record in records(folder)] == [
+        row["tokens"] for row in ledger.values()
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
@@ -123,18 +151,31 @@ def test_the_text_that_hessians_see_is_counted_where_the_measurement_is_not_beli
     monkeypatch.setattr("quantflow.quantizing.layer_by_layer.routed_tokens", lambda *_: None)
     entry = {**AWQ, "algorithm": algorithm, "expert_tokens": 0}
     folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
-    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
-    assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
+    ledger = json.loads(
+        (rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text()
+    )["routed"]
+    assert [record["experts"]["tokens"] for record in records(folder)] == [
+        row["tokens"] for row in ledger.values()
+    ]
 
 
-def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(family_model, measured_family, tmp_path):
+def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(
+    family_model, measured_family, tmp_path
+):
     entry = {**AWQ, "expert_tokens": MANY}
     with pytest.raises(StatisticsError, match="8 experts got fewer calibration tokens than needed"):
         quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
     with pytest.raises(UsageError, match="share_max with an algorithm that reads statistics"):
-        quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", {**entry, "experts": "share_max"})
+        quantized(
+            family_model("mixtral"),
+            measured_family("mixtral"),
+            tmp_path / "q",
+            {**entry, "experts": "share_max"},
+        )
     whole = {**entry, "transforms": ({"awq": {"clip": False}},)}
-    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "whole", whole)
+    folder = quantized(
+        family_model("mixtral"), measured_family("mixtral"), tmp_path / "whole", whole
+    )
     assert [record["experts"]["short"] for record in records(folder)] == [{}, {}]
 
 
@@ -151,7 +192,9 @@ def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, 
         }.items()
     }
     found = {name: tensors(folder) for name, folder in folders.items()}
-    packed = [name for name in found["plain"] if ".experts." in name and name.endswith("weight_packed")]
+    packed = [
+        name for name in found["plain"] if ".experts." in name and name.endswith("weight_packed")
+    ]
     assert len(packed) == 2 * 4 * 3
 
     def same(one: str, other: str) -> int:
@@ -170,5 +213,8 @@ def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_a_mixture_is_not_rotated(family, family_model, tmp_path):
     entry = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
-    with pytest.raises(UnsupportedError, match=f"the routers of family {family} read the hidden state, which it rotates"):
+    with pytest.raises(
+        UnsupportedError,
+        match=f"the routers of family {family} read the hidden state, which it rotates",
+    ):
         quantized(family_model(family), None, tmp_path / "q", entry)

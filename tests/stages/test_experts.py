@@ -46,7 +46,9 @@ def starve(folder):
     generator = torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(".gate.weight")]:
         first, second = torch.randn(2, tensors[name].shape[1], generator=generator)
-        tensors[name] = torch.stack([first, -first, second, -second, 0 * first]).to(tensors[name].dtype)
+        tensors[name] = torch.stack([first, -first, second, -second, 0 * first]).to(
+            tensors[name].dtype
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -59,9 +61,20 @@ def starving(tmp_path_factory, llama):
 
 def write(folder, tokenizer_of, **options):
     torch.manual_seed(2)
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = MixtralConfig(
-        **sizes, num_key_value_heads=2, num_experts_per_tok=2, max_position_embeddings=128, initializer_range=0.1, **options
+        **sizes,
+        num_key_value_heads=2,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        **options,
     )
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     for path in tokenizer_of.glob("token*"):
@@ -71,7 +84,9 @@ def write(folder, tokenizer_of, **options):
 
 def measured(model, folder, text, **options):
     calibration = Calibration(source=str(text), samples=6, sequence_length=48)
-    measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
+    measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET
+    )
     return rank_folder(folder, 0, 1)
 
 
@@ -83,12 +98,20 @@ def measurement(starving, text_files, tmp_path_factory):
 @pytest.fixture(scope="module")
 def fed(starving, text_files, tmp_path_factory):
     """Return a measurement that showed every expert every token."""
-    return measured(starving, tmp_path_factory.mktemp("measured") / "all", text_files["calibration"], experts="all")
+    return measured(
+        starving,
+        tmp_path_factory.mktemp("measured") / "all",
+        text_files["calibration"],
+        experts="all",
+    )
 
 
 def made(model, output, measurement, **words):
     entry = Quantize(name="x", **words)
-    return quantize.run(quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement),
+        QUIET,
+    )
 
 
 def layers(folder):
@@ -114,7 +137,9 @@ def tokens_by_hand(model, measurement):
         sequences = torch.split(file.get_tensor("tokens"), file.get_tensor("lengths").tolist())
     counts = torch.zeros(2, 5, dtype=torch.int64)
     for sequence in sequences:
-        for layer, logits in enumerate(stock(sequence[None], output_router_logits=True).router_logits):
+        for layer, logits in enumerate(
+            stock(sequence[None], output_router_logits=True).router_logits
+        ):
             counts[layer] += torch.bincount(logits.topk(2).indices.flatten(), minlength=5)
     return counts.tolist()
 
@@ -122,11 +147,20 @@ def tokens_by_hand(model, measurement):
 def test_the_measurement_says_how_many_tokens_reached_each_expert(starving, measurement):
     expected = tokens_by_hand(starving, measurement)
     found = json.loads((measurement / "measurement.json").read_text())
-    assert [found["routed"][f"model.layers.{layer}.block_sparse_moe.experts"]["tokens"] for layer in (0, 1)] == expected
+    assert [
+        found["routed"][f"model.layers.{layer}.block_sparse_moe.experts"]["tokens"]
+        for layer in (0, 1)
+    ] == expected
     assert [counts[UNREACHED] for counts in expected] == [0, 0]
-    assert sum(map(sum, expected)) == 2 * 2 * found["counts"]["tokens"]  # two layers, two experts per token
+    # two layers, two experts per token
+    assert sum(map(sum, expected)) == 2 * 2 * found["counts"]["tokens"]
     assert found["experts"] == "routed"
-    assert summarize(measurement)["tokens_per_expert"]["model.layers.0.block_sparse_moe.experts"]["least"] == 0
+    assert (
+        summarize(measurement)["tokens_per_expert"]["model.layers.0.block_sparse_moe.experts"][
+            "least"
+        ]
+        == 0
+    )
 
 
 def test_tokens_are_counted_though_no_statistic_is_asked_for(starving, text_files, tmp_path):
@@ -148,7 +182,9 @@ def test_an_expert_that_saw_nothing_has_the_statistics_of_nothing(measurement):
     assert statistics[f"{expert(0)}.w1|input|count"] == statistics[f"{expert(0)}.w1|routed|count"]
 
 
-def test_the_number_of_workers_changes_no_byte(starving, measurement, text_files, tmp_path, monkeypatch):
+def test_the_number_of_workers_changes_no_byte(
+    starving, measurement, text_files, tmp_path, monkeypatch
+):
     monkeypatch.setattr(process_memory, "usable_cores", lambda: 1)
     alone = measured(starving, tmp_path / "m", text_files["calibration"])
     for name in ("statistics.safetensors", "measurement.json"):
@@ -156,7 +192,9 @@ def test_the_number_of_workers_changes_no_byte(starving, measurement, text_files
 
 
 @pytest.mark.parametrize("words", [GPTQ, STATIC], ids=["gptq", "static"])
-def test_by_default_an_expert_without_tokens_is_an_error_before_a_layer_is_quantized(starving, measurement, tmp_path, words):
+def test_by_default_an_expert_without_tokens_is_an_error_before_a_layer_is_quantized(
+    starving, measurement, tmp_path, words
+):
     with pytest.raises(StatisticsError) as caught:
         made(starving, tmp_path / "q", measurement, **words)
     assert caught.value.cause == (
@@ -175,20 +213,38 @@ def test_what_reads_no_statistics_needs_no_tokens(starving, measurement, tmp_pat
 
 
 def test_rtn_rounds_the_short_expert_to_nearest_and_says_so(starving, measurement, tmp_path):
-    nearest = tensors(made(starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32))
+    nearest = tensors(
+        made(
+            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
+        )
+    )
     folder = made(starving, tmp_path / "q", measurement, **GPTQ, experts="rtn")
     found = tensors(folder)
-    same = {name for name in found if torch.equal(found[name], nearest[name]) and name.endswith("weight_packed")}
-    assert same == {f"{expert(UNREACHED, layer)}.{linear}.weight_packed" for layer in (0, 1) for linear in ("w1", "w2", "w3")}
+    same = {
+        name
+        for name in found
+        if torch.equal(found[name], nearest[name]) and name.endswith("weight_packed")
+    }
+    assert same == {
+        f"{expert(UNREACHED, layer)}.{linear}.weight_packed"
+        for layer in (0, 1)
+        for linear in ("w1", "w2", "w3")
+    }
     for layer, record in enumerate(layers(folder)):
-        assert record["decisions"][f"{expert(UNREACHED, layer)}.w2"]["experts"] == f"0 of {NEEDED} tokens: rounded to nearest"
+        assert (
+            record["decisions"][f"{expert(UNREACHED, layer)}.w2"]["experts"]
+            == f"0 of {NEEDED} tokens: rounded to nearest"
+        )
         assert "experts" not in record["decisions"][f"{expert(0, layer)}.w2"]
         assert record["experts"]["short"] == {
             f"{expert(UNREACHED, layer)}.w1": {"tokens": 0, "needed": NEEDED},
             f"{expert(UNREACHED, layer)}.w2": {"tokens": 0, "needed": NEEDED},
         }
-        assert set(record["errors"][f"{expert(UNREACHED, layer)}.w1"]) == {"weight"}  # the canary does not reach it either
-        assert {"weight", "output"} == set(record["errors"][f"model.layers.{layer}.self_attn.q_proj"])
+        # the canary does not reach it either
+        assert set(record["errors"][f"{expert(UNREACHED, layer)}.w1"]) == {"weight"}
+        assert {"weight", "output"} == set(
+            record["errors"][f"model.layers.{layer}.self_attn.q_proj"]
+        )
 
 
 def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measurement, tmp_path):
@@ -199,26 +255,40 @@ def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measure
     short = {name.rpartition(".")[0] for name in record["experts"]["short"]}
     assert expert(UNREACHED) in short and len(short) > 1
     plain = tensors(made(starving, tmp_path / "plain", measurement, **{**GPTQ, "expert_tokens": 0}))
-    nearest = tensors(made(starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32))
+    nearest = tensors(
+        made(
+            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
+        )
+    )
     for number in range(5):
         name = f"{expert(number)}.w2"
         assert ("experts" in record["decisions"][name]) == (expert(number) in short)
         assert torch.equal(found[f"{name}.weight_packed"], plain[f"{name}.weight_packed"]) == (
-            expert(number) not in short or number == UNREACHED  # of which nothing is known either way
+            # of which nothing is known either way
+            expert(number) not in short or number == UNREACHED
         )
-        assert torch.equal(found[f"{name}.weight_packed"], nearest[f"{name}.weight_packed"]) == (number == UNREACHED)
+        assert torch.equal(found[f"{name}.weight_packed"], nearest[f"{name}.weight_packed"]) == (
+            number == UNREACHED
+        )
 
 
 def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measurement, tmp_path):
     folder = made(starving, tmp_path / "q", measurement, **GPTQ, experts="all")
     tokens = json.loads((measurement / "measurement.json").read_text())["counts"]["tokens"]
     for layer, record in enumerate(layers(folder)):
-        assert {record["decisions"][f"{expert(number, layer)}.w2"]["tokens"] for number in range(5)} == {tokens}
+        assert {
+            record["decisions"][f"{expert(number, layer)}.w2"]["tokens"] for number in range(5)
+        } == {tokens}
         assert record["experts"]["fed"] == "all"
-        assert record["experts"]["tokens"][UNREACHED] == 0  # the ledger still says what the router did
+        # the ledger still says what the router did
+        assert record["experts"]["tokens"][UNREACHED] == 0
         assert record["experts"]["short"] == {}
     assert output_error(starving, folder, measurement) < 0.8 * output_error(
-        starving, made(starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32), measurement
+        starving,
+        made(
+            starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32
+        ),
+        measurement,
     )
 
 
@@ -227,7 +297,9 @@ def output_error(model, folder, measurement):
     """Return ||x (W - Q)^T||^2 of the unreached expert's first linear in layer 0, over what enters that layer's experts."""
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     inputs = []
-    hook = stock.model.layers[0].mlp.register_forward_pre_hook(lambda _module, args: inputs.append(args[0][0]))
+    hook = stock.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _module, args: inputs.append(args[0][0])
+    )
     with safe_open(measurement / "calibration.safetensors", framework="pt") as file:
         for sequence in torch.split(file.get_tensor("tokens"), file.get_tensor("lengths").tolist()):
             stock(sequence[None])
@@ -238,17 +310,26 @@ def output_error(model, folder, measurement):
     return float((torch.cat(inputs) @ (weight - decoded.weight.dequantize()).T).square().sum())
 
 
-def test_share_max_gives_all_experts_of_a_layer_the_widest_static_range(starving, measurement, tmp_path):
+def test_share_max_gives_all_experts_of_a_layer_the_widest_static_range(
+    starving, measurement, tmp_path
+):
     found = tensors(made(starving, tmp_path / "q", measurement, **STATIC, experts="share_max"))
     statistics = load_file(measurement / "statistics.safetensors")
     for layer in (0, 1):
         for linear in ("w1", "w2", "w3"):
-            scales = {float(found[f"{expert(number, layer)}.{linear}.input_scale"]) for number in range(5)}
-            widest = max(float(statistics[f"{expert(number, layer)}.{linear}|input|amax"]) for number in range(5))
+            scales = {
+                float(found[f"{expert(number, layer)}.{linear}.input_scale"]) for number in range(5)
+            }
+            widest = max(
+                float(statistics[f"{expert(number, layer)}.{linear}|input|amax"])
+                for number in range(5)
+            )
             assert scales == {float(torch.tensor(widest) / 448)}
 
 
-def test_rtn_gives_a_short_expert_the_widest_range_and_leaves_the_others_theirs(starving, measurement, tmp_path):
+def test_rtn_gives_a_short_expert_the_widest_range_and_leaves_the_others_theirs(
+    starving, measurement, tmp_path
+):
     found = tensors(made(starving, tmp_path / "q", measurement, **STATIC, experts="rtn"))
     statistics = load_file(measurement / "statistics.safetensors")
     own = [float(statistics[f"{expert(number)}.w2|input|amax"]) for number in range(5)]
@@ -260,7 +341,11 @@ def test_an_asymmetric_range_is_shared_from_its_lowest_to_its_highest_end():
     layer = graph_for(MixtralConfig(num_hidden_layers=1, num_local_experts=2)).layers[0]
     ranges = {0: ([-3.0, 0.0], [1.0, 2.0]), 1: ([-1.0, -4.0], [0.0, 5.0])}
     statistics = {
-        f"{expert(number)}.w2": {"min_val": torch.tensor(low), "max_val": torch.tensor(high), "abs_sum": torch.ones(2)}
+        f"{expert(number)}.w2": {
+            "min_val": torch.tensor(low),
+            "max_val": torch.tensor(high),
+            "abs_sum": torch.ones(2),
+        }
         for number, (low, high) in ranges.items()
     }
     found = treat(layer, Policy(name="share_max", inputs=True), statistics, []).statistics
@@ -270,16 +355,23 @@ def test_an_asymmetric_range_is_shared_from_its_lowest_to_its_highest_end():
         assert found[f"{expert(number)}.w2"]["abs_sum"].tolist() == [1.0, 1.0]  # not a range
 
 
-def test_all_with_static_inputs_needs_a_measurement_that_showed_all(starving, measurement, fed, tmp_path):
-    with pytest.raises(StatisticsError, match="the measurement showed each expert routed tokens") as caught:
+def test_all_with_static_inputs_needs_a_measurement_that_showed_all(
+    starving, measurement, fed, tmp_path
+):
+    with pytest.raises(
+        StatisticsError, match="the measurement showed each expert routed tokens"
+    ) as caught:
         made(starving, tmp_path / "no", measurement, **STATIC, experts="all")
     assert caught.value.remedy == "measure again with --experts all"
     found = tensors(made(starving, tmp_path / "q", fed, **STATIC, experts="all"))
-    assert float(found[f"{expert(UNREACHED)}.w1.input_scale"]) == float(found[f"{expert(0)}.w1.input_scale"])
+    assert float(found[f"{expert(UNREACHED)}.w1.input_scale"]) == float(
+        found[f"{expert(0)}.w1.input_scale"]
+    )
     statistics = load_file(fed / "statistics.safetensors")
     assert statistics[f"{expert(UNREACHED)}.w2|input|amax"] > 0
     assert statistics[f"{expert(UNREACHED)}.w1|routed|count"] == 0
-    assert set(tensors(made(starving, tmp_path / "plain", fed, scheme="FP8"))) == set(found)  # nothing is short of tokens
+    # nothing is short of tokens
+    assert set(tensors(made(starving, tmp_path / "plain", fed, scheme="FP8"))) == set(found)
 
 
 def test_an_expert_needs_two_tokens_per_feature_for_its_weights_and_a_hundred_for_its_range():
@@ -298,7 +390,14 @@ def test_groups_of_an_expert_are_short_of_tokens_each_by_its_own_features():
 
     def short(policy, schemes=schemes):
         found = short_of_tokens(layer, policy, tokens, schemes=schemes, shapes=shapes)
-        return [(item.group.linears[0].removeprefix(f"{layer.block}.experts."), item.tokens, item.needed) for item in found]
+        return [
+            (
+                item.group.linears[0].removeprefix(f"{layer.block}.experts."),
+                item.tokens,
+                item.needed,
+            )
+            for item in found
+        ]
 
     assert short(Policy(weights=True)) == [("0.w1", 31, 32)]
     assert short(Policy(tokens=32)) == [("0.w1", 31, 32), ("0.w2", 31, 32)]
@@ -308,7 +407,9 @@ def test_groups_of_an_expert_are_short_of_tokens_each_by_its_own_features():
 
 
 def test_a_policy_that_an_algorithm_has_no_use_for_is_refused():
-    with pytest.raises(UsageError, match="experts share_max with an algorithm that reads statistics"):
+    with pytest.raises(
+        UsageError, match="experts share_max with an algorithm that reads statistics"
+    ):
         policy_for("x", policy="share_max", tokens=None, weights=True, inputs=True)
     assert policy_for("x", policy="error", tokens=None, weights=False, inputs=False) is None
     for words in ({"experts": "most"}, {"expert_tokens": -1}):
@@ -321,25 +422,56 @@ def test_experts_of_a_model_that_has_none_are_refused(llama, text_files, tmp_pat
         measured(llama, tmp_path / "m", text_files["calibration"], experts="all")
 
 
-def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(starving, measurement, text_files, tmp_path):
+def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(
+    starving, measurement, text_files, tmp_path
+):
     with pytest.raises(UnsupportedError, match="--tp 2 of a mixtral"):
         measured(starving, tmp_path / "m", text_files["calibration"], ranks=2, tp=2)
     entry = Quantize(name="x", **GPTQ)
-    job = quantize.QuantizeJob(model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2)
-    with pytest.raises(UnsupportedError, match="a mixtral on 2 ranks; its experts are calibrated by one process"):
+    job = quantize.QuantizeJob(
+        model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2
+    )
+    with pytest.raises(
+        UnsupportedError, match="a mixtral on 2 ranks; its experts are calibrated by one process"
+    ):
         quantize.run(job, QUIET)
 
 
-def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(starving, text_files, tmp_path, capsys):
+def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(
+    starving, text_files, tmp_path, capsys
+):
     recipe = tmp_path / "mixed.yaml"
     recipe.write_text(f"model: {starving}\ncalibration: {{source: {text_files['calibration']}}}\n"
                       "quantize: [{name: x, scheme: W4A16, max_kld: 0.1}]\n")  # fmt: skip
-    measuring = ("measure", starving, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
+    measuring = (
+        "measure",
+        starving,
+        "-o",
+        tmp_path / "m",
+        "--calibration",
+        text_files["calibration"],
+    )
     for arguments, cause, fix in (
-        ((*measuring, "--stats", "amax,fisher"), "statistic fisher of a mixtral", "name statistics without it"),
-        ((*measuring, "--for", "W4A16@4.25"), "statistic fisher of a mixtral", "and schemes without @"),
-        ((*measuring, "--for", "W4A16:best"), "statistic gradient of a mixtral", "and schemes without @, yaqa and best"),
-        (("quantize", starving, "-o", tmp_path / "q", "--target-bpw", 4.25), "max_kld of a mixtral", "give one scheme"),
+        (
+            (*measuring, "--stats", "amax,fisher"),
+            "statistic fisher of a mixtral",
+            "name statistics without it",
+        ),
+        (
+            (*measuring, "--for", "W4A16@4.25"),
+            "statistic fisher of a mixtral",
+            "and schemes without @",
+        ),
+        (
+            (*measuring, "--for", "W4A16:best"),
+            "statistic gradient of a mixtral",
+            "and schemes without @, yaqa and best",
+        ),
+        (
+            ("quantize", starving, "-o", tmp_path / "q", "--target-bpw", 4.25),
+            "max_kld of a mixtral",
+            "give one scheme",
+        ),
         (("plan", recipe), "max_kld of a mixtral", "overrides where linears need another"),
     ):
         assert exit_code(cli, [str(argument) for argument in arguments]) == 6
@@ -348,7 +480,9 @@ def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(starving, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mixed.yaml"]
 
 
-def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measurement, tmp_path, cards):
+def test_ranks_that_round_to_nearest_share_the_widest_range_too(
+    starving, measurement, tmp_path, cards
+):
     alone = tensors(made(starving, tmp_path / "alone", measurement, **STATIC, experts="share_max"))
     entry = Quantize(name="x", **STATIC, experts="share_max")
     cards(starving, tmp_path / "shards", entry, ranks=2, measurement=measurement)
@@ -356,23 +490,40 @@ def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measur
         shard = tensors(rank_folder(tmp_path / "shards", rank, 2))
         for name in [name for name in shard if name.endswith("input_scale")]:
             assert torch.equal(shard[name], alone[name])
-    job = unify.UnifyJob(measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving)
+    job = unify.UnifyJob(
+        measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving
+    )
     found = tensors(unify.run(job, QUIET))
     assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), alone[name].view(torch.uint8)) for name in found if found[name].ndim)
+    assert all(
+        torch.equal(found[name].view(torch.uint8), alone[name].view(torch.uint8))
+        for name in found
+        if found[name].ndim
+    )
 
 
-def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(starving, measurement, text_files, tmp_path):
+def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(
+    starving, measurement, text_files, tmp_path
+):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(model=starving, output=tmp_path / "m", calibration=calibration, ranks=2)
+    job = measure.MeasureJob(
+        model=starving, output=tmp_path / "m", calibration=calibration, ranks=2
+    )
     for rank in (0, 1):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
     merged = unify.run(unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
     folder = merged if (merged / "measurement.json").exists() else rank_folder(merged, 0, 1)
     found, one = (load_file(path / "statistics.safetensors") for path in (folder, measurement))
     assert found.keys() == one.keys()
-    assert all(torch.equal(found[key], one[key]) for key in one if key.endswith(("amax", "|count", "|counts", "_val")))
-    ledgers = [json.loads((path / "measurement.json").read_text())["routed"] for path in (folder, measurement)]
+    assert all(
+        torch.equal(found[key], one[key])
+        for key in one
+        if key.endswith(("amax", "|count", "|counts", "_val"))
+    )
+    ledgers = [
+        json.loads((path / "measurement.json").read_text())["routed"]
+        for path in (folder, measurement)
+    ]
     assert ledgers[0] == ledgers[1]
     unseen = json.loads((folder / "measurement.json").read_text())["unified"]["unseen"]
     assert unseen == [f"{expert(UNREACHED, layer)}.w1" for layer in (0, 1)]
@@ -384,13 +535,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(starving, measurement,
     for name in ("layers/00001.safetensors", "layers/00001.json", "DONE.json"):
         (again / name).unlink()
     made(starving, tmp_path / "again", measurement, **GPTQ, experts="rtn")
-    for name in ("layers/00000.json", "layers/00001.safetensors", "layers/00001.json", "canary.json"):
+    for name in (
+        "layers/00000.json",
+        "layers/00001.safetensors",
+        "layers/00001.json",
+        "canary.json",
+    ):
         assert (again / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_path):
     torch.manual_seed(1)
-    sizes = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     config = Qwen2MoeConfig(
         **sizes, num_key_value_heads=2, num_experts=3, num_experts_per_tok=1, moe_intermediate_size=32, mlp_only_layers=[0],
         shared_expert_intermediate_size=32, decoder_sparse_step=1, max_position_embeddings=128, initializer_range=0.1,
@@ -401,11 +563,19 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
         (model / path.name).write_bytes(path.read_bytes())
     measurement = measured(model, tmp_path / "m", text_files["calibration"])
     quantized = made(model, tmp_path / "q", measurement, **GPTQ, experts="all")
-    assert [("experts" in layer, len(layer["errors"])) for layer in layers(quantized)] == [(False, 7), (True, 16), (True, 16)]
+    assert [("experts" in layer, len(layer["errors"])) for layer in layers(quantized)] == [
+        (False, 7),
+        (True, 16),
+        (True, 16),
+    ]
     artifact = export.run(export.ExportJob(quantized=quantized, output=tmp_path / "a"), QUIET)
     kept = json.loads((artifact / "config.json").read_text())["quantization_config"]["ignore"]
     assert kept == [
-        *(f"model.layers.{layer}.mlp.{name}" for layer in (1, 2) for name in ("gate", "shared_expert_gate")),
+        *(
+            f"model.layers.{layer}.mlp.{name}"
+            for layer in (1, 2)
+            for name in ("gate", "shared_expert_gate")
+        ),
         "lm_head",
     ]
 
@@ -422,22 +592,37 @@ def test_the_artifact_says_what_became_of_every_expert_and_router(artifact):
     manifest = json.loads((artifact / "quantflow.json").read_text())
     assert [layer["experts"]["tokens"][UNREACHED] for layer in manifest["layers"]] == [0, 0]
     reasons = {entry["name"]: entry["reason"] for entry in manifest["ledger"]["tensors"]}
-    assert reasons["model.layers.0.block_sparse_moe.gate.weight"] == "a router decides by it, never quantized"
+    assert (
+        reasons["model.layers.0.block_sparse_moe.gate.weight"]
+        == "a router decides by it, never quantized"
+    )
     assert summarize(artifact)["experts"]["model.layers.1.block_sparse_moe.experts"]["short"] == 1
     card = (artifact / "README.md").read_text()
-    assert "routers are not quantized. Calibration tokens per expert in 2 layers: at least 0" in card
+    assert (
+        "routers are not quantized. Calibration tokens per expert in 2 layers: at least 0" in card
+    )
     assert "2 experts were short of tokens." in card
-    assert "pack-quantized: Stock transformers loads it with the experts' weights dequantized" in card
+    assert (
+        "pack-quantized: Stock transformers loads it with the experts' weights dequantized" in card
+    )
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         assert f"{expert(UNREACHED)}.w1.weight_packed" in file.keys()  # noqa: SIM118 - not a mapping
 
 
 @torch.no_grad()
-def test_the_runtime_computes_what_the_familys_own_model_makes_of_the_dequantized_weights(starving, artifact, tmp_path):
+def test_the_runtime_computes_what_the_familys_own_model_makes_of_the_dequantized_weights(
+    starving, artifact, tmp_path
+):
     tokens = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(5))
-    scheme, stored, source = with_group_size(preset("W4A16"), 32), load_file(artifact / "model.safetensors"), tmp_path / "m"
+    scheme, stored, source = (
+        with_group_size(preset("W4A16"), 32),
+        load_file(artifact / "model.safetensors"),
+        tmp_path / "m",
+    )
     weights = {
-        name: compressed_tensors.decode(name.removesuffix(".weight"), stored, scheme).weight.dequantize()
+        name: compressed_tensors.decode(
+            name.removesuffix(".weight"), stored, scheme
+        ).weight.dequantize()
         if f"{name}_packed" in stored
         else stored[name].float()
         for name in load_file(starving / "model.safetensors")
@@ -458,7 +643,11 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
     recipe = recipe_from(
         {
             "model": str(starving),
-            "calibration": {"source": str(text_files["calibration"]), "samples": 6, "sequence_length": 48},
+            "calibration": {
+                "source": str(text_files["calibration"]),
+                "samples": 6,
+                "sequence_length": 48,
+            },
             "quantize": [{"name": "x", **GPTQ, "experts": "rtn"}],
         }
     )
@@ -468,19 +657,38 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
         held = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping
     assert planned["tensor_bytes"] == sum(tensor.numel() * tensor.element_size() for tensor in held)
     rows = {row["tensors"]: (row["count"], row["scheme"]) for row in planned["schemes"]}
-    assert rows["model.layers.{0-1}.block_sparse_moe.experts.{0-4}.w1"] == (10, "W4A16 int4 per_group 32")
+    assert rows["model.layers.{0-1}.block_sparse_moe.experts.{0-4}.w1"] == (
+        10,
+        "W4A16 int4 per_group 32",
+    )
     assert rows["model.layers.{0-1}.block_sparse_moe.gate"] == (2, "copied, a router")
     assert sum(row["bytes_before"] for row in planned["schemes"]) == found["model"]["bytes"]
-    assert abs(planned["output_bytes"] / sum(path.stat().st_size for path in artifact.iterdir()) - 1) < 0.2
+    assert (
+        abs(planned["output_bytes"] / sum(path.stat().st_size for path in artifact.iterdir()) - 1)
+        < 0.2
+    )
 
 
-def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_ones(starving, measurement, tmp_path, capsys):
+def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_ones(
+    starving, measurement, tmp_path, capsys
+):
     def said(*arguments):
         code = exit_code(cli, [str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         return code, out + err
 
-    code, text = said("measure", starving, "-o", tmp_path, "--calibration", "x", "--experts", "all", "--dry-run", "--json")
+    code, text = said(
+        "measure",
+        starving,
+        "-o",
+        tmp_path,
+        "--calibration",
+        "x",
+        "--experts",
+        "all",
+        "--dry-run",
+        "--json",
+    )
     assert (code, json.loads(text)["measuring"]["experts"]) == (0, "all")
     flags = ("--scheme", "W4A16", "--experts", "damp", "--expert-tokens", 7)
     code, text = said("quantize", starving, "-o", tmp_path, *flags, "--dry-run", "--json")
@@ -493,14 +701,25 @@ def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_
         code, text = said(*arguments)
         assert code == 2
         assert "valid: " in text
-    code, text = said("quantize", starving, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", measurement)
+    code, text = said(
+        "quantize", starving, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", measurement
+    )
     assert code == 3
     assert "experts got fewer calibration tokens than needed" in text
-    assert "fix: give more or other calibration text, or say what becomes of them: --experts all, damp, rtn" in text
+    assert (
+        "fix: give more or other calibration text, or say what becomes of them: --experts all, "
+        "damp, rtn" in text
+    )
 
 
 def test_what_a_short_expert_lacks_is_told_once_per_expert():
     layer = graph_for(MixtralConfig(num_hidden_layers=1, num_local_experts=2)).layers[0]
     groups = [group for group in layer.groups if group.expert == expert(1)]
-    shorts = [Short(group=groups[0], tokens=2, needed=16), Short(group=groups[1], tokens=2, needed=24)]
-    assert described(shorts) == f"1 expert got fewer calibration tokens than needed: {expert(1)} (2 of 24)"
+    shorts = [
+        Short(group=groups[0], tokens=2, needed=16),
+        Short(group=groups[1], tokens=2, needed=24),
+    ]
+    assert (
+        described(shorts)
+        == f"1 expert got fewer calibration tokens than needed: {expert(1)} (2 of 24)"
+    )

@@ -56,7 +56,12 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Return rows with the halves of each head woven together, one row at a time."""
     size = len(weight) // heads
     return torch.stack(
-        [weight[head * size + half * (size // 2) + i] for head in range(heads) for i in range(size // 2) for half in range(2)]
+        [
+            weight[head * size + half * (size // 2) + i]
+            for head in range(heads)
+            for i in range(size // 2)
+            for half in range(2)
+        ]
     )
 
 
@@ -74,7 +79,9 @@ def test_every_weight_of_a_llama_is_in_its_place(llama, tmp_path, dtype):
     expected = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
     expected |= {"output_norm.weight": "model.norm.weight"}
     for i in range(2):
-        expected |= {f"blk.{i}.{a}.weight": f"model.layers.{i}.{b}.weight" for a, b in NAMES.items()}
+        expected |= {
+            f"blk.{i}.{a}.weight": f"model.layers.{i}.{b}.weight" for a, b in NAMES.items()
+        }
     values = {name: source[theirs] for name, theirs in expected.items()}
     for i in range(2):
         attention = f"model.layers.{i}.self_attn"
@@ -100,14 +107,18 @@ def test_every_tensor_of_each_family_is_written(family_model, tmp_path, family):
     assert sum(t.numel() for t in found.values()) == sum(t.numel() for t in source.values())
     total = sum(t.double().sum().item() for t in source.values())  # rows change places, sums do not
     assert sum(t.double().sum().item() for t in found.values()) == pytest.approx(total, abs=1e-9)
-    # transformers splits text its own way for Qwen2, whatever the pre_tokenizer of tokenizer.json says
+    # transformers splits text its own way for Qwen2, whatever the pre_tokenizer of tokenizer.json
+    # says
     expected = "qwen2" if family == "qwen2" else "gpt-2"
     assert gguf.read_header(path).metadata["tokenizer.ggml.pre"] == ("string", expected)
 
 
 def test_queries_keys_and_values_of_a_neox_are_one_after_the_other(family_model, tmp_path):
     model = family_model("gpt_neox")
-    found, source = tensors_of(export(model, tmp_path / "o", "--dtype", "f32")), load_file(model / "model.safetensors")
+    found, source = (
+        tensors_of(export(model, tmp_path / "o", "--dtype", "f32")),
+        load_file(model / "model.safetensors"),
+    )
     for part in ("weight", "bias"):
         fused = source[f"gpt_neox.layers.1.attention.query_key_value.{part}"].float()
         heads = fused.split(48)  # four heads, 16 rows each of q, k and v
@@ -117,7 +128,9 @@ def test_queries_keys_and_values_of_a_neox_are_one_after_the_other(family_model,
 
 def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
+    assert (
+        run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     found = tensors_of(export(tmp_path / "a", tmp_path / "o", "--dtype", "f32"))
     assert "14 linears quantize their inputs too" in capsys.readouterr().err
@@ -125,30 +138,57 @@ def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys
     up = artifact.decode("model.layers.1.mlp.up_proj").weight
     assert torch.equal(found["blk.1.ffn_up.weight"], up.scale * up.qvalue.float())
     keys = artifact.decode("model.layers.1.self_attn.k_proj").weight
-    assert torch.equal(found["blk.1.attn_k.weight"], interleaved(keys.scale * keys.qvalue.float(), 2))
+    assert torch.equal(
+        found["blk.1.attn_k.weight"], interleaved(keys.scale * keys.qvalue.float(), 2)
+    )
     source = load_file(llama / "model.safetensors")
     assert torch.equal(found["token_embd.weight"], source["model.embed_tokens.weight"].float())
-    assert not torch.equal(found["blk.1.ffn_up.weight"], source["model.layers.1.mlp.up_proj.weight"].float())
+    assert not torch.equal(
+        found["blk.1.ffn_up.weight"], source["model.layers.1.mlp.up_proj.weight"].float()
+    )
 
 
 def blocks_of(path: Path) -> dict[str, tuple[str, np.ndarray]]:
     """Return every tensor of a file by gguf's own reader: its type, and its real values."""
     return {
-        found.name: (found.tensor_type.name, dequantize(found.data, found.tensor_type).reshape(found.shape[::-1]))
+        found.name: (
+            found.tensor_type.name,
+            dequantize(found.data, found.tensor_type).reshape(found.shape[::-1]),
+        )
         for found in GGUFReader(path).tensors
     }
 
 
-@pytest.mark.parametrize(("scheme", "head"), [("Q4_0", "Q8_0"), ("IQ4_NL", "Q8_0"), ("Q8_0", "Q8_0")])
-def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monkeypatch, capsys, scheme, head):
+@pytest.mark.parametrize(
+    ("scheme", "head"), [("Q4_0", "Q8_0"), ("IQ4_NL", "Q8_0"), ("Q8_0", "Q8_0")]
+)
+def test_an_artifact_of_llama_cpps_types_keeps_its_values(
+    llama, tmp_path, monkeypatch, capsys, scheme, head
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn_mse") == 0
+    assert (
+        run(
+            "quantize",
+            "--no-export",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            scheme,
+            "--algorithm",
+            "rtn_mse",
+        )
+        == 0
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     path = export(tmp_path / "a", tmp_path / "o")
     assert path.name == f"model-{scheme.lower()}.gguf"
     found, artifact = blocks_of(path), open_artifact(tmp_path / "a")
     assert found["token_embd.weight"][0] == scheme and found["output.weight"][0] == head
-    assert f"15 matrices in {scheme}, 1 matrices in {head}" in capsys.readouterr().err or scheme == head
+    assert (
+        f"15 matrices in {scheme}, 1 matrices in {head}" in capsys.readouterr().err
+        or scheme == head
+    )
     for mine, theirs in NAMES.items():
         if not theirs.endswith("layernorm"):
             weight = artifact.decode(f"model.layers.1.{theirs}").weight
@@ -158,10 +198,15 @@ def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monke
         weight = artifact.decode(f"model.layers.0.self_attn.{theirs}").weight.dequantize()
         assert np.array_equal(found[f"blk.0.{mine}.weight"][1], interleaved(weight, heads).numpy())
     embedding = load_file(llama / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
-    error = np.square(found["token_embd.weight"][1] - embedding).mean() / np.square(embedding).mean()
+    error = (
+        np.square(found["token_embd.weight"][1] - embedding).mean() / np.square(embedding).mean()
+    )
     assert error < (1e-4 if scheme == "Q8_0" else 0.01)
     header = gguf.read_header(path, types=gguf.WRITTEN)
-    assert header.metadata["general.file_type"] == ("u32", {"Q4_0": 2, "IQ4_NL": 25, "Q8_0": 7}[scheme])
+    assert header.metadata["general.file_type"] == (
+        "u32",
+        {"Q4_0": 2, "IQ4_NL": 25, "Q8_0": 7}[scheme],
+    )
     assert header.metadata["general.quantization_version"] == ("u32", 2)
     plain = tensors_of(export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"))
     assert np.array_equal(plain["blk.1.attn_v.weight"].numpy(), found["blk.1.attn_v.weight"][1])
@@ -171,9 +216,16 @@ def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monke
 def wide(tmp_path_factory, llama) -> Path:
     """A Llama of eight layers whose rows are whole blocks of 256, with the other's tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "wide"
-    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(1)
-    config = LlamaConfig(**shape, vocab_size=320, num_key_value_heads=2, bos_token_id=0, eos_token_id=1)
+    config = LlamaConfig(
+        **shape, vocab_size=320, num_key_value_heads=2, bos_token_id=0, eos_token_id=1
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(llama / name, folder)
@@ -184,45 +236,118 @@ def wide(tmp_path_factory, llama) -> Path:
     ("scheme", "usual", "values", "down", "output", "number"),
     [  # of eight layers those with more bits are 0, 3, 6 and 7
         ("Q3_K_M", "Q3_K", ["Q5_K"] * 2 + ["Q4_K"] * 6, ["Q4_K"] * 8, "Q4_K", 12),
-        ("Q4_K_M", "Q4_K", *[["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]] * 2, "Q4_K", 15),
-        ("Q5_K_M", "Q5_K", *[["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]] * 2, "Q5_K", 17),
+        (
+            "Q4_K_M",
+            "Q4_K",
+            *[["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]] * 2,
+            "Q4_K",
+            15,
+        ),
+        (
+            "Q5_K_M",
+            "Q5_K",
+            *[["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]] * 2,
+            "Q5_K",
+            17,
+        ),
     ],
 )
-def test_a_mixture_gives_each_linear_llama_cpps_type(wide, tmp_path, monkeypatch, scheme, usual, values, down, output, number):
+def test_a_mixture_gives_each_linear_llama_cpps_type(
+    wide, tmp_path, monkeypatch, scheme, usual, values, down, output, number
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", wide, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn") == 0
+    assert (
+        run(
+            "quantize",
+            "--no-export",
+            wide,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            scheme,
+            "--algorithm",
+            "rtn",
+        )
+        == 0
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     path = export(tmp_path / "a", tmp_path / "o")
     found, artifact = blocks_of(path), open_artifact(tmp_path / "a")
     assert path.name == f"model-{scheme.lower()}.gguf"
-    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", number)
+    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == (
+        "u32",
+        number,
+    )
     for layer in range(8):
-        kinds = {name: found[f"blk.{layer}.{name}.weight"][0] for name in ("attn_q", "attn_k", "ffn_gate", "ffn_up")}
+        kinds = {
+            name: found[f"blk.{layer}.{name}.weight"][0]
+            for name in ("attn_q", "attn_k", "ffn_gate", "ffn_up")
+        }
         assert set(kinds.values()) == {usual}
         assert found[f"blk.{layer}.attn_v.weight"][0] == values[layer], layer
         assert found[f"blk.{layer}.ffn_down.weight"][0] == down[layer], layer
         assert found[f"blk.{layer}.attn_output.weight"][0] == output
     assert found["token_embd.weight"][0] == usual and found["output.weight"][0] == "Q6_K"
-    for mine, theirs in (("ffn_down", "mlp.down_proj"), ("ffn_up", "mlp.up_proj"), ("attn_v", "self_attn.v_proj")):
+    for mine, theirs in (
+        ("ffn_down", "mlp.down_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("attn_v", "self_attn.v_proj"),
+    ):
         weight = artifact.decode(f"model.layers.3.{theirs}").weight.dequantize().numpy()
         assert np.array_equal(found[f"blk.3.{mine}.weight"][1], weight)
 
 
 @pytest.mark.parametrize(("scheme", "number"), [("Q4_K_M", 15), ("Q4_K", 14), ("Q3_K", 11)])
-def test_a_file_is_called_what_was_asked_for_though_no_linear_has_the_type(llama, tmp_path, monkeypatch, scheme, number):
+def test_a_file_is_called_what_was_asked_for_though_no_linear_has_the_type(
+    llama, tmp_path, monkeypatch, scheme, number
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn") == 0
+    assert (
+        run(
+            "quantize",
+            "--no-export",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            scheme,
+            "--algorithm",
+            "rtn",
+        )
+        == 0
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     path = export(tmp_path / "a", tmp_path / "o")
     assert path.name == f"model-{scheme.lower()}.gguf"
-    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", number)
+    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == (
+        "u32",
+        number,
+    )
     assert scheme.removesuffix("_M") not in {kind for kind, _ in blocks_of(path).values()}
 
 
-def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_path, monkeypatch, capsys):
+def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(
+    llama, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "Q4_K_M", "--algorithm", "rtn") == 0
-    assert "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide" in capsys.readouterr().err
+    assert (
+        run(
+            "quantize",
+            "--no-export",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            "Q4_K_M",
+            "--algorithm",
+            "rtn",
+        )
+        == 0
+    )
+    assert (
+        "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide"
+        in capsys.readouterr().err
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     found = blocks_of(export(tmp_path / "a", tmp_path / "o"))
     assert found["blk.0.attn_q.weight"][0] == "Q5_0" and found["blk.1.ffn_down.weight"][0] == "Q8_0"
@@ -236,7 +361,9 @@ def test_an_artifact_with_minima_runs_and_its_file_is_read_back(wide, tmp_path):
     artifact, ids = open_artifact(tmp_path / "a"), torch.tensor([[0, 5, 9, 60, 7]])
     with torch.no_grad():
         logits = load(tmp_path / "a").model(ids).logits
-        whole = import_gguf(export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"), tmp_path / "cache", SILENT)
+        whole = import_gguf(
+            export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"), tmp_path / "cache", SILENT
+        )
         plain = load(whole).model(ids).logits
     assert torch.allclose(logits, plain, atol=1e-5)
     folder = import_gguf(export(tmp_path / "a", tmp_path / "o"), tmp_path / "cache", SILENT)
@@ -253,7 +380,9 @@ def test_pieces_of_any_size_make_the_same_file(llama, tmp_path, monkeypatch):
     assert export(llama, tmp_path / "pieces").read_bytes() == expected
 
 
-def test_a_finished_result_is_left_alone_and_another_replaces_it_only_when_forced(llama, tmp_path, capsys):
+def test_a_finished_result_is_left_alone_and_another_replaces_it_only_when_forced(
+    llama, tmp_path, capsys
+):
     path = export(llama, tmp_path / "o")
     before, inode = sha256(path.read_bytes()).hexdigest(), os.stat(path).st_ino
     record = json.loads((tmp_path / "o" / "DONE.json").read_text())
@@ -278,10 +407,21 @@ def test_tied_embeddings_are_written_once(copy, tmp_path):
 
 
 def test_llama_3s_rotary_factors_are_a_tensor_of_the_file(copy, tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     change(copy / "config.json", rope_parameters={**rope, "original_max_position_embeddings": 64})
     factors = tensors_of(export(copy, tmp_path / "o"))["rope_freqs.weight"]
-    assert factors.dtype == torch.float32 and factors.shape == (8,) and factors[0] == 1 and factors[-1] == 4
+    assert (
+        factors.dtype == torch.float32
+        and factors.shape == (8,)
+        and factors[0] == 1
+        and factors[-1] == 4
+    )
 
 
 def change(path: Path, **values) -> None:
@@ -296,8 +436,12 @@ def test_a_sliding_window_bounds_the_context_and_is_told(family_model, tmp_path,
     assert "context_length is 100, the sliding window" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_norm.weight"])
-def test_one_changed_bit_is_found_and_nothing_is_published(llama, tmp_path, monkeypatch, capsys, name):
+@pytest.mark.parametrize(
+    "name", ["token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_norm.weight"]
+)
+def test_one_changed_bit_is_found_and_nothing_is_published(
+    llama, tmp_path, monkeypatch, capsys, name
+):
     write = gguf.write
 
     def damaged(path, planned, pieces):
@@ -370,7 +514,12 @@ def yarn(model):
 
 def metaspace(model):
     table = json.loads((model / "tokenizer.json").read_text())
-    table["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    table["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "first",
+        "split": False,
+    }
     (model / "tokenizer.json").write_text(json.dumps(table))
 
 
@@ -378,19 +527,37 @@ def metaspace(model):
     ("damage", "code", "said"),
     [
         (no_tokenizer, 3, "no usable tokenizer"),
-        (not_a_number, 3, "model.layers.1.mlp.up_proj.weight: 1 values of model.safetensors are NaN or Inf"),
-        (too_large, 2, "model.layers.1.mlp.up_proj.weight: 99840 does not fit F16, whose largest is 65504"),
-        (another_shape, 3, "up_proj.weight: [127, 64] in the checkpoint, config.json says [128, 64]"),
+        (
+            not_a_number,
+            3,
+            "model.layers.1.mlp.up_proj.weight: 1 values of model.safetensors are NaN or Inf",
+        ),
+        (
+            too_large,
+            2,
+            "model.layers.1.mlp.up_proj.weight: 99840 does not fit F16, whose largest is 65504",
+        ),
+        (
+            another_shape,
+            3,
+            "up_proj.weight: [127, 64] in the checkpoint, config.json says [128, 64]",
+        ),
         (integers, 3, "model.norm.weight: I32 in model.safetensors, floating numbers"),
         (unknown, 6, "gpt2"),
         (yarn, 6, "rope_type 'yarn'"),
         (metaspace, 6, "BPE behind Metaspace"),
     ],
 )
-def test_a_model_that_cannot_be_written_is_refused_and_nothing_is_left(copy, tmp_path, capsys, damage, code, said):
+def test_a_model_that_cannot_be_written_is_refused_and_nothing_is_left(
+    copy, tmp_path, capsys, damage, code, said
+):
     damage(copy)
     assert run("export", copy, "-o", tmp_path / "o", "--format", "gguf", "--dtype", "f16") == code
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error:", "  fix:"))]
+    told = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith(("error:", "  fix:"))
+    ]
     assert len(told) == 2 and said in told[0]
     assert not (tmp_path / "o").exists() and not list(tmp_path.glob(".o.tmp"))
 
@@ -405,7 +572,9 @@ def test_a_model_that_cannot_be_written_is_refused_and_nothing_is_left(copy, tmp
     ],
 )
 def test_options_that_contradict_each_other_are_refused(llama, tmp_path, capsys, arguments, said):
-    assert run("export", llama, "-o", tmp_path / "o", *arguments) == (5 if "--max-disk" in arguments else 2)
+    assert run("export", llama, "-o", tmp_path / "o", *arguments) == (
+        5 if "--max-disk" in arguments else 2
+    )
     assert said in capsys.readouterr().err and not (tmp_path / "o").exists()
 
 

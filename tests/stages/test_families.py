@@ -37,9 +37,14 @@ LINEARS = {
     "qwen2_moe": 19,
     "qwen3_moe": 16,
     "olmoe": 16,
-    **dict.fromkeys(("bloom", "codegen", "falcon", "falcon new", "falcon alibi", "gpt_bigcode", "mpt", "phi3"), 4),
+    **dict.fromkeys(
+        ("bloom", "codegen", "falcon", "falcon new", "falcon alibi", "gpt_bigcode", "mpt", "phi3"),
+        4,
+    ),
     **dict.fromkeys(("gptj", "opt", "phi", "starcoder2"), 6),
-    **dict.fromkeys(("cohere", "gemma", "gemma2", "gemma3", "granite", "olmo2", "smollm3", "stablelm"), 7),
+    **dict.fromkeys(
+        ("cohere", "gemma", "gemma2", "gemma3", "granite", "olmo2", "smollm3", "stablelm"), 7
+    ),
 }
 
 Entry = dict[str, Any]
@@ -55,12 +60,25 @@ W4A8 = {"scheme": "W4A8", "algorithm": "gptq", "group_size": 32}
 W3A16_ASYM = {"scheme": "W3A16_ASYM", "algorithm": "gptq", "group_size": 32}
 
 SLOW = (  # of the families in no table
-    *("bloom", "codegen", "cohere", "falcon new", "falcon alibi", "gemma", "gemma3", "gpt_bigcode", "gptj", "granite", "mpt"),
+    *(
+        "bloom",
+        "codegen",
+        "cohere",
+        "falcon new",
+        "falcon alibi",
+        "gemma",
+        "gemma3",
+        "gpt_bigcode",
+        "gptj",
+        "granite",
+        "mpt",
+    ),
     *("olmo2", "opt", "phi3", "smollm3", "stablelm", "starcoder2"),
 )
 
-# Largest ||logits - source logits|| / ||source logits|| that a scheme may cost: measured, and about half as much again. These
-# random models amplify errors far more than trained ones do; a mistaken name, axis or scale gives more than 1.
+# Largest ||logits - source logits|| / ||source logits|| that a scheme may cost: measured, and about
+# half as much again. These random models amplify errors far more than trained ones do; a mistaken
+# name, axis or scale gives more than 1.
 COMBINATIONS = [
     ("llama", W4A16, 0.6),
     ("llama", FP8, 0.25),
@@ -114,12 +132,16 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 def take_measurement(model: Path, folder: Path, text: Path) -> Path:
     calibration = Calibration(source=str(text), samples=8, sequence_length=64)
-    return measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
+    return measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
+    )
 
 
 def make_artifact(model: Path, measurement: Path, folder: Path, entry: Entry) -> Path:
     words = Quantize(name="small", **entry)
-    job = quantize.QuantizeJob(model=model, output=folder / "quantized", entry=words, measurement=measurement)
+    job = quantize.QuantizeJob(
+        model=model, output=folder / "quantized", entry=words, measurement=measurement
+    )
     quantized = quantize.run(job, QUIET)
     return export.run(export.ExportJob(quantized=quantized, output=folder / "artifact"), QUIET)
 
@@ -129,7 +151,10 @@ def judge(model: Path, artifact: Path, text: Path, thresholds: dict[str, float])
     gate.write_text(f"thresholds: {json.dumps(thresholds)}\n")
     options = Validate(text=str(text), tokens=256, sequence_length=64, gate=str(gate))
     report = artifact.parent / f"report-{thresholds['mean_kld']}"
-    return validate.run(validate.ValidateJob(artifact=artifact, baseline=model, report=report, options=options), QUIET)
+    return validate.run(
+        validate.ValidateJob(artifact=artifact, baseline=model, report=report, options=options),
+        QUIET,
+    )
 
 
 def logits_from_transformers(model: Path, tokens: Tensor) -> Tensor:
@@ -139,7 +164,9 @@ def logits_from_transformers(model: Path, tokens: Tensor) -> Tensor:
 
 @pytest.fixture(scope="session")
 def measurement_of(
-    family_model: Callable[[str], Path], text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    family_model: Callable[[str], Path],
+    text_files: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Path]:
     """Return the measurement of a family, taken once."""
     taken: dict[str, Path] = {}
@@ -147,7 +174,9 @@ def measurement_of(
     def take(family: str) -> Path:
         if family not in taken:
             folder = tmp_path_factory.mktemp("measurements") / family
-            taken[family] = take_measurement(family_model(family), folder, text_files["calibration"])
+            taken[family] = take_measurement(
+                family_model(family), folder, text_files["calibration"]
+            )
         return taken[family]
 
     return take
@@ -155,7 +184,9 @@ def measurement_of(
 
 @pytest.fixture(scope="session")
 def artifact_of(
-    family_model: Callable[[str], Path], measurement_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    family_model: Callable[[str], Path],
+    measurement_of: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, Entry], Path]:
     """Return the artifact of a family and a scheme, made once: the process that proves it takes seconds to start."""
     made: dict[tuple[str, str], Path] = {}
@@ -174,13 +205,19 @@ def check_ledger(model: Path, artifact: Path, *, quantized: int) -> None:
     source, written = read_folder(model), read_folder(artifact)
     entries = json.loads((artifact / "quantflow.json").read_text())["ledger"]["tensors"]
     assert sorted(entry["name"] for entry in entries) == sorted(source)
-    assert sum(entry["nbytes"] for entry in entries) == sum(stored.nbytes for stored in source.values())
-    assert {entry["name"]: entry["nbytes"] for entry in entries} == {name: item.nbytes for name, item in source.items()}
+    assert sum(entry["nbytes"] for entry in entries) == sum(
+        stored.nbytes for stored in source.values()
+    )
+    assert {entry["name"]: entry["nbytes"] for entry in entries} == {
+        name: item.nbytes for name, item in source.items()
+    }
     assert sorted(name for entry in entries for name in entry["becomes"]) == sorted(written)
     assert sum(entry["action"] == "quantized" for entry in entries) == quantized
     for entry in entries:
         if entry["action"] == "copied":
-            assert torch.equal(written[entry["name"]].tensor, source[entry["name"]].tensor), entry["name"]
+            assert torch.equal(written[entry["name"]].tensor, source[entry["name"]].tensor), entry[
+                "name"
+            ]
 
 
 def relative_difference(model: Path, artifact: Path) -> float:
@@ -191,7 +228,8 @@ def relative_difference(model: Path, artifact: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}  # of each family; the others are slow
+# of each family; the others are slow
+FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +238,8 @@ FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}  # of eac
         pytest.param(
             *case,
             id=f"{case[0]}-{case[1]['scheme']}",
-            marks=[pytest.mark.slow] * (case[0] in SLOW or (case[1] is not FIRST[case[0]] and case[0] != "llama")),
+            marks=[pytest.mark.slow]
+            * (case[0] in SLOW or (case[1] is not FIRST[case[0]] and case[0] != "llama")),
         )
         for case in COMBINATIONS
     ],
@@ -229,9 +268,16 @@ def test_a_family_goes_through_every_stage(
 
 
 def test_a_gate_that_nothing_meets_fails_with_exit_code_4(
-    family_model: Callable[[str], Path], artifact_of: Callable[[str, Entry], Path], text_files: dict[str, Path]
+    family_model: Callable[[str], Path],
+    artifact_of: Callable[[str, Entry], Path],
+    text_files: dict[str, Path],
 ) -> None:
-    result = judge(family_model("llama"), artifact_of("llama", W8A8_STATIC), text_files["heldout"], {**LAX, "mean_kld": 0.0})
+    result = judge(
+        family_model("llama"),
+        artifact_of("llama", W8A8_STATIC),
+        text_files["heldout"],
+        {**LAX, "mean_kld": 0.0},
+    )
     assert result["outcome"] == "fail"
     with pytest.raises(GateError, match="mean_kld") as caught:
         raise_for_verdict(result, allow_inconclusive=False)
@@ -243,7 +289,10 @@ def test_the_tensors_of_gpt_neox_keep_the_names_of_the_source(
 ) -> None:
     artifact = artifact_of("gpt_neox", W8A8_STATIC)
     written = read_folder(artifact)
-    assert torch.equal(written["embed_out.weight"].tensor, read_folder(family_model("gpt_neox"))["embed_out.weight"].tensor)
+    assert torch.equal(
+        written["embed_out.weight"].tensor,
+        read_folder(family_model("gpt_neox"))["embed_out.weight"].tensor,
+    )
     assert written["gpt_neox.layers.1.attention.query_key_value.weight"].tensor.dtype == torch.int8
     assert "gpt_neox.layers.1.attention.query_key_value.bias" in written
     config = json.loads((artifact / "config.json").read_text())["quantization_config"]
@@ -253,7 +302,12 @@ def test_the_tensors_of_gpt_neox_keep_the_names_of_the_source(
 def write_variant(folder: Path, tokenizer_of: Path, dtype: torch.dtype, *, tied: bool) -> Path:
     """Write a one-layer Llama with the tokenizer of another model."""
     torch.manual_seed(1)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(
         vocab_size=320,
         **shape,
@@ -270,7 +324,9 @@ def write_variant(folder: Path, tokenizer_of: Path, dtype: torch.dtype, *, tied:
     return folder
 
 
-def test_a_tied_head_stays_one_tensor(llama: Path, text_files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tied_head_stays_one_tensor(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
     model = write_variant(tmp_path / "model", llama, torch.bfloat16, tied=True)
     assert "lm_head.weight" not in read_folder(model)
     measurement = take_measurement(model, tmp_path / "measured", text_files["calibration"])
@@ -311,7 +367,9 @@ def test_an_unsupported_family_is_refused_by_its_name(
     config: Any, name: str, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    job = quantize.QuantizeJob(model=tmp_path / "model", output=tmp_path / "out", entry=Quantize(name="x", scheme="W8A16"))
+    job = quantize.QuantizeJob(
+        model=tmp_path / "model", output=tmp_path / "out", entry=Quantize(name="x", scheme="W8A16")
+    )
     with pytest.raises(UnsupportedError, match=name) as caught:
         quantize.run(job, QUIET)
     assert caught.value.exit_code == 6

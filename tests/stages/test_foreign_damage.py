@@ -31,8 +31,10 @@ class Case:
     Attributes:
         scale: what is missing.
         order: groups of inputs, where the layout has them.
-        swapped: words whose nibbles swap so that codes and zero points stand in different orders; None where nothing shows it.
-        bits: another number of bits, as a path of keys in quantization_config and a value; None where it has no such key.
+        swapped: words whose nibbles swap so that codes and zero points stand in different orders;
+            None where nothing shows it.
+        bits: another number of bits, as a path of keys in quantization_config and a value; None
+            where it has no such key.
     """
 
     layout: str
@@ -46,18 +48,33 @@ class Case:
 WEIGHTS = ("config_groups", "group_0", "weights", "num_bits")
 CASES = {
     "gptq": Case("gptq", grouped(4), "scales", "g_idx", None, (("bits",), 8)),
-    "gptq asymmetric": Case("gptq", grouped(4, symmetric=False), "scales", "g_idx", "qzeros", (("bits",), 3)),
+    "gptq asymmetric": Case(
+        "gptq", grouped(4, symmetric=False), "scales", "g_idx", "qzeros", (("bits",), 3)
+    ),
     "gptq 3 bits": Case("gptq", grouped(3), "scales", "g_idx", None, (("bits",), 4)),
-    "gptq_v2": Case("gptq_v2", grouped(4, symmetric=False), "scales", "g_idx", "qzeros", (("bits",), 2)),
-    "gptq_v2 8 bits": Case("gptq_v2", grouped(8, symmetric=False), "scales", "g_idx", None, (("bits",), 4)),
+    "gptq_v2": Case(
+        "gptq_v2", grouped(4, symmetric=False), "scales", "g_idx", "qzeros", (("bits",), 2)
+    ),
+    "gptq_v2 8 bits": Case(
+        "gptq_v2", grouped(8, symmetric=False), "scales", "g_idx", None, (("bits",), 4)
+    ),
     "auto_round": Case("auto_round", grouped(4), "scales", None, None, (("bits",), 8)),
-    "auto_round asymmetric": Case("auto_round", grouped(4, symmetric=False), "scales", None, "qzeros", (("bits",), 3)),
+    "auto_round asymmetric": Case(
+        "auto_round", grouped(4, symmetric=False), "scales", None, "qzeros", (("bits",), 3)
+    ),
     "awq": Case("awq", grouped(4, symmetric=False), "scales", None, "qweight", (("bits",), 8)),
     "fp8": Case("fp8", with_group_size(preset("FP8_BLOCK"), 32), "weight_scale_inv"),
     "fp8 per tensor": Case("fp8", preset("FP8"), "weight_scale"),
-    "compressed-tensors": Case("compressed-tensors", grouped(4), "weight_scale", None, None, (WEIGHTS, 8)),
+    "compressed-tensors": Case(
+        "compressed-tensors", grouped(4), "weight_scale", None, None, (WEIGHTS, 8)
+    ),
     "compressed-tensors asymmetric": Case(
-        "compressed-tensors", grouped(4, symmetric=False), "weight_scale", None, "weight_zero_point", (WEIGHTS, 3)
+        "compressed-tensors",
+        grouped(4, symmetric=False),
+        "weight_scale",
+        None,
+        "weight_zero_point",
+        (WEIGHTS, 3),
     ),
     "modelopt": Case("modelopt", preset("NVFP4A16"), "weight_scale"),
     "modelopt 8 bits": Case("modelopt", preset("MXFP8"), "weight_scale"),
@@ -124,7 +141,9 @@ def test_a_missing_scale_is_refused_by_its_linear(foreign, tmp_path, capsys, nam
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.order])
-@pytest.mark.parametrize("change", ["one group", "groups beyond the last", "a group too long", "too short"])
+@pytest.mark.parametrize(
+    "change", ["one group", "groups beyond the last", "a group too long", "too short"]
+)
 def test_a_wrong_order_of_inputs_is_refused_by_its_name(foreign, tmp_path, capsys, name, change):
     def moved(t: torch.Tensor) -> torch.Tensor:
         t = t.clone()
@@ -138,7 +157,9 @@ def test_a_wrong_order_of_inputs_is_refused_by_its_name(foreign, tmp_path, capsy
         "too short": lambda t: t[:-1],
     }
     key = f"{DOWN}.{CASES[name].order}"
-    for said in refused(damaged(foreign(name), tmp_path / "f", key, changes[change]), tmp_path / "o", capsys):
+    for said in refused(
+        damaged(foreign(name), tmp_path / "f", key, changes[change]), tmp_path / "o", capsys
+    ):
         assert key in said
 
 

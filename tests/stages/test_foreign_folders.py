@@ -65,7 +65,10 @@ def foreign(llama, tmp_path_factory, write_foreign):
         if name not in made:
             case = CASES[name]
             folder = tmp_path_factory.mktemp("foreign") / name.replace(" ", "-")
-            made[name] = folder, write_foreign(folder, llama, case.layout, case.scheme, ordered=case.ordered)
+            made[name] = (
+                folder,
+                write_foreign(folder, llama, case.layout, case.scheme, ordered=case.ordered),
+            )
         return made[name]
 
     return make
@@ -84,7 +87,11 @@ def test_inspect_says_how_a_folder_is_quantized(foreign, capsys, name):
     (row,) = found["quantized"]
     weights = case.scheme.weights
     assert (found["format"], found["runs"], found["verified"]) == (case.layout, None, 14)
-    assert (row["bits"], row["group_size"], row["symmetric"]) == (weights.num_bits, weights.group_size, weights.symmetric)
+    assert (row["bits"], row["group_size"], row["symmetric"]) == (
+        weights.num_bits,
+        weights.group_size,
+        weights.symmetric,
+    )
     assert row["act_order"] is case.ordered
     assert row["linears"] == 14 and row["which"]["model.layers.*.mlp.down_proj"] == 2
     assert found["left"] == {"lm_head.weight": 1, "model.embed_tokens.weight": 1}
@@ -117,7 +124,10 @@ def test_a_layout_that_is_not_read_is_named(llama, tmp_path, capsys):
     words = {"quant_method": "aqlm", "meta": {"quantizer": ["program:1.2"]}}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
     found = told(capsys, "inspect", folder, "--json")
-    assert found["program"] == "program:1.2" and "quant_method 'aqlm' is not read here" in found["runs"]
+    assert (
+        found["program"] == "program:1.2"
+        and "quant_method 'aqlm' is not read here" in found["runs"]
+    )
 
 
 def without(key):
@@ -141,23 +151,41 @@ def swapped(words):
     ("name", "damage", "said"),
     [
         ("gptq", without(f"{DOWN}.scales"), f"{DOWN}.scales"),
-        ("gptq", changed(f"{DOWN}.g_idx", lambda t: t.flip(0)), f"{DOWN}.g_idx: groups of inputs that do not stand together"),
-        ("gptq act-order", changed(f"{DOWN}.g_idx", lambda t: t * 0), f"{DOWN}.g_idx: group 0 has 128 inputs, each of 4 has"),
+        (
+            "gptq",
+            changed(f"{DOWN}.g_idx", lambda t: t.flip(0)),
+            f"{DOWN}.g_idx: groups of inputs that do not stand together",
+        ),
+        (
+            "gptq act-order",
+            changed(f"{DOWN}.g_idx", lambda t: t * 0),
+            f"{DOWN}.g_idx: group 0 has 128 inputs, each of 4 has",
+        ),
         ("gptq", changed(f"{DOWN}.qweight", lambda t: t[:-1]), f"{DOWN}"),
         ("awq", without(f"{DOWN}.qzeros"), f"{DOWN}.qzeros"),
         ("fp8", without(f"{DOWN}.weight_scale_inv"), f"{DOWN}"),
-        ("fp8", changed(f"{DOWN}.weight_scale_inv", lambda t: t * float("inf")), f"{DOWN}.weight_scale_inv"),
+        (
+            "fp8",
+            changed(f"{DOWN}.weight_scale_inv", lambda t: t * float("inf")),
+            f"{DOWN}.weight_scale_inv",
+        ),
         ("compressed-tensors", without(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale"),
         ("modelopt", without(f"{DOWN}.weight_scale_2"), f"{DOWN}.weight_scale_2"),
     ],
 )
 @pytest.mark.parametrize("verb", ["inspect", "generate"])
-def test_a_damaged_folder_is_refused_with_the_tensors_name(foreign, tmp_path, capsys, name, damage, said, verb):
+def test_a_damaged_folder_is_refused_with_the_tensors_name(
+    foreign, tmp_path, capsys, name, damage, said, verb
+):
     folder = shutil.copytree(foreign(name)[0], tmp_path / "f")
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    line = (verb, folder, *(("--prompt", "value", "--max-new-tokens", "2", "-q") if verb == "generate" else ()))
+    line = (
+        verb,
+        folder,
+        *(("--prompt", "value", "--max-new-tokens", "2", "-q") if verb == "generate" else ()),
+    )
     assert run(*line) == 3
     assert said in capsys.readouterr().err
 
@@ -168,10 +196,15 @@ def test_nibbles_in_another_order_are_seen_by_their_zero_points(foreign, tmp_pat
     tensors[f"{DOWN}.qweight"] = swapped(tensors[f"{DOWN}.qweight"])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert run("inspect", folder) == 3
-    assert f"{DOWN}: codes and zero points of 256 groups do not belong together" in capsys.readouterr().err
+    assert (
+        f"{DOWN}: codes and zero points of 256 groups do not belong together"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(("name", "bits"), [("gptq", 8), ("gptq", 3), ("gptq_v2 8 bits", 4), ("awq", 8)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("gptq", 8), ("gptq", 3), ("gptq_v2 8 bits", 4), ("awq", 8)]
+)
 def test_a_wrong_number_of_bits_is_refused(foreign, tmp_path, capsys, name, bits):
     folder = shutil.copytree(foreign(name)[0], tmp_path / "f")
     config = json.loads((folder / "config.json").read_text())
@@ -189,7 +222,11 @@ def test_a_truncated_file_is_refused(foreign, tmp_path, capsys):
 
 
 def test_inspect_says_which_part_of_a_model_a_gguf_file_is(tmp_path, capsys):
-    fields = {"general.architecture": ("string", "llama"), "split.no": ("u16", 1), "split.count": ("u16", 3)}
+    fields = {
+        "general.architecture": ("string", "llama"),
+        "split.no": ("u16", 1),
+        "split.count": ("u16", 3),
+    }
     path = tmp_path / "m-00002-of-00003.gguf"
     data = torch.zeros(4, 32).numpy().tobytes()
     gguf.write(path, gguf.layout(fields, {"token_embd.weight": ("F32", (4, 32))}), lambda _: [data])
@@ -206,11 +243,14 @@ def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
     assert (found["kind"], found["architecture"]) == ("gguf", "llama")
     assert found["types"]["Q4_0"]["names"]["blk.*.ffn_down.weight"] == 2
     layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
-    assert found["types"]["Q4_0"]["bytes"] == (2 * layer + 320 * 64) * 18 // 32  # the embedding is of that type too
+    # the embedding is of that type too
+    assert found["types"]["Q4_0"]["bytes"] == (2 * layer + 320 * 64) * 18 // 32
     data = bytearray(path.read_bytes())
     short = tmp_path / "short.gguf"
     short.write_bytes(data[:-64])
-    assert run("inspect", short) == 3 and "bytes where the header describes" in capsys.readouterr().err
+    assert (
+        run("inspect", short) == 3 and "bytes where the header describes" in capsys.readouterr().err
+    )
     infinite = tmp_path / "infinite.gguf"
     info = gguf.read_header(path, types=blocks.readable()).tensors["blk.1.ffn_up.weight"]
     struct.pack_into("<e", data, info.offset, float("inf"))
@@ -222,20 +262,39 @@ def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_runs_in_the_lean_decoder_and_is_timed(foreign, capsys, name):
     folder, _ = foreign(name)
-    line = ("bench", folder, "-b", "1", "--input-tokens", "8", "--new-tokens", "4", "--runs", "1", "--warmups", "0")
+    line = (
+        "bench",
+        folder,
+        "-b",
+        "1",
+        "--input-tokens",
+        "8",
+        "--new-tokens",
+        "4",
+        "--runs",
+        "1",
+        "--warmups",
+        "0",
+    )
     found = told(capsys, *line, "--json", "-q")
     assert found["decoder"] == "lean" and found["batches"][0]["produced"] == 4
 
 
-def divergence(model: Path, weights: dict[str, torch.Tensor], sequences: list[torch.Tensor]) -> float:
+def divergence(
+    model: Path, weights: dict[str, torch.Tensor], sequences: list[torch.Tensor]
+) -> float:
     """Return the mean KL divergence of a model with other weights from the model, by transformers."""
-    first, second = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2))
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval() for _ in range(2)
+    )
     parameters, parts = dict(second.named_parameters()), []
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
         for ids in sequences:
-            p, q = (each(ids[None]).logits[0, :-1].double().log_softmax(-1) for each in (first, second))
+            p, q = (
+                each(ids[None]).logits[0, :-1].double().log_softmax(-1) for each in (first, second)
+            )
             parts.append((p.exp() * (p - q)).sum(-1))
     return float(torch.cat(parts).mean())
 
@@ -246,30 +305,59 @@ def windows(llama, text_files):
     documents = read_documents(text_files["heldout"], load_tokenizer(llama))[:4]
 
     def cut(size: int) -> list[torch.Tensor]:
-        return [torch.tensor(ids[at : at + size]) for ids in documents for at in range(0, len(ids), size)]
+        return [
+            torch.tensor(ids[at : at + size])
+            for ids in documents
+            for at in range(0, len(ids), size)
+        ]
 
     return cut
 
 
 @pytest.mark.parametrize("name", ["gptq act-order", "awq"])
-def test_validate_compares_a_folder_with_the_model_that_it_was_made_from(llama, foreign, windows, text_files, tmp_path, name):
+def test_validate_compares_a_folder_with_the_model_that_it_was_made_from(
+    llama, foreign, windows, text_files, tmp_path, name
+):
     folder, weights = foreign(name)
     sequences = windows(64)
     tokens = sum(map(len, sequences))
-    line = ("validate", folder, "--baseline", llama, "--text", text_files["heldout"], "--tokens", tokens, "-q")
+    line = (
+        "validate",
+        folder,
+        "--baseline",
+        llama,
+        "--text",
+        text_files["heldout"],
+        "--tokens",
+        tokens,
+        "-q",
+    )
     code = run(*line, "--sequence-length", 64, "--report", tmp_path / "r")
     found = json.loads((tmp_path / "r" / "validation.json").read_text())
     assert code == (0 if found["outcome"] == "pass" else 4)
-    assert found["metrics"]["mean_kld"]["value"] == pytest.approx(divergence(llama, weights, sequences), rel=1e-3)
+    assert found["metrics"]["mean_kld"]["value"] == pytest.approx(
+        divergence(llama, weights, sequences), rel=1e-3
+    )
     assert found["algorithm"] == ("quantflow" if name.startswith("gptq") else "another program")
-    assert found["gate"]["name"] == "int4"  # the strictest of the scheme: nobody knows how it was made
+    # the strictest of the scheme: nobody knows how it was made
+    assert found["gate"]["name"] == "int4"
     assert 4 < found["bits_per_weight"] < 6.5
     assert (tmp_path / "r" / "report.html").is_file()
 
 
-def test_validate_refuses_a_model_that_the_folder_cannot_be_made_of(llama, family_model, foreign, text_files, tmp_path, capsys):
+def test_validate_refuses_a_model_that_the_folder_cannot_be_made_of(
+    llama, family_model, foreign, text_files, tmp_path, capsys
+):
     folder, _ = foreign("gptq")
-    line = ("validate", folder, "--text", text_files["heldout"], "--report", tmp_path / "r", "--baseline")
+    line = (
+        "validate",
+        folder,
+        "--text",
+        text_files["heldout"],
+        "--report",
+        tmp_path / "r",
+        "--baseline",
+    )
     assert run(*line, family_model("qwen3")) == 3
     assert "is a llama, the baseline a qwen3" in capsys.readouterr().err
     assert run(*line, llama, "--diagnose", "16") == 2
@@ -299,21 +387,42 @@ def test_quantize_takes_a_folder_by_its_dequantized_weights_alone(foreign, tmp_p
 
 
 def test_quantize_refuses_to_dequantize_a_model(llama, tmp_path, capsys):
-    assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16", "--dequantize", "-q") == 2
+    assert (
+        run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16", "--dequantize", "-q") == 2
+    )
     assert "dequantized is made from an artifact" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("compressed-tensors", "gptq act-order")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("compressed-tensors", "gptq act-order")]
+)
 def test_a_folder_comes_back_from_another_layout_with_every_byte(foreign, tmp_path, name):
     folder, _ = foreign(name)
-    assert run("export", folder, "-o", tmp_path / "there", "--format", "compressed-tensors", "-q") == 0
-    assert run("export", tmp_path / "there", "-o", tmp_path / "back", "--format", CASES[name].layout, "-q") == 0
+    assert (
+        run("export", folder, "-o", tmp_path / "there", "--format", "compressed-tensors", "-q") == 0
+    )
+    assert (
+        run(
+            "export",
+            tmp_path / "there",
+            "-o",
+            tmp_path / "back",
+            "--format",
+            CASES[name].layout,
+            "-q",
+        )
+        == 0
+    )
     first, last = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
     assert first.keys() == last.keys()
     for key, tensor in first.items():
         assert tensor.dtype == last[key].dtype and tensor.shape == last[key].shape, key
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), last[key].reshape(-1).view(torch.uint8)), key
-    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), last[key].reshape(-1).view(torch.uint8)
+        ), key
+    before, after = (
+        json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back")
+    )
     assert before["quantization_config"] == after["quantization_config"]
 
 
@@ -321,7 +430,9 @@ def test_diff_says_of_each_tensor_what_differs(foreign, llama, tmp_path, capsys)
     folder, weights = foreign("gptq")
     assert told(capsys, "diff", folder, folder, "--values", "--json")["counts"] == {"equal": 21}
     assert run("export", folder, "-o", tmp_path / "c", "--format", "compressed-tensors", "-q") == 0
-    assert told(capsys, "diff", folder, tmp_path / "c", "--values", "--json")["counts"] == {"equal": 21}
+    assert told(capsys, "diff", folder, tmp_path / "c", "--values", "--json")["counts"] == {
+        "equal": 21
+    }
     other = shutil.copytree(folder, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors[f"{DOWN}.scales"][0, 3] *= 2
@@ -341,7 +452,9 @@ def test_diff_says_of_each_tensor_what_differs(foreign, llama, tmp_path, capsys)
     change = torch.zeros_like(first)
     change[3, :32] = first[3, :32]  # the scale of its first group is twice as large
     assert rows[f"{DOWN}.weight"]["largest"] == pytest.approx(float(change.abs().max()))
-    assert rows[f"{DOWN}.weight"]["relative"] == pytest.approx(float(change.norm() / first.norm()), rel=1e-5)
+    assert rows[f"{DOWN}.weight"]["relative"] == pytest.approx(
+        float(change.norm() / first.norm()), rel=1e-5
+    )
     assert rows["model.layers.0.self_attn.q_proj.weight"]["changed"] == pytest.approx(1 / 64**2)
     assert run("diff", folder, other, "--values") == 0
     assert "18 equal" in capsys.readouterr().out
@@ -352,16 +465,27 @@ def with_measured_numbers(folder, output, *, input_scale, zero_point, cache, kin
     """Copy a folder of integers and give it static asymmetric inputs and quantized keys and values."""
     shutil.copytree(folder, output)
     config = json.loads((output / "config.json").read_text())
-    words = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
+    words = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = words
     config["quantization_config"]["kv_cache_scheme"] = words | {"type": kind, "symmetric": True}
     (output / "config.json").write_text(json.dumps(config))
     tensors = load_file(output / "model.safetensors")
     for name in [key.removesuffix("_packed") for key in tensors if key.endswith(".weight_packed")]:
         linear = name.removesuffix(".weight")
-        tensors |= {f"{linear}.input_scale": torch.tensor([0.01]), f"{linear}.input_zero_point": torch.tensor([3]).char()}
+        tensors |= {
+            f"{linear}.input_scale": torch.tensor([0.01]),
+            f"{linear}.input_zero_point": torch.tensor([3]).char(),
+        }
     for layer in range(2):
-        tensors |= {f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([0.02]) for part in "kv"}
+        tensors |= {
+            f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor([0.02]) for part in "kv"
+        }
     tensors[f"{DOWN}.input_scale"] = torch.tensor([input_scale])
     tensors[f"{DOWN}.input_zero_point"] = torch.tensor([zero_point], dtype=torch.int8)
     tensors["model.layers.1.self_attn.v_scale"] = torch.tensor([cache])
@@ -371,8 +495,12 @@ def with_measured_numbers(folder, output, *, input_scale, zero_point, cache, kin
 
 def test_diff_compares_what_was_measured_of_inputs_keys_and_values(foreign, tmp_path, capsys):
     source = foreign("compressed-tensors")[0]
-    first = with_measured_numbers(source, tmp_path / "a", input_scale=0.01, zero_point=3, cache=0.02)
-    second = with_measured_numbers(source, tmp_path / "b", input_scale=0.03, zero_point=-5, cache=0.05)
+    first = with_measured_numbers(
+        source, tmp_path / "a", input_scale=0.01, zero_point=3, cache=0.02
+    )
+    second = with_measured_numbers(
+        source, tmp_path / "b", input_scale=0.03, zero_point=-5, cache=0.05
+    )
     found = told(capsys, "diff", first, second, "--values", "--json")
     rows = {row["name"]: row for row in found["tensors"] if row["verdict"] != "equal"}
     assert {name: row["verdict"] for name, row in rows.items()} == {
@@ -387,37 +515,71 @@ def test_diff_compares_what_was_measured_of_inputs_keys_and_values(foreign, tmp_
     assert told(capsys, "diff", first, first, "--values", "--json")["counts"] == {"equal": 21}
     plain = told(capsys, "diff", source, first, "--values", "--json")["counts"]
     assert plain == {"equal": 21, "only in the second": 2 * 14 + 4}
-    integers = with_measured_numbers(source, tmp_path / "c", input_scale=0.01, zero_point=3, cache=0.02, kind="int")
-    assert told(capsys, "diff", first, integers, "--values", "--json")["counts"] == {"equal": 21, "values differ": 4}
+    integers = with_measured_numbers(
+        source, tmp_path / "c", input_scale=0.01, zero_point=3, cache=0.02, kind="int"
+    )
+    assert told(capsys, "diff", first, integers, "--values", "--json")["counts"] == {
+        "equal": 21,
+        "values differ": 4,
+    }
 
 
-def test_diff_says_how_far_two_folders_are_apart_on_a_text(foreign, llama, windows, text_files, capsys):
+def test_diff_says_how_far_two_folders_are_apart_on_a_text(
+    foreign, llama, windows, text_files, capsys
+):
     folder, weights = foreign("awq")
     sequences = windows(128)  # the most that the model takes
-    line = ("diff", llama, folder, "--values", "--text", text_files["heldout"], "--tokens", sum(map(len, sequences)))
+    line = (
+        "diff",
+        llama,
+        folder,
+        "--values",
+        "--text",
+        text_files["heldout"],
+        "--tokens",
+        sum(map(len, sequences)),
+    )
     found = told(capsys, *line, "--json")
     assert found["counts"]["values differ"] == 14
     apart = found["divergence"]
-    assert apart["windows"] == len(sequences) and apart["tokens"] == sum(map(len, sequences)) - len(sequences)
+    assert apart["windows"] == len(sequences) and apart["tokens"] == sum(map(len, sequences)) - len(
+        sequences
+    )
     assert apart["mean_kld"] == pytest.approx(divergence(llama, weights, sequences), rel=1e-3)
     assert apart["mean_kld"] < apart["largest_kld"] and 0 < apart["top1_agreement"] < 1
 
 
-def test_fp8_per_tensor_is_read_as_transformers_spells_it_and_export_says_who_reads_ours(llama, tmp_path, capsys):
+def test_fp8_per_tensor_is_read_as_transformers_spells_it_and_export_says_who_reads_ours(
+    llama, tmp_path, capsys
+):
     """What transformers calls weight_scale_inv and activation_scale are vLLM's weight_scale and input_scale: both multiply."""
-    tensors, layout, inputs = load_file(llama / "model.safetensors"), LAYOUTS["fp8"], torch.tensor([0.5])
+    tensors, layout, inputs = (
+        load_file(llama / "model.safetensors"),
+        LAYOUTS["fp8"],
+        torch.tensor([0.5]),
+    )
     made = {}
     for name in [key.removesuffix(".weight") for key in tensors if "_proj" in key]:
         weight = {name: tensors.pop(f"{name}.weight").float()}
-        weight = rtn.quantize_group(weight, preset("FP8"), statistics={}, scale_dtype=torch.float32)[name].weight
-        made |= layout.encode(name, QuantizedLinear(weight=weight, scheme=preset("FP8"), input_scale=inputs), scale_dtype=None)
+        weight = rtn.quantize_group(
+            weight, preset("FP8"), statistics={}, scale_dtype=torch.float32
+        )[name].weight
+        made |= layout.encode(
+            name,
+            QuantizedLinear(weight=weight, scheme=preset("FP8"), input_scale=inputs),
+            scale_dtype=None,
+        )
     folders = [tmp_path / "vllm", tmp_path / "transformers"]
-    words = layout.quantization_config(dict.fromkeys(["a"], preset("FP8")), ignore=["lm_head"], model_type="llama")
+    words = layout.quantization_config(
+        dict.fromkeys(["a"], preset("FP8")), ignore=["lm_head"], model_type="llama"
+    )
     spelled = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
     for folder, leaves in zip(folders, ({}, spelled), strict=True):
         shutil.copytree(llama, folder)
         ours = {
-            f"{key.rpartition('.')[0]}.{leaves.get(leaf, leaf)}": made[key] for key in made for leaf in [key.rpartition(".")[2]]
+            f"{key.rpartition('.')[0]}.{leaves.get(leaf, leaf)}": made[key]
+            for key in made
+            for leaf in [key.rpartition(".")[2]]
         }
         save_file(tensors | ours, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
@@ -426,31 +588,60 @@ def test_fp8_per_tensor_is_read_as_transformers_spells_it_and_export_says_who_re
     first, second = (open_folder(folder) for folder in folders)
     for name in first.linears:
         left, right = first.decode(name), second.decode(name)
-        assert torch.equal(left.dequantize(), right.dequantize()) and torch.equal(left.input_scale, right.input_scale)
+        assert torch.equal(left.dequantize(), right.dequantize()) and torch.equal(
+            left.input_scale, right.input_scale
+        )
     assert run("export", folders[1], "-o", tmp_path / "f", "--format", "fp8") == 0
     assert "for vLLM alone, transformers does not read them" in capsys.readouterr().err
-    assert load_file(tmp_path / "f" / "model.safetensors").keys() == load_file(folders[0] / "model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "f" / "model.safetensors").keys()
+        == load_file(folders[0] / "model.safetensors").keys()
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [{"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}]
+    "words",
+    [
+        {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        {"kv_cache_quant_algo": "FP8"},
+    ],
 )
-def test_the_cache_of_a_modelopt_folder_is_that_of_compressed_tensors(foreign, tmp_path, capsys, words):
+def test_the_cache_of_a_modelopt_folder_is_that_of_compressed_tensors(
+    foreign, tmp_path, capsys, words
+):
     theirs, ours = shutil.copytree(foreign("modelopt")[0], tmp_path / "theirs"), tmp_path / "ours"
     assert run("export", theirs, "-o", ours, "--format", "compressed-tensors", "-q") == 0
-    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    arguments = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
     names = {theirs: ("k_proj.k_scale", "v_proj.v_scale"), ours: ("k_scale", "v_scale")}
     for folder, leaves in names.items():
-        tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-        config["quantization_config"] |= words if folder == theirs else {"kv_cache_scheme": arguments}
+        tensors, config = (
+            load_file(folder / "model.safetensors"),
+            json.loads((folder / "config.json").read_text()),
+        )
+        config["quantization_config"] |= (
+            words if folder == theirs else {"kv_cache_scheme": arguments}
+        )
         (folder / "config.json").write_text(json.dumps(config))
-        for layer, (leaf, value) in itertools.product(range(2), zip(leaves, (0.25, 2.0), strict=True)):
+        for layer, (leaf, value) in itertools.product(
+            range(2), zip(leaves, (0.25, 2.0), strict=True)
+        ):
             scale = torch.tensor(value + layer)
-            tensors[f"model.layers.{layer}.self_attn.{leaf}"] = scale if folder == theirs else scale.reshape(1)
+            tensors[f"model.layers.{layer}.self_attn.{leaf}"] = (
+                scale if folder == theirs else scale.reshape(1)
+            )
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     left, right = (open_folder(folder).kv_scales() for folder in (theirs, ours))
     assert [(float(each.keys), float(each.values)) for each in left] == [(0.25, 2.0), (1.25, 3.0)]
-    assert all(one.scheme == two.scheme and one.keys == two.keys for one, two in zip(left, right, strict=True))
+    assert all(
+        one.scheme == two.scheme and one.keys == two.keys
+        for one, two in zip(left, right, strict=True)
+    )
     ids, found = torch.arange(20)[None], []
     for folder in (theirs, ours):
         decoder = load(folder, decoder="lean").decoder
@@ -461,7 +652,13 @@ def test_the_cache_of_a_modelopt_folder_is_that_of_compressed_tensors(foreign, t
     tensors = load_file(theirs / "model.safetensors")
     tensors["model.layers.1.self_attn.v_proj.v_scale"] *= 0
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
-    assert run("inspect", theirs) == 3 and "self_attn.v_proj.v_scale: scale 0.0" in capsys.readouterr().err
+    assert (
+        run("inspect", theirs) == 3
+        and "self_attn.v_proj.v_scale: scale 0.0" in capsys.readouterr().err
+    )
     del tensors["model.layers.1.self_attn.v_proj.v_scale"]
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
-    assert run("inspect", theirs) == 3 and "self_attn.v_proj.v_scale: its cache's scheme" in capsys.readouterr().err
+    assert (
+        run("inspect", theirs) == 3
+        and "self_attn.v_proj.v_scale: its cache's scheme" in capsys.readouterr().err
+    )

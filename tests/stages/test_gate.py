@@ -16,7 +16,14 @@ from quantflow.stages.cli.output import exit_code
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ci" / "github-actions.yaml"
 THRESHOLDS = {"ppl_ratio": 1.02, "mean_kld": 0.05, "kld_p999": 0.5, "top1_agreement": 0.9}
-PROTOCOL = {"text": "t", "windows": 8, "tokens": 808, "sequence_length": 101, "dtype": "float32", "seed": 0}
+PROTOCOL = {
+    "text": "t",
+    "windows": 8,
+    "tokens": 808,
+    "sequence_length": 101,
+    "dtype": "float32",
+    "seed": 0,
+}
 
 
 def write(folder, kld, name):
@@ -34,7 +41,9 @@ def write(folder, kld, name):
         "bits_per_weight": 4.1,
         "parameters": 1000,
         "protocol": PROTOCOL,
-        "metrics": {key: {"value": value, "lower": value, "upper": value} for key, value in values.items()},
+        "metrics": {
+            key: {"value": value, "lower": value, "upper": value} for key, value in values.items()
+        },
         "noise_floor": {"top1_agreement": {"value": 1.0}},
         "gate": {"name": "int4", "thresholds": THRESHOLDS, "note": "", "max_regression": {}},
         "windows": {
@@ -70,12 +79,21 @@ def test_the_exit_code_says_whether_the_newer_one_is_worse(old, new, tmp_path, c
     assert exit_code(cli, ["gate", new, "--previous", old, "--junit", str(tmp_path / "j.xml")]) == 4
     said = capsys.readouterr()
     assert re.search(r"mean_kld +old +regression +0.01 +0.02 +0.01 +0.01 +0.01 +0.005", said.out)
-    assert "error: new beside old: a regression: mean_kld: worse by at least 0.01, 0.005 is allowed\n  fix: " in said.err
-    assert [case.get("name") for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase") if len(case)] == ["mean_kld"]
+    assert (
+        "error: new beside old: a regression: mean_kld: worse by at least 0.01, 0.005 is "
+        "allowed\n  fix: " in said.err
+    )
+    assert [
+        case.get("name")
+        for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase")
+        if len(case)
+    ] == ["mean_kld"]
 
 
 def test_a_gate_judges_again_and_json_has_its_verdict(new, tmp_path, capsys):
-    (tmp_path / "g.yaml").write_text(f"thresholds: {json.dumps(THRESHOLDS | {'mean_kld': 0.015})}\n")
+    (tmp_path / "g.yaml").write_text(
+        f"thresholds: {json.dumps(THRESHOLDS | {'mean_kld': 0.015})}\n"
+    )
     assert exit_code(cli, ["gate", new, "--gate", str(tmp_path / "g.yaml"), "--json"]) == 4
     result = json.loads(capsys.readouterr().out)
     assert result["outcome"] == "fail" and result["gate"]["thresholds"]["mean_kld"] == 0.015
@@ -104,8 +122,15 @@ print(code, [name for name in ("torch", "transformers", "tokenizers", "safetenso
 
 
 def test_the_workflow_of_the_example_uses_verbs_and_options_that_there_are():
-    steps = [step for job in yaml.safe_load(EXAMPLE.read_text())["jobs"].values() for step in job["steps"]]
-    lines = [re.sub(r"\$\{\{.*?'(--previous [^']*)'.*?\}\}", r"\1", step.get("run", "")) for step in steps]
+    steps = [
+        step
+        for job in yaml.safe_load(EXAMPLE.read_text())["jobs"].values()
+        for step in job["steps"]
+    ]
+    lines = [
+        re.sub(r"\$\{\{.*?'(--previous [^']*)'.*?\}\}", r"\1", step.get("run", ""))
+        for step in steps
+    ]
     commands = [shlex.split(line) for line in lines if line.startswith("quantflow ")]
     assert [words[1] for words in commands] == ["quantize", "validate", "gate"]
     for _, verb, *words in commands:

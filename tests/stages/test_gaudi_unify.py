@@ -37,7 +37,10 @@ def cell(value) -> torch.Tensor:
 
 
 def card(value: float, *, weight: float = 3, **more) -> Triple:
-    nodes = {Q: Node(inputs=(cell(value),), weight=cell(weight)), DOWN: Node(inputs=(cell(1000 - value),), weight=cell(weight))}
+    nodes = {
+        Q: Node(inputs=(cell(value),), weight=cell(weight)),
+        DOWN: Node(inputs=(cell(1000 - value),), weight=cell(weight)),
+    }
     return Triple(nodes={**nodes, **more}, modules=(*nodes, *more))
 
 
@@ -48,7 +51,9 @@ def cards(folder, world: int = 8, *, prefix: str = "measure", skip=()):
         if rank not in skip:
             triple = card(rank + 1)
             name = FileName(prefix=prefix, rank=rank, world=world)
-            write_triple(folder, name, Triple(nodes=triple.nodes, modules=triple.modules, local_rank=rank))
+            write_triple(
+                folder, name, Triple(nodes=triple.nodes, modules=triple.modules, local_rank=rank)
+            )
     return folder
 
 
@@ -70,13 +75,21 @@ def maxima(folder) -> list[float]:
         ([], [8]),
     ],
 )
-def test_groups_are_written_as_they_are_for_the_script_that_this_replaces(tmp_path, groups, expected):
+def test_groups_are_written_as_they_are_for_the_script_that_this_replaces(
+    tmp_path, groups, expected
+):
     source = cards(tmp_path / "hqt_output")
-    assert run("unify", *groups, "--measurements", source, "--out", tmp_path / "new" / "folder") == 0
+    assert (
+        run("unify", *groups, "--measurements", source, "--out", tmp_path / "new" / "folder") == 0
+    )
     assert maxima(tmp_path / "new" / "folder") == expected
     names = {path.name for path in (tmp_path / "new" / "folder").iterdir()}
     endings = [".json", ".npz", "_mod_list.json"]
-    suffixes = [""] if len(expected) == 1 else [f"_{rank}_{len(expected)}" for rank in range(len(expected))]
+    suffixes = (
+        [""]
+        if len(expected) == 1
+        else [f"_{rank}_{len(expected)}" for rank in range(len(expected))]
+    )
     assert names == {
         "DONE.json",
         "unified.json",
@@ -85,12 +98,18 @@ def test_groups_are_written_as_they_are_for_the_script_that_this_replaces(tmp_pa
 
 
 def test_numpy_reads_the_merged_file_as_the_toolkit_does(tmp_path):
-    assert run("unify", "-g", "0123", "4567", "-m", cards(tmp_path / "m"), "-o", tmp_path / "u") == 0
+    assert (
+        run("unify", "-g", "0123", "4567", "-m", cards(tmp_path / "m"), "-o", tmp_path / "u") == 0
+    )
     with np.load(tmp_path / "u" / "measure_hooks_maxabs_1_2.npz", allow_pickle=True) as archive:
         table = archive["arr_0"].item()
     assert (table["GlobalRank"], table["LocalRank"], table["Mode"]) == (None, 1, "DynamicRange")
-    assert table["Nodes"][Q]["inputs"][0].tolist() == [[8.0]] and table["Nodes"][DOWN]["inputs"][0].tolist() == [[995.0]]
-    assert json.loads((tmp_path / "u" / "measure_hooks_maxabs_1_2.json").read_text())["Nodes"][Q]["inputs"] == [[[8.0]]]
+    assert table["Nodes"][Q]["inputs"][0].tolist() == [[8.0]] and table["Nodes"][DOWN]["inputs"][
+        0
+    ].tolist() == [[995.0]]
+    assert json.loads((tmp_path / "u" / "measure_hooks_maxabs_1_2.json").read_text())["Nodes"][Q][
+        "inputs"
+    ] == [[[8.0]]]
     single = tmp_path / "one"
     assert run("unify", "-g", "01234567", "-m", tmp_path / "m", "-o", single) == 0
     assert json.loads((single / "measure_hooks_maxabs.json").read_text())["LocalRank"] == -1
@@ -109,13 +128,25 @@ def test_vllms_files_keep_their_number_through_unify_and_export(tmp_path):
     """Its runtime looks for _0_1 where optimum-habana's single process has no number."""
     attention, source = "model.layers.0.self_attn.attn.impl", tmp_path / "g2"
     source.mkdir()
-    nodes = {f"{attention}.k_cache": Node(inputs=(cell(2),)), f"{attention}.matmul_qk": Node(inputs=(cell(1), cell(9)))}
+    nodes = {
+        f"{attention}.k_cache": Node(inputs=(cell(2),)),
+        f"{attention}.matmul_qk": Node(inputs=(cell(1), cell(9))),
+    }
     for rank in range(2):
         name = FileName(prefix="inc_output", rank=rank, world=2)
         write_triple(source, name, Triple(nodes={**card(rank + 1).nodes, **nodes}, local_rank=rank))
     assert run("unify", "--ranks", "1", "-m", source, "-o", tmp_path / "u" / "g2") == 0
     assert (tmp_path / "u" / "g2" / "inc_output_hooks_maxabs_0_1.npz").exists()
-    line = ("export", tmp_path / "u" / "g2", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
+    line = (
+        "export",
+        tmp_path / "u" / "g2",
+        "-o",
+        tmp_path / "a",
+        "--format",
+        "inc",
+        "--device",
+        "gaudi2",
+    )
     assert run(*line) == 0
     (found,) = find_triples(tmp_path / "a" / "hqt_output").values()
     assert (found.name.rank, found.name.world) == (0, 1)
@@ -132,7 +163,9 @@ def test_the_folder_above_vllms_g2_stands_for_it_where_it_is_the_only_one(tmp_pa
     line = ("export", model, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi3")
     assert "folder g2 is of another device than gaudi3" in said(3, *line)
     cards(model / "g3", 2)
-    assert "holds measurements of two devices, g2 and g3" in said(3, "unify", "-m", model, "-o", tmp_path / "v")
+    assert "holds measurements of two devices, g2 and g3" in said(
+        3, "unify", "-m", model, "-o", tmp_path / "v"
+    )
 
 
 def test_what_ipexs_calibration_keeps_is_refused_by_name(tmp_path, llama, said):
@@ -142,11 +175,23 @@ def test_what_ipexs_calibration_keeps_is_refused_by_name(tmp_path, llama, said):
     (folder / "best_configure.json").write_text('{" ": {"q_op_infos": {}}}')
     for line in (
         ("unify", "-m", folder, "-o", tmp_path / "u"),
-        ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8_STATIC", "--measurement", folder),
+        (
+            "quantize",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            "W8A8_STATIC",
+            "--measurement",
+            folder,
+        ),
         ("export", folder, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2"),
     ):
         message = said(3, *line)
-        assert "best_configure.json: IPEX's scales and zero points" in message and "quantflow measure MODEL" in message
+        assert (
+            "best_configure.json: IPEX's scales and zero points" in message
+            and "quantflow measure MODEL" in message
+        )
 
 
 def test_a_stray_file_changes_nothing(tmp_path):
@@ -171,7 +216,9 @@ def test_a_stray_file_changes_nothing(tmp_path):
         ([], ["--expand", "4"], 2, "do not say how tensors are cut"),
     ],
 )
-def test_cards_that_are_missing_twice_or_left_over_are_refused_by_number(tmp_path, said, skip, groups, code, expected):
+def test_cards_that_are_missing_twice_or_left_over_are_refused_by_number(
+    tmp_path, said, skip, groups, code, expected
+):
     source = cards(tmp_path / "m", skip=skip)
     line = groups if groups[0].startswith("--") else ["-g", *groups]
     assert expected in said(code, "unify", *line, "-m", source, "-o", tmp_path / "u")
@@ -189,13 +236,25 @@ def test_files_of_two_world_sizes_or_two_runs_are_refused(tmp_path, said):
     for path in (tmp_path / "other").iterdir():
         path.rename(both / path.name)
     assert "2 prefixes measure, other" in said(3, "unify", "-m", both, "-o", tmp_path / "u")
-    assert run("unify", "-m", both / "other", "-o", tmp_path / "u") == 0  # as dump_stats_path names it
+    # as dump_stats_path names it
+    assert run("unify", "-m", both / "other", "-o", tmp_path / "u") == 0
     assert (tmp_path / "u" / "other_hooks_maxabs.npz").exists()
 
 
 def test_a_missing_copy_can_be_allowed_and_the_result_says_so(tmp_path, said):
     source = cards(tmp_path / "m", 4, skip=[2])
-    line = ("unify", "-g", "01", "23", "-m", source, "-o", tmp_path / "u", "--allow-missing", "--json")
+    line = (
+        "unify",
+        "-g",
+        "01",
+        "23",
+        "-m",
+        source,
+        "-o",
+        tmp_path / "u",
+        "--allow-missing",
+        "--json",
+    )
     found = said(0, *line)
     assert "rank 1 is without ranks 2" in found.err and json.loads(found.out)["missing"] == [2]
     assert json.loads((tmp_path / "u" / "unified.json").read_text())["groups"][1]["missing"] == [2]
@@ -207,7 +266,9 @@ def test_a_node_on_one_card_alone_is_refused_wherever_it_is(tmp_path, said):
         source = cards(tmp_path / f"m{where}", 2)
         extra = card(where + 1, expert=Node(inputs=(cell(1),)))
         write_triple(source, FileName(prefix="measure", rank=where, world=2), extra)
-        assert f"node expert: on rank {where}, not on rank {1 - where}" in said(3, "unify", "-m", source, "-o", tmp_path / "u")
+        assert f"node expert: on rank {where}, not on rank {1 - where}" in said(
+            3, "unify", "-m", source, "-o", tmp_path / "u"
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
@@ -217,10 +278,19 @@ def test_a_value_that_is_no_maximum_is_refused_on_any_card(tmp_path, said, bad, 
     source = cards(tmp_path / "m", 2)
     for ending in (".json", ".npz", "_mod_list.json"):
         (source / f"measure_hooks_maxabs_{where}_2{ending}").unlink()
-    table = {"GlobalRank": None, "LocalRank": where, "Mode": "DynamicRange", "Nodes": {Q: {"inputs": [np.array([[bad]])]}}}
+    table = {
+        "GlobalRank": None,
+        "LocalRank": where,
+        "Mode": "DynamicRange",
+        "Nodes": {Q: {"inputs": [np.array([[bad]])]}},
+    }
     np.savez(source / f"measure_hooks_maxabs_{where}_2.npz", table)
     message = said(3, "unify", "-m", source, "-o", tmp_path / "u")
-    assert f"measure_hooks_maxabs_{where}_2.npz" in message and Q in message and "a maximum is finite" in message
+    assert (
+        f"measure_hooks_maxabs_{where}_2.npz" in message
+        and Q in message
+        and "a maximum is finite" in message
+    )
 
 
 def test_scales_are_not_merged(tmp_path, said):
@@ -235,7 +305,9 @@ def test_scales_are_not_merged(tmp_path, said):
             write_triple(folder, name, Triple(nodes=scales, mode=SCALES, local_rank=rank))
     assert run("unify", "-m", source, "-o", tmp_path / "u") == 0
     assert not [path for path in (tmp_path / "u").iterdir() if "MAXABS_HW" in path.name]
-    assert "holds no measurement" in (text := said(3, "unify", "-m", tmp_path / "alone", "-o", tmp_path / "v"))
+    assert "holds no measurement" in (
+        text := said(3, "unify", "-m", tmp_path / "alone", "-o", tmp_path / "v")
+    )
     assert "only scales of MAXABS_HW" in text
 
 
@@ -273,7 +345,9 @@ def test_nothing_is_overwritten_and_nothing_is_written_into_what_is_read(tmp_pat
     first = {path.name: path.read_bytes() for path in (tmp_path / "deep" / "er" / "u").iterdir()}
     assert "unify: up to date" in said(0, *line, "-g", "01", "23").err
     assert "finished result" in said(2, *line, "-g", "0123")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "deep" / "er" / "u").iterdir()} == first
+    assert {
+        path.name: path.read_bytes() for path in (tmp_path / "deep" / "er" / "u").iterdir()
+    } == first
     assert run(*line, "-g", "0123", "--force") == 0
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -282,4 +356,6 @@ def test_nothing_is_overwritten_and_nothing_is_written_into_what_is_read(tmp_pat
 
 def test_a_missing_measure_step_is_told(tmp_path, said):
     (tmp_path / "empty").mkdir()
-    assert "_hooks_maxabs" in said(3, "unify", "-g", "01", "-m", tmp_path / "empty", "-o", tmp_path / "u")
+    assert "_hooks_maxabs" in said(
+        3, "unify", "-g", "01", "-m", tmp_path / "empty", "-o", tmp_path / "u"
+    )

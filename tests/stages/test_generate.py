@@ -36,7 +36,9 @@ def artifact(tmp_path_factory, llama):
     work = tmp_path_factory.mktemp("generate")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
-        assert run("quantize", "--no-export", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
+        assert (
+            run("quantize", "--no-export", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
+        )
         assert run("export", work / "2", "-o", work / "4", "-q") == 0
     return work / "4"
 
@@ -47,7 +49,9 @@ def generate(artifact, capsys):
 
     def call(*arguments, code=0):
         capsys.readouterr()
-        assert run("generate", artifact, *arguments, "--json", "-q") == code, capsys.readouterr().err
+        assert run("generate", artifact, *arguments, "--json", "-q") == code, (
+            capsys.readouterr().err
+        )
         out, err = capsys.readouterr()
         assert code or err == ""
         return json.loads(out) if out else err
@@ -91,14 +95,25 @@ def test_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all(artifa
     rows = [words(prompt)["input_ids"] for prompt in PROMPTS]
     assert encode(PROMPTS, words, limit=None, chat=False) == rows
     assert encode(PROMPTS, words, limit=3, chat=False) == [row[:3] for row in rows]
-    assert min(map(len, rows)) < 100 and encode(PROMPTS, words, limit=100, chat=False) == rows  # nothing is filled up
-    whole, cut = (generate("--prompt", PROMPTS[2], "--max-new-tokens", 5, *more) for more in ((), ("--max-input-tokens", 2)))
+    # nothing is filled up
+    assert min(map(len, rows)) < 100 and encode(PROMPTS, words, limit=100, chat=False) == rows
+    whole, cut = (
+        generate("--prompt", PROMPTS[2], "--max-new-tokens", 5, *more)
+        for more in ((), ("--max-input-tokens", 2))
+    )
     assert texts(whole) != texts(cut)
 
 
 def test_a_text_that_is_not_the_references_is_exit_4_and_both_are_shown(generate, tmp_path):
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
-    line = ("--prompts", tmp_path / "prompts.json", "--max-new-tokens", 4, "--reference", tmp_path / "reference.json")
+    line = (
+        "--prompts",
+        tmp_path / "prompts.json",
+        "--max-new-tokens",
+        4,
+        "--reference",
+        tmp_path / "reference.json",
+    )
     (tmp_path / "reference.json").write_text("{}")
     made = {output["prompt"]: output["text"] for output in generate(*line, code=4)["outputs"]}
     (tmp_path / "reference.json").write_text(json.dumps(made))
@@ -111,14 +126,30 @@ def test_texts_are_written_as_a_reference_reads_them(generate, tmp_path):
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
     line = ("--input_file", tmp_path / "prompts.json", "--max-new-tokens", 4)
     made = generate(*line, "--output_file", tmp_path / "texts.json")["outputs"]
-    assert json.loads((tmp_path / "texts.json").read_text()) == {output["prompt"]: output["text"] for output in made}
+    assert json.loads((tmp_path / "texts.json").read_text()) == {
+        output["prompt"]: output["text"] for output in made
+    }
     assert generate(*line, "--reference", tmp_path / "texts.json")["differing"] == []
     (tmp_path / "texts.json").write_text(json.dumps({PROMPTS[0]: "another"}))
-    generate(*line, "--reference", tmp_path / "texts.json", "--output", tmp_path / "now.json", code=4)
-    assert set(json.loads((tmp_path / "now.json").read_text())) == set(PROMPTS)  # also where the comparison fails
-    told = generate(*line, "--num-beams", 2, "--num-return-sequences", 2, "--output", tmp_path / "a.json", code=2)
+    generate(
+        *line, "--reference", tmp_path / "texts.json", "--output", tmp_path / "now.json", code=4
+    )
+    # also where the comparison fails
+    assert set(json.loads((tmp_path / "now.json").read_text())) == set(PROMPTS)
+    told = generate(
+        *line,
+        "--num-beams",
+        2,
+        "--num-return-sequences",
+        2,
+        "--output",
+        tmp_path / "a.json",
+        code=2,
+    )
     assert "output with 2 texts per prompt" in told
-    assert "no such folder for the texts" in generate(*line, "--output", tmp_path / "no" / "a.json", code=2)
+    assert "no such folder for the texts" in generate(
+        *line, "--output", tmp_path / "no" / "a.json", code=2
+    )
 
 
 def test_prompts_are_limited_first_and_repeated_then(generate, tmp_path):
@@ -132,11 +163,28 @@ def test_prompts_are_limited_first_and_repeated_then(generate, tmp_path):
 
 def test_a_reference_that_fails_says_which_prompt(artifact, capsys, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"value": "no"}))
-    assert run("generate", artifact, "--prompt", "value", "--max-new-tokens", "2", "--reference", tmp_path / "r.json") == 4
-    assert "error: reference: 1 of 1 texts differ, the first after 'value'" in capsys.readouterr().err
+    assert (
+        run(
+            "generate",
+            artifact,
+            "--prompt",
+            "value",
+            "--max-new-tokens",
+            "2",
+            "--reference",
+            tmp_path / "r.json",
+        )
+        == 4
+    )
+    assert (
+        "error: reference: 1 of 1 texts differ, the first after 'value'" in capsys.readouterr().err
+    )
 
 
-ROWS = [{"id": 1, "question": "first", "answer": "a"}, {"id": 2, "question": "second\n\nline", "answer": "b"}]
+ROWS = [
+    {"id": 1, "question": "first", "answer": "a"},
+    {"id": 2, "question": "second\n\nline", "answer": "b"},
+]
 FILES = {
     "a.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "a.json": json.dumps(ROWS),
@@ -149,14 +197,19 @@ def test_a_file_gives_its_column(tmp_path, name):
     (tmp_path / name).write_text(FILES[name])
     assert read_prompts(str(tmp_path / name), column="question") == ["first", "second\n\nline"]
     assert read_prompts(str(tmp_path / name), column="answer") == ["a", "b"]
-    first = ["1", "2"] if name == "a.csv" else ["first", "second\n\nline"]  # in csv everything is text
+    # in csv everything is text
+    first = ["1", "2"] if name == "a.csv" else ["first", "second\n\nline"]
     assert read_prompts(str(tmp_path / name)) == first
 
 
 def test_a_text_file_has_prompts_between_blank_lines_and_a_json_list_has_texts(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\n\n")
     (tmp_path / "a.json").write_text('["one\\ntwo", "three"]')
-    assert read_prompts(str(tmp_path / "a.txt")) == read_prompts(str(tmp_path / "a.json")) == ["one\ntwo", "three"]
+    assert (
+        read_prompts(str(tmp_path / "a.txt"))
+        == read_prompts(str(tmp_path / "a.json"))
+        == ["one\ntwo", "three"]
+    )
 
 
 def test_a_limit_takes_the_first_prompts(tmp_path):
@@ -168,7 +221,8 @@ def test_a_limit_takes_the_first_prompts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("splits", "taken"), [(("train", "validation", "test"), "test"), (("train", "validation"), "validation")]
+    ("splits", "taken"),
+    [(("train", "validation", "test"), "test"), (("train", "validation"), "validation")],
 )
 def test_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(tmp_path, splits, taken):
     for split in splits:
@@ -177,8 +231,15 @@ def test_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(tmp_p
 
 
 def test_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
-    splits = {"train": [{"text": "wrong"}], "test": iter([{"id": 3, "text": "right"}, {"id": 4, "text": "too"}])}
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__))
+    splits = {
+        "train": [{"text": "wrong"}],
+        "test": iter([{"id": 3, "text": "right"}, {"id": 4, "text": "too"}]),
+    }
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__),
+    )
     monkeypatch.setattr(prompt_files, "find_spec", lambda _: True)
     assert read_prompts("somebody/questions", limit=1) == ["right"]
     with pytest.raises(InputError, match="^nobody/nothing: .*; check the name and the network"):
@@ -188,9 +249,15 @@ def test_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
 def test_what_an_absent_package_would_read_is_refused_with_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(prompt_files, "find_spec", lambda _: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UnsupportedError, match="a.parquet: parquet is read by pyarrow, which is not installed; install it"):
+    with pytest.raises(
+        UnsupportedError,
+        match="a.parquet: parquet is read by pyarrow, which is not installed; install it",
+    ):
         read_prompts(str(tmp_path / "a.parquet"))
-    with pytest.raises(UnsupportedError, match="^somebody/questions: no file or folder here, and hub names are read by the"):
+    with pytest.raises(
+        UnsupportedError,
+        match="^somebody/questions: no file or folder here, and hub names are read by the",
+    ):
         read_prompts("somebody/questions")
 
 
@@ -209,8 +276,18 @@ def test_parquet_gives_its_column(tmp_path):
         ("a.json", "[3]", {}, "a.json: row 1: int, a text or an object is needed"),
         ("a.json", '["x"]', {"column": "y"}, "a.json: row 1: a text, column y was asked for"),
         ("a.jsonl", '{"a": "x"}\n{"b": 1}', {}, "a.jsonl: row 2: no column with a text among b"),
-        ("a.jsonl", '{"a": "x"}', {"column": "z"}, "a.jsonl: row 1: no column z among a; give --column"),
-        ("a.jsonl", '{"a": 5}', {"column": "a"}, "a.jsonl: row 1: a is int, a text or messages are needed"),
+        (
+            "a.jsonl",
+            '{"a": "x"}',
+            {"column": "z"},
+            "a.jsonl: row 1: no column z among a; give --column",
+        ),
+        (
+            "a.jsonl",
+            '{"a": 5}',
+            {"column": "a"},
+            "a.jsonl: row 1: a is int, a text or messages are needed",
+        ),
         ("a.jsonl", '{"a": ', {}, "a.jsonl: line 1: not strict JSON"),
         ("a.xml", "x", {}, "a.xml: suffix '.xml' is not known; use one of .txt"),
         ("b/a.txt", "x", {}, "2 files, none of which is called test, validation, train"),
@@ -250,14 +327,26 @@ def test_messages_in_a_file_are_a_chat(tmp_path, chatting):
     (tmp_path / "a.jsonl").write_text(json.dumps({"id": 3, "messages": talk}))
     prompts = read_prompts(str(tmp_path / "a.jsonl"))
     assert prompts == [talk]
-    assert chatting.decode(encode(prompts, chatting, limit=None, chat=False)[0]) == "<s>[user] why [assistant]"
+    assert (
+        chatting.decode(encode(prompts, chatting, limit=None, chat=False)[0])
+        == "<s>[user] why [assistant]"
+    )
     assert prompt_files.shown(prompts[0]) == "why"
 
 
 def test_a_chat_prints_the_answer_alone_unless_both_are_asked_for(artifact, capsys, monkeypatch):
     plain_text = lambda messages, tokenizer, _: tokenizer(messages[0]["content"])["input_ids"]  # noqa: E731
     monkeypatch.setattr(prompt_files, "_from_chat", plain_text)
-    line = ("generate", artifact, "--prompt", "value scale", "--max-new-tokens", "4", "--ignore-eos", "-q")
+    line = (
+        "generate",
+        artifact,
+        "--prompt",
+        "value scale",
+        "--max-new-tokens",
+        "4",
+        "--ignore-eos",
+        "-q",
+    )
 
     def printed(*more):
         assert run(*line, *more) == 0
@@ -275,13 +364,17 @@ def test_a_chat_prints_the_answer_alone_unless_both_are_asked_for(artifact, caps
 
 def test_a_chat_without_a_template_is_refused(artifact, capsys):
     assert run("generate", artifact, "--prompt", "value", "--chat") == 2
-    assert "error: prompt 1: a chat, but the tokenizer has no chat template" in capsys.readouterr().err
+    assert (
+        "error: prompt 1: a chat, but the tokenizer has no chat template" in capsys.readouterr().err
+    )
 
 
 def test_a_prompt_without_a_token_is_refused(artifact):
     words = AutoTokenizer.from_pretrained(artifact)
     words._tokenizer.post_processor = None  # no BOS: nothing is left of an empty text
-    with pytest.raises(UsageError, match="^prompt 2: '' has no token; give a text of a token or more$"):
+    with pytest.raises(
+        UsageError, match="^prompt 2: '' has no token; give a text of a token or more$"
+    ):
         encode(["x", ""], words, limit=None, chat=False)
 
 
@@ -289,7 +382,10 @@ def test_speculation_gives_the_greedy_text_in_fewer_forwards(generate, artifact,
     line = ("--prompt", "value scale round value scale", "--max-new-tokens", 16, "--ignore-eos")
     plain = generate(*line)
     assert plain["timing"]["forwards"] == 16
-    for more in (("--assistant-model", artifact), ("--assistant-model", llama, "--assistant-tokens", 3)):
+    for more in (
+        ("--assistant-model", artifact),
+        ("--assistant-model", llama, "--assistant-tokens", 3),
+    ):
         result = generate(*line, *more)
         assert texts(result) == texts(plain)
         assert result["timing"]["forwards"] < 14
@@ -299,7 +395,10 @@ def test_speculation_gives_the_greedy_text_in_fewer_forwards(generate, artifact,
 def test_medusa_heads_of_a_folder_do_not_change_the_text(generate, artifact, tmp_path):
     head = load_file(next(artifact.glob("*.safetensors")))["lm_head.weight"].float()
     zeros = {"0.0.linear.weight": torch.zeros(64, 64), "0.0.linear.bias": torch.zeros(64)}
-    save_file({**zeros, "0.1.weight": head, "1.0.weight": head.clone()}, tmp_path / "medusa_lm_head.safetensors")
+    save_file(
+        {**zeros, "0.1.weight": head, "1.0.weight": head.clone()},
+        tmp_path / "medusa_lm_head.safetensors",
+    )
     line = ("--prompt", "value scale", "--max-new-tokens", 9)
     assert texts(generate(*line, "--medusa", tmp_path)) == texts(generate(*line))
 
@@ -307,7 +406,9 @@ def test_medusa_heads_of_a_folder_do_not_change_the_text(generate, artifact, tmp
 def test_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
     line = (*given(), "--max-new-tokens", 5, "--num-beams", 4, "--batch-size", 2)
     result = generate(*line, "--num-return-sequences", 2)
-    assert [output["prompt"] for output in result["outputs"]] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert [output["prompt"] for output in result["outputs"]] == [
+        prompt for prompt in PROMPTS for _ in range(2)
+    ]
     assert texts(result)[::2] == texts(generate(*line))
     assert texts(result)[0] != texts(result)[1]
 
@@ -318,8 +419,12 @@ def test_words_are_never_or_always_said(generate):
     word = "zero point"
     assert word not in said["text"]
     assert word in texts(generate(*line, "--num-beams", 3, "--force-words", word))[0]
-    free = texts(generate(*line, "--min-new-tokens", 8))[0] + texts(generate("--prompt", "round", "--max-new-tokens", 8))[0]
-    often = next(character for character in free if character not in " \n\ufffd")  # the model is random: it says bytes
+    free = (
+        texts(generate(*line, "--min-new-tokens", 8))[0]
+        + texts(generate("--prompt", "round", "--max-new-tokens", 8))[0]
+    )
+    # the model is random: it says bytes
+    often = next(character for character in free if character not in " \n\ufffd")
     assert often not in texts(generate(*line, "--bad-words", often))[0]
 
 
@@ -344,13 +449,24 @@ def test_an_adapter_changes_the_text_and_is_merged_where_weights_are_floats(gene
     names = {"model.layers.0.self_attn.q_proj": (64, 64), "lm_head": (320, 64)}
     tensors = {}
     for name, (rows, columns) in names.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 2, generator=torch.Generator().manual_seed(2))
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(
+            2, columns, generator=torch.Generator().manual_seed(1)
+        )
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(
+            rows, 2, generator=torch.Generator().manual_seed(2)
+        )
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+    )
     line = ("--prompt", "value scale", "--max-new-tokens", 8)
-    beside, merged = (generate(*line, "--adapter", tmp_path, *more) for more in ((), ("--merge-adapter",)))
-    assert (beside["adapter"], merged["adapter"]) == ({"merged": 0, "beside": 2}, {"merged": 1, "beside": 1})
+    beside, merged = (
+        generate(*line, "--adapter", tmp_path, *more) for more in ((), ("--merge-adapter",))
+    )
+    assert (beside["adapter"], merged["adapter"]) == (
+        {"merged": 0, "beside": 2},
+        {"merged": 1, "beside": 1},
+    )
     assert texts(beside) == texts(merged) != texts(generate(*line))
 
 
@@ -371,7 +487,11 @@ def test_the_result_says_of_each_batch_how_long_it_took_and_how_many_tokens_came
 
 
 def test_a_text_without_a_piece_still_shows_its_prompt(artifact, monkeypatch):
-    monkeypatch.setattr(stage, "generate", lambda _decoder, ids, **_options: torch.cat([ids, torch.tensor([[1]])], dim=1))
+    monkeypatch.setattr(
+        stage,
+        "generate",
+        lambda _decoder, ids, **_options: torch.cat([ids, torch.tensor([[1]])], dim=1),
+    )
     pieces = []
     result = stage.run(stage.GenerateJob(artifact=artifact, prompts=("value",)), pieces.append)
     assert (pieces, texts(result)) == (["value"], [""])
@@ -389,7 +509,8 @@ def test_many_prompts_are_told_about_batch_by_batch(artifact, capsys):
 def test_without_json_several_texts_stand_between_blank_lines(artifact, generate, capsys):
     outputs = generate(*given(), "--max-new-tokens", 3)["outputs"]
     assert run("generate", artifact, *given(), "--max-new-tokens", "3") == 0
-    texts = [plain(o["prompt"] + o["text"]) for o in outputs]  # a terminal gets no control characters
+    # a terminal gets no control characters
+    texts = [plain(o["prompt"] + o["text"]) for o in outputs]
     assert capsys.readouterr().out == "\n\n".join(texts) + "\n"
 
 
@@ -397,8 +518,14 @@ def test_without_json_several_texts_stand_between_blank_lines(artifact, generate
     ("options", "message"),
     [
         ((), "generate: no prompt"),
-        (("--prompt", "x", "--num-beams", 2, "--prompt-lookup", 3), "generate: several ways together"),
-        (("--prompt", "x", "--length-penalty", 2), "generate: options of beams without --num-beams"),
+        (
+            ("--prompt", "x", "--num-beams", 2, "--prompt-lookup", 3),
+            "generate: several ways together",
+        ),
+        (
+            ("--prompt", "x", "--length-penalty", 2),
+            "generate: options of beams without --num-beams",
+        ),
         (("--prompt", "x", "--force-words", "y"), "generate: force_words without beams"),
         (("--prompt", "x", "--merge-adapter"), "generate: merge without an adapter"),
         (("--prompt", "x", "--batch-size", 0), "batch_size=0"),
@@ -413,15 +540,24 @@ def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, m
 
 
 def test_the_flags_make_the_job_that_they_name():
-    flags = command.make_context("generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"])
-    values = {name: value for name, value in flags.params.items() if name not in ("artifact", "as_json", "debug", "quiet")}
+    flags = command.make_context(
+        "generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"]
+    )
+    values = {
+        name: value
+        for name, value in flags.params.items()
+        if name not in ("artifact", "as_json", "debug", "quiet")
+    }
     job = job_from("a", values)
     assert job.method == Beams(count=3, early_stopping="never")
     assert (job.sampling.top_p, job.sampling.top_k, job.artifact) == (0.5, None, Path("a"))
 
 
 def test_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was(generate):
-    lean, modules = (generate(*given(), "--decoder", decoder, "--max-new-tokens", "12") for decoder in ("auto", "transformers"))
+    lean, modules = (
+        generate(*given(), "--decoder", decoder, "--max-new-tokens", "12")
+        for decoder in ("auto", "transformers")
+    )
     assert lean["decoder"] == {"name": "lean", "reasons": []}
     assert modules["decoder"]["name"] == "transformers"
     assert lean["outputs"] == modules["outputs"]
@@ -432,11 +568,16 @@ def test_an_artifact_runs_in_float16_in_transformers_modules_and_says_so(generat
     told = "the lean decoder is not used: it holds weights in float32 or bfloat16, not in float16"
     assert found["decoder"] == {"name": "transformers", "reasons": [told]}
     assert [len(output["tokens"]) for output in found["outputs"]] == [12] * len(PROMPTS)
-    assert "2 ranks share the lean decoder" in generate(*given(), "--dtype", "float16", "--ranks", "2", code=6)
+    assert "2 ranks share the lean decoder" in generate(
+        *given(), "--dtype", "float16", "--ranks", "2", code=6
+    )
 
 
 def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
-    assert generate(*given(), "--kv-cache", "int8", "--max-new-tokens", "2")["decoder"]["name"] == "lean"
+    assert (
+        generate(*given(), "--kv-cache", "int8", "--max-new-tokens", "2")["decoder"]["name"]
+        == "lean"
+    )
     told = generate(*given(), "--kv-cache", "int8", "--decoder", "transformers", code=2)
     assert "kv cache int8: the lean decoder has it, and is not used: it was not asked for" in told
     told = generate(*given(), "--decoder", "lean", "--disk-offload", code=2)
@@ -450,15 +591,24 @@ def test_a_length_counts_the_prompt_and_holds_for_each_row(generate, artifact):
     lengths = [len(tokenizer(prompt).input_ids) for prompt in PROMPTS]
     assert len(set(lengths)) > 1
     most = max(lengths) + 3
-    whole = generate(*given(), "--max-new-tokens", most, "--ignore-eos", "--batch-size", 3)["outputs"]
+    whole = generate(*given(), "--max-new-tokens", most, "--ignore-eos", "--batch-size", 3)[
+        "outputs"
+    ]
     cut = generate(*given(), "--max-length", most, "--ignore-eos", "--batch-size", 3)["outputs"]
     assert [len(output["tokens"]) for output in cut] == [most - length for length in lengths]
-    assert all(one["tokens"] == other["tokens"][: len(one["tokens"])] for one, other in zip(cut, whole, strict=True))
+    assert all(
+        one["tokens"] == other["tokens"][: len(one["tokens"])]
+        for one, other in zip(cut, whole, strict=True)
+    )
     told = generate(*given(), "--max-length", max(lengths), code=2)
     assert f"{max(lengths)} tokens, max_length={max(lengths)}" in told
-    assert "--max-length beside --max-new-tokens" in generate(*given(), "--max-length", 9, "--max-new-tokens", 3, code=2)
+    assert "--max-length beside --max-new-tokens" in generate(
+        *given(), "--max-length", 9, "--max-new-tokens", 3, code=2
+    )
     beams = ("--num-beams", 2, "--batch-size", 3)
-    assert "max_length with beams and batch_size=3" in generate(*given(), "--max-length", most, *beams, code=2)
+    assert "max_length with beams and batch_size=3" in generate(
+        *given(), "--max-length", most, *beams, code=2
+    )
 
 
 def test_several_texts_follow_one_option_and_a_limit_of_minus_one_keeps_all(generate):
@@ -468,10 +618,14 @@ def test_several_texts_follow_one_option_and_a_limit_of_minus_one_keeps_all(gene
 
 
 def test_a_table_of_texts_by_length_is_chosen_from_by_the_length(tmp_path):
-    (tmp_path / "one.json").write_text(json.dumps({"input": {"32": "value scale", "64": "group layer"}}))
+    (tmp_path / "one.json").write_text(
+        json.dumps({"input": {"32": "value scale", "64": "group layer"}})
+    )
     assert read_prompts(str(tmp_path / "one.json")) == ["value scale"]
     assert read_prompts(str(tmp_path / "one.json"), column="64") == ["group layer"]
     with pytest.raises(InputError, match="no column 128 among 32, 64"):
         read_prompts(str(tmp_path / "one.json"), column="128")
-    (tmp_path / "two.json").write_text(json.dumps({"llama": {"32": "value"}, "gptj": {"32": "round"}}))
+    (tmp_path / "two.json").write_text(
+        json.dumps({"llama": {"32": "value"}, "gptj": {"32": "round"}})
+    )
     assert read_prompts(str(tmp_path / "two.json"), column="gptj/32") == ["round"]

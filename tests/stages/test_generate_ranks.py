@@ -57,7 +57,9 @@ def artifact(tmp_path_factory, llama):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_is_theirs(artifact, tmp_path, capsys):
+def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_is_theirs(
+    artifact, tmp_path, capsys
+):
     prompts, reference = tmp_path / "prompts.txt", tmp_path / "reference.json"
     prompts.write_text("\n\n".join(PROMPTS))
     arguments = (
@@ -78,13 +80,24 @@ def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_i
     texts = {output["prompt"]: output["text"] for output in alone["outputs"]}
     reference.write_text(json.dumps(texts | {PROMPTS[1]: "something else"}))
     result = quantflow(*arguments, "--reference", reference, "--ranks", "2")
-    assert result.returncode == 4 and "error: reference: 1 of 3 texts differ" in result.stderr, result.stderr
+    assert result.returncode == 4 and "error: reference: 1 of 3 texts differ" in result.stderr, (
+        result.stderr
+    )
     shared = json.loads(result.stdout)
-    assert shared["ranks"] == 2 and shared["decoder"]["name"] == "lean" and shared["differing"] == [PROMPTS[1]]
-    assert shared["outputs"] == alone["outputs"] and shared["timing"]["forwards"] == alone["timing"]["forwards"]
+    assert (
+        shared["ranks"] == 2
+        and shared["decoder"]["name"] == "lean"
+        and shared["differing"] == [PROMPTS[1]]
+    )
+    assert (
+        shared["outputs"] == alone["outputs"]
+        and shared["timing"]["forwards"] == alone["timing"]["forwards"]
+    )
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores"
+)
 def test_a_bound_process_keeps_to_its_cores_while_it_runs(artifact, monkeypatch, capsys):
     seen, load = [], latency.load
 
@@ -94,12 +107,30 @@ def test_a_bound_process_keeps_to_its_cores_while_it_runs(artifact, monkeypatch,
 
     monkeypatch.setattr(latency, "load", loading)
     before = os.sched_getaffinity(0), torch.get_num_threads()
-    shape = ("--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "--warmups", "0", "--json", "-q")
+    shape = (
+        "--input-tokens",
+        "4",
+        "--new-tokens",
+        "2",
+        "--runs",
+        "1",
+        "--warmups",
+        "0",
+        "--json",
+        "-q",
+    )
     assert run("bench", artifact, *shape, "--bind") == 0
     (cores,) = cores_of(1)
-    assert seen == [(cores, len(cores))] and json.loads(capsys.readouterr().out)["threads"] == len(cores)
+    assert seen == [(cores, len(cores))] and json.loads(capsys.readouterr().out)["threads"] == len(
+        cores
+    )
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     assert run("bench", artifact, *shape, "--bind", "--trust-network") == 2
     assert "bench: bind under torchrun" in capsys.readouterr().err
@@ -118,7 +149,16 @@ def test_bound_ranks_have_cores_of_their_own_and_say_what_one_process_says(artif
 
 @pytest.mark.slow
 def test_ranks_of_somebodys_torchrun_share_the_model_and_the_text_is_printed_once(artifact, capsys):
-    arguments = ("generate", artifact, "--prompt", PROMPTS[2], "--max-new-tokens", "8", "--prompt-lookup", "3")
+    arguments = (
+        "generate",
+        artifact,
+        "--prompt",
+        PROMPTS[2],
+        "--max-new-tokens",
+        "8",
+        "--prompt-lookup",
+        "3",
+    )
     assert run(*arguments, "-q") == 0
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "quantflow")
     result = quantflow(*arguments, "--trust-network", by=torchrun)
@@ -145,7 +185,9 @@ def test_rank_0_ends_the_others_when_the_prompts_cannot_be_read(artifact, tmp_pa
     (tmp_path / "prompts.json").write_text("{")
     result = quantflow("generate", artifact, "--prompts", tmp_path / "prompts.json", "--ranks", "2")
     assert result.returncode == 3 and result.stdout == "", result.stdout
-    assert "error: rank 0 of 2 failed: " in result.stderr and "prompts.json" in result.stderr, result.stderr
+    assert "error: rank 0 of 2 failed: " in result.stderr and "prompts.json" in result.stderr, (
+        result.stderr
+    )
 
 
 def rank_process(rank: int, launcher: int) -> int:
@@ -165,9 +207,21 @@ def rank_process(rank: int, launcher: int) -> int:
 def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path, rank):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n".join(PROMPTS * 4000))
-    line = ["generate", artifact, "--prompts", prompts, "--ignore-eos", "--max-new-tokens", "100", "--ranks", "2"]
+    line = [
+        "generate",
+        artifact,
+        "--prompts",
+        prompts,
+        "--ignore-eos",
+        "--max-new-tokens",
+        "100",
+        "--ranks",
+        "2",
+    ]
     command = [*PYTHON, "quantflow", *map(str, line)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         told = process.stderr.readline()
         assert told.startswith("generate"), told  # batches are under way
         others = [rank_process(other, process.pid) for other in (0, 1)]
@@ -183,17 +237,31 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path,
     ("arguments", "told"),
     [
         (("--ranks", "0"), "generate: ranks=0; use 1 or more"),
-        (("--ranks", "3"), "3 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 or 4 ranks"),
+        (
+            ("--ranks", "3"),
+            "3 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 or 4 ranks",
+        ),
         (
             ("--ranks", "2", "--decoder", "transformers"),
             "generate: 2 ranks with the transformers decoder; leave one of them out",
         ),
-        (("--ranks", "2", "--adapter", "lora"), "generate: 2 ranks with an adapter; leave one of them out"),
-        (("--ranks", "2", "--disk-offload"), "generate: 2 ranks with disk_offload; leave one of them out"),
-        (("--ranks", "2", "--device", "cuda"), "generate: 2 ranks with device cuda; leave one of them out"),
+        (
+            ("--ranks", "2", "--adapter", "lora"),
+            "generate: 2 ranks with an adapter; leave one of them out",
+        ),
+        (
+            ("--ranks", "2", "--disk-offload"),
+            "generate: 2 ranks with disk_offload; leave one of them out",
+        ),
+        (
+            ("--ranks", "2", "--device", "cuda"),
+            "generate: 2 ranks with device cuda; leave one of them out",
+        ),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_before_one_is_started(artifact, monkeypatch, capsys, arguments, told):
+def test_what_ranks_cannot_do_is_refused_before_one_is_started(
+    artifact, monkeypatch, capsys, arguments, told
+):
     def never(*_arguments, **_options):
         raise AssertionError("ranks were started")
 
@@ -202,7 +270,9 @@ def test_what_ranks_cannot_do_is_refused_before_one_is_started(artifact, monkeyp
     assert told in capsys.readouterr().err.replace("\n  fix: ", "; ")
     if arguments[2:3] not in (("--adapter",), ("--disk-offload",)):
         assert run("bench", artifact, *arguments) == 2
-        assert told.replace("generate", "bench") in capsys.readouterr().err.replace("\n  fix: ", "; ")
+        assert told.replace("generate", "bench") in capsys.readouterr().err.replace(
+            "\n  fix: ", "; "
+        )
 
 
 def test_another_number_than_torchruns_is_refused(artifact, monkeypatch, capsys):
@@ -214,9 +284,23 @@ def test_another_number_than_torchruns_is_refused(artifact, monkeypatch, capsys)
     assert "generate: ranks=4, torchrun started 2" in capsys.readouterr().err
 
 
-def test_a_family_that_the_lean_decoder_does_not_run_is_refused(family_model, tmp_path, monkeypatch, capsys):
+def test_a_family_that_the_lean_decoder_does_not_run_is_refused(
+    family_model, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
-    assert run("quantize", "--no-export", family_model("gpt_neox"), "-o", tmp_path / "2", "--scheme", "W8A16", "-q") == 0
+    assert (
+        run(
+            "quantize",
+            "--no-export",
+            family_model("gpt_neox"),
+            "-o",
+            tmp_path / "2",
+            "--scheme",
+            "W8A16",
+            "-q",
+        )
+        == 0
+    )
     assert run("export", tmp_path / "2", "-o", tmp_path / "4", "-q") == 0
     capsys.readouterr()
     assert run("generate", tmp_path / "4", "--prompt", "x", "--ranks", "2") == 6
@@ -225,9 +309,21 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(family_model, tm
 
 @pytest.mark.slow
 def test_two_jobs_of_two_ranks_run_at_once_without_a_port_that_they_could_share(artifact):
-    line = ["generate", str(artifact), "--prompt", "value scale", "--max-new-tokens", "6", "--json", "-q"]
+    line = [
+        "generate",
+        str(artifact),
+        "--prompt",
+        "value scale",
+        "--max-new-tokens",
+        "6",
+        "--json",
+        "-q",
+    ]
     command = [*PYTHON, "quantflow", *line, "--ranks", "2"]
-    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    jobs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     said = [job.communicate(timeout=300) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     alone = json.loads(quantflow(*line).stdout)["outputs"]

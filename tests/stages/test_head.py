@@ -50,7 +50,11 @@ CONFIGS = {
     "neox": lambda: GPTNeoXConfig(**SHAPE),
 }
 HEADS = {"untied": "lm_head", "tied": "lm_head", "neox": "embed_out"}
-WEIGHTS = {"untied": "lm_head.weight", "tied": "model.embed_tokens.weight", "neox": "embed_out.weight"}
+WEIGHTS = {
+    "untied": "lm_head.weight",
+    "tied": "model.embed_tokens.weight",
+    "neox": "embed_out.weight",
+}
 IDS = torch.arange(5, 45).reshape(2, 20)
 
 
@@ -99,7 +103,9 @@ def make(models, measured, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("made")
             also = ["--measurement", measured[name]] if way == "canary" else []
-            assert run("quantize", "--no-export", models[name], "-o", folder / "q", *words, *also) == 0
+            assert (
+                run("quantize", "--no-export", models[name], "-o", folder / "q", *words, *also) == 0
+            )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(export_stage, "_prove", lambda *_: {})
                 assert run("export", folder / "q", "-o", folder / "a") == 0
@@ -127,7 +133,11 @@ def source_head(models, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_head_has_the_bytes_that_are_worked_out_by_hand(models, make, name, way):
     _, artifact = make(name, *W4, way=way)
-    found, source, head = load_file(artifact / "model.safetensors"), load_file(models[name] / "model.safetensors"), HEADS[name]
+    found, source, head = (
+        load_file(artifact / "model.safetensors"),
+        load_file(models[name] / "model.safetensors"),
+        HEADS[name],
+    )
     qvalue, scale = int8_by_hand(source[WEIGHTS[name]])
     assert found[f"{head}.weight_shape"].tolist() == [VOCABULARY, 64]
     assert torch.equal(found[f"{head}.weight_scale"], scale)
@@ -139,14 +149,18 @@ def test_the_head_has_the_bytes_that_are_worked_out_by_hand(models, make, name, 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_both_ways_write_the_same_head_whatever_the_units(make, models, tmp_path, monkeypatch, name):
+def test_both_ways_write_the_same_head_whatever_the_units(
+    make, models, tmp_path, monkeypatch, name
+):
     (files, _), (layers, _) = make(name, *W4), make(name, *W4, way="canary")
     expected = (files / "head.safetensors").read_bytes()
     assert (layers / "head.safetensors").read_bytes() == expected
     monkeypatch.setattr(weight_rows, "UNIT", 1024)
     assert run("quantize", "--no-export", models[name], "-o", tmp_path / "q", *W4) == 0
     assert (tmp_path / "q/head.safetensors").read_bytes() == expected
-    records = [json.loads((folder / "head.json").read_text()) for folder in (files, layers, tmp_path / "q")]
+    records = [
+        json.loads((folder / "head.json").read_text()) for folder in (files, layers, tmp_path / "q")
+    ]
     assert len({record["values"][HEADS[name]] for record in records}) == 1
     assert {record["decisions"][HEADS[name]]["zero_groups"] for record in records} == {0}
 
@@ -157,10 +171,15 @@ def test_the_config_says_that_nothing_is_tied_and_that_the_head_is_quantized(mak
     assert config["tie_word_embeddings"] is False
     quantization = config["quantization_config"]
     assert quantization["ignore"] == []
-    by_bits = {group["weights"]["num_bits"]: group["targets"] for group in quantization["config_groups"].values()}
+    by_bits = {
+        group["weights"]["num_bits"]: group["targets"]
+        for group in quantization["config_groups"].values()
+    }
     assert by_bits[8] == (["embed_out", "lm_head"] if name == "neox" else ["lm_head"])
     alike = json.loads((make(name, *W8)[1] / "config.json").read_text())["quantization_config"]
-    assert [group["targets"] for group in alike["config_groups"].values()] == [["Linear"]] and alike["ignore"] == []
+    assert [group["targets"] for group in alike["config_groups"].values()] == [
+        ["Linear"]
+    ] and alike["ignore"] == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -177,16 +196,23 @@ def test_the_ledger_has_every_byte_and_says_what_the_tied_embedding_became(make,
     manifest = read_manifest(artifact)
     ledger = Ledger.from_json(manifest["ledger"])
     entry = next(entry for entry in ledger.tensors if entry.name == WEIGHTS[name])
-    made = tuple(f"{HEADS[name]}.{leaf}" for leaf in ("weight_packed", "weight_scale", "weight_shape"))
+    made = tuple(
+        f"{HEADS[name]}.{leaf}" for leaf in ("weight_packed", "weight_scale", "weight_shape")
+    )
     if name == "tied":
         assert (entry.action, entry.becomes) == ("copied", (WEIGHTS[name], *made))
         assert "lm_head" in entry.reason and "W8A16" in entry.reason
     else:
         assert (entry.action, entry.becomes, entry.reason) == ("quantized", made, "W8A16")
     assert verify(artifact)["source_bytes"] == ledger.bytes_by_action()
-    assert manifest["head"]["linear"] == HEADS[name] and 0 < manifest["head"]["errors"][HEADS[name]]["weight"] < 1e-3
+    assert (
+        manifest["head"]["linear"] == HEADS[name]
+        and 0 < manifest["head"]["errors"][HEADS[name]]["weight"] < 1e-3
+    )
     card = (artifact / "README.md").read_text()
-    assert f"The head ({HEADS[name]}) is W8A16 by rtn" in card and ("no longer tied" in card) == (name == "tied")
+    assert f"The head ({HEADS[name]}) is W8A16 by rtn" in card and ("no longer tied" in card) == (
+        name == "tied"
+    )
 
 
 def test_a_copy_beside_an_untied_head_has_to_be_the_sources_form(make):
@@ -201,7 +227,9 @@ def test_a_copy_beside_an_untied_head_has_to_be_the_sources_form(make):
 def test_bits_per_weight_count_the_head_tied_or_not(make):
     """W4A16 g32: 4 + 16 / 32 bits; W8A16: 8 + 16 / 64 bits and weight_shape's 128 bits for each linear."""
     layer = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 96
-    expected = (2 * (4.5 * layer + 7 * 128) + 8.25 * VOCABULARY * 64 + 128) / (2 * layer + VOCABULARY * 64)
+    expected = (2 * (4.5 * layer + 7 * 128) + 8.25 * VOCABULARY * 64 + 128) / (
+        2 * layer + VOCABULARY * 64
+    )
     for name in ("untied", "tied"):
         _, artifact = make(name, *W4)
         assert bits_per_weight(open_artifact(artifact)) == pytest.approx(expected, rel=1e-12)
@@ -213,19 +241,33 @@ def test_plan_tells_the_bytes_and_bits_of_what_is_made(make, models, capsys, nam
     _, artifact = make(name, *words)
     capsys.readouterr()
     scheme, head = words[1], words[-1]
-    assert run("plan", models[name], "--for", f"{scheme}:rtn", "--head", head, "--json") == 0 if scheme == "W8A16" else True
+    assert (
+        run("plan", models[name], "--for", f"{scheme}:rtn", "--head", head, "--json") == 0
+        if scheme == "W8A16"
+        else True
+    )
     if scheme != "W8A16":
         recipe = artifact.parent / "recipe.yaml"
-        entry = {"name": "x", "scheme": scheme, "group_size": 32, "algorithm": "rtn", "head": {"scheme": head}}
+        entry = {
+            "name": "x",
+            "scheme": scheme,
+            "group_size": 32,
+            "algorithm": "rtn",
+            "head": {"scheme": head},
+        }
         recipe.write_text(json.dumps({"model": str(models[name]), "quantize": [entry]}))
         assert run("plan", recipe, "--json") == 0
     (planned,) = json.loads(capsys.readouterr().out)["artifacts"]
     infos = open_artifact(artifact).checkpoint.infos
     assert planned["tensor_bytes"] == sum(info.nbytes for info in infos.values())
-    assert planned["bits_per_weight"] == pytest.approx(bits_per_weight(open_artifact(artifact)), rel=1e-12)
+    assert planned["bits_per_weight"] == pytest.approx(
+        bits_per_weight(open_artifact(artifact)), rel=1e-12
+    )
     rows = [row for row in planned["schemes"] if row["tensors"].startswith(HEADS[name])]
     (row,) = rows
-    assert row["bytes_after"] == sum(info.nbytes for key, info in infos.items() if key.startswith(f"{HEADS[name]}."))
+    assert row["bytes_after"] == sum(
+        info.nbytes for key, info in infos.items() if key.startswith(f"{HEADS[name]}.")
+    )
     assert row["bytes_before"] == (0 if name == "tied" else 2 * VOCABULARY * 64)
     source = sum(t.nbytes for t in load_file(models[name] / "model.safetensors").values())
     assert sum(row["bytes_before"] for row in planned["schemes"]) == source
@@ -253,25 +295,42 @@ def test_every_way_to_run_it_gives_the_logits_of_the_dequantized_head(make, mode
     expected = by_hand(models, name, artifact)
     close = {"rtol": 0, "atol": 3e-5}
     with torch.no_grad():
-        torch.testing.assert_close(load(artifact, backend="reference").model(IDS).logits, expected, **close)
+        torch.testing.assert_close(
+            load(artifact, backend="reference").model(IDS).logits, expected, **close
+        )
         torch.testing.assert_close(load(artifact).model(IDS).logits, expected, **close)
         torch.testing.assert_close(load_offloaded(artifact).model(IDS).logits, expected, **close)
-    stream = LayerStream(opened := open_artifact(artifact, backend="reference"), graph_for(opened.config))
+    stream = LayerStream(
+        opened := open_artifact(artifact, backend="reference"), graph_for(opened.config)
+    )
     states = stream.begin(list(IDS))
     for index in range(2):
         with stream.layer(index) as module:
             stream.advance(module, states)
-    torch.testing.assert_close(torch.cat([stream.finish(state.hidden) for state in states]), expected, **close)
+    torch.testing.assert_close(
+        torch.cat([stream.finish(state.hidden) for state in states]), expected, **close
+    )
     for pack in (False, True, True) if name != "neox" else ():
         loaded = load(artifact, decoder="lean", pack=pack)
-        assert loaded.backends["lm_head"] != "reference" or set(loaded.backends.values()) == {"reference"}
+        assert loaded.backends["lm_head"] != "reference" or set(loaded.backends.values()) == {
+            "reference"
+        }
         loaded.decoder.begin(rows=2, capacity=20)
         assert loaded.decoder.vocab_size == VOCABULARY
         torch.testing.assert_close(loaded.decoder.forward(IDS), expected[:, -1], **close)
 
 
 @pytest.mark.parametrize(
-    "head", ["W4A16:hqq:32", "W4A16_ASYM:rtn_mse:32", "W3A16:rtn:64", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK:32", "W4A8:rtn:32"]
+    "head",
+    [
+        "W4A16:hqq:32",
+        "W4A16_ASYM:rtn_mse:32",
+        "W3A16:rtn:64",
+        "W8A8",
+        "FP8_DYNAMIC",
+        "FP8_BLOCK:32",
+        "W4A8:rtn:32",
+    ],
 )
 def test_every_scheme_that_needs_no_statistics_runs_and_is_proven(make, models, head):
     quantized, artifact = make("tied", "--scheme", "W8A16", "--head", head)
@@ -288,7 +347,9 @@ def test_every_scheme_that_needs_no_statistics_runs_and_is_proven(make, models, 
 
 @pytest.mark.parametrize("way", ["tensors", "canary"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_proof_holds_and_one_changed_bit_of_the_head_breaks_it(make, models, tmp_path, name, way):
+def test_the_proof_holds_and_one_changed_bit_of_the_head_breaks_it(
+    make, models, tmp_path, name, way
+):
     quantized, made = make(name, *W4, way=way)
     prove(made, quantized, models[name], workers=SEQUENTIAL)
     artifact = Path(shutil.copytree(made, tmp_path / "a"))
@@ -296,7 +357,11 @@ def test_the_proof_holds_and_one_changed_bit_of_the_head_breaks_it(make, models,
     tensors[f"{HEADS[name]}.weight_packed"].view(-1)[:1].view(torch.uint8)[0] ^= 1
     save_file(tensors, artifact / "model.safetensors", metadata={"format": "pt"})
     manifest = read_manifest(artifact)
-    body = {key: value for key, value in manifest.items() if key not in ("layout_version", "files", "digest")}
+    body = {
+        key: value
+        for key, value in manifest.items()
+        if key not in ("layout_version", "files", "digest")
+    }
     write_manifest(artifact, build_manifest(artifact, body=body))
     said = f"{HEADS[name]}: the exported artifact decodes" if way == "tensors" else "logits: differ"
     with pytest.raises(IntegrityError, match=said):
@@ -305,33 +370,61 @@ def test_the_proof_holds_and_one_changed_bit_of_the_head_breaks_it(make, models,
 
 def test_a_rotated_models_head_is_rotated_first_and_rounded_then(make, models):
     recipe = models["untied"].parent / "rotated.yaml"
-    entry = {"name": "x", "scheme": "W8A16", "transforms": ["hadamard"], "head": {"scheme": "W8A16"}}
+    entry = {
+        "name": "x",
+        "scheme": "W8A16",
+        "transforms": ["hadamard"],
+        "head": {"scheme": "W8A16"},
+    }
     recipe.write_text(json.dumps({"model": str(models["untied"]), "quantize": [entry]}))
     quantized, artifact = make("untied", "--recipe", str(recipe))
-    rotated, found = load_file(quantized / "outside.safetensors"), load_file(artifact / "model.safetensors")
+    rotated, found = (
+        load_file(quantized / "outside.safetensors"),
+        load_file(artifact / "model.safetensors"),
+    )
     qvalue, scale = int8_by_hand(rotated["lm_head.weight"])
     assert torch.equal(found["lm_head.weight_packed"].view(torch.uint8).double() - 128, qvalue)
     assert torch.equal(found["lm_head.weight_scale"], scale)
-    assert torch.equal(found["model.norm.weight"], torch.ones_like(found["model.norm.weight"]))  # folded into the head
+    # folded into the head
+    assert torch.equal(found["model.norm.weight"], torch.ones_like(found["model.norm.weight"]))
     prove(artifact, quantized, models["untied"], workers=SEQUENTIAL)
     with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)(IDS).logits
+        plain = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)(
+            IDS
+        ).logits
         logits = load(artifact, backend="reference").model(IDS).logits
-    assert float((logits - plain).norm() / plain.norm()) < 0.03  # 8 bits, and bfloat16 of the rotated weights
+    # 8 bits, and bfloat16 of the rotated weights
+    assert float((logits - plain).norm() / plain.norm()) < 0.03
 
 
 def test_a_tied_model_that_is_rotated_is_refused_with_the_way_out(models, tmp_path, capsys):
     recipe = tmp_path / "rotated.yaml"
-    entry = {"name": "x", "scheme": "W8A16", "transforms": ["hadamard"], "head": {"scheme": "W8A16"}}
+    entry = {
+        "name": "x",
+        "scheme": "W8A16",
+        "transforms": ["hadamard"],
+        "head": {"scheme": "W8A16"},
+    }
     recipe.write_text(json.dumps({"model": str(models["tied"]), "quantize": [entry]}))
     assert run("quantize", models["tied"], "-o", tmp_path / "q", "--recipe", recipe) == 6
     assert "untie the model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["tensors", "canary"])
-def test_a_finished_head_stays_and_one_that_is_damaged_or_of_another_plan_does_not(models, measured, tmp_path, way):
+def test_a_finished_head_stays_and_one_that_is_damaged_or_of_another_plan_does_not(
+    models, measured, tmp_path, way
+):
     also = ["--measurement", measured["tied"]] if way == "canary" else []
-    words = ["quantize", "--no-export", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16", *also]
+    words = [
+        "quantize",
+        "--no-export",
+        models["tied"],
+        "-o",
+        tmp_path / "q",
+        "--scheme",
+        "W8A16",
+        *also,
+    ]
     head, done = tmp_path / "q/head.safetensors", tmp_path / "q/DONE.json"
     assert run(*words, "--head", "W8A16") == 0
     content, before = head.read_bytes(), head.stat()
@@ -341,8 +434,12 @@ def test_a_finished_head_stays_and_one_that_is_damaged_or_of_another_plan_does_n
     assert (head.stat().st_ino, head.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     head.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert run(*words, "--head", "W8A16") == 0 and head.read_bytes() == content
-    assert run(*words, "--head", "W4A16:rtn:32", "--force") == 0 and len(head.read_bytes()) < len(content)
-    assert run(*words, "--force") == 0 and not head.exists() and not head.with_suffix(".json").exists()
+    assert run(*words, "--head", "W4A16:rtn:32", "--force") == 0 and len(head.read_bytes()) < len(
+        content
+    )
+    assert (
+        run(*words, "--force") == 0 and not head.exists() and not head.with_suffix(".json").exists()
+    )
 
 
 def test_another_head_is_another_result_and_is_not_replaced_unasked(models, tmp_path, capsys):
@@ -357,9 +454,15 @@ def test_a_large_head_is_cut_into_units_that_hold_every_row_once():
 
     rows, columns = 128_001, 8192
     info = TensorInfo(
-        name="model.embed_tokens.weight", dtype="BF16", shape=(rows, columns), offset=8, nbytes=2 * rows * columns
+        name="model.embed_tokens.weight",
+        dtype="BF16",
+        shape=(rows, columns),
+        offset=8,
+        nbytes=2 * rows * columns,
     )
-    entry = Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="W4A16_ASYM", algorithm="hqq"))
+    entry = Quantize(
+        name="x", scheme="W8A16", head=HeadSettings(scheme="W4A16_ASYM", algorithm="hqq")
+    )
     graph = graph_for(LlamaConfig(hidden_size=columns, num_hidden_layers=1, num_attention_heads=64))
     plan = head_of(entry, graph, {info.name: info.shape})
     assert plan is not None and plan.tied and plan.linear == "lm_head"
@@ -388,13 +491,17 @@ def test_a_large_head_is_cut_into_units_that_hold_every_row_once():
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_read(models, tmp_path, capsys, head, said):
-    assert run("quantize", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16", "--head", head) == 2
+    assert (
+        run("quantize", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16", "--head", head)
+        == 2
+    )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--ranks", "2"], "--ranks 2"), (["--ignore", "lm_head"], "ignore names lm_head")]
+    ("words", "said"),
+    [(["--ranks", "2"], "--ranks 2"), (["--ignore", "lm_head"], "ignore names lm_head")],
 )
 def test_cards_and_ignore_do_not_go_with_a_head(models, tmp_path, capsys, words, said):
     assert run("quantize", models["untied"], "-o", tmp_path / "q", *W8, *words) == 2
@@ -404,10 +511,16 @@ def test_cards_and_ignore_do_not_go_with_a_head(models, tmp_path, capsys, words,
 def test_a_checkpoint_without_a_matrix_for_its_head_is_refused():
     graph = graph_for(LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4))
     entry = Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="W8A16"))
-    with pytest.raises(Exception, match=r"lm_head.weight, model.embed_tokens.weight: neither is a matrix"):
+    with pytest.raises(
+        Exception, match=r"lm_head.weight, model.embed_tokens.weight: neither is a matrix"
+    ):
         head_of(entry, graph, {"model.embed_tokens.weight": (64,)})
     with pytest.raises(UsageError, match="static input"):
-        head_of(Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="FP8")), graph, {"lm_head.weight": (8, 64)})
+        head_of(
+            Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="FP8")),
+            graph,
+            {"lm_head.weight": (8, 64)},
+        )
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
@@ -417,7 +530,10 @@ def test_a_gguf_file_holds_the_dequantized_head(make, models, tmp_path, name):
     (path,) = (tmp_path / "g").glob("*.gguf")
     infos = gguf.read_header(path).tensors
     qvalue, scale = int8_by_hand(source_head(models, name))
-    assert torch.equal(read_tensor(path, infos["output.weight"]).double(), (qvalue * scale.double()).float().double())
+    assert torch.equal(
+        read_tensor(path, infos["output.weight"]).double(),
+        (qvalue * scale.double()).float().double(),
+    )
     embedding = load_file(models[name] / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(read_tensor(path, infos["token_embd.weight"]), embedding.float())
 
@@ -425,12 +541,21 @@ def test_a_gguf_file_holds_the_dequantized_head(make, models, tmp_path, name):
 def test_an_adapter_of_the_head_stays_beside_it(make, tmp_path):
     _, artifact = make("tied", *W4)
     generator = torch.Generator().manual_seed(1)
-    down, up = torch.randn(2, 64, generator=generator), torch.randn(VOCABULARY, 2, generator=generator)
+    down, up = (
+        torch.randn(2, 64, generator=generator),
+        torch.randn(VOCABULARY, 2, generator=generator),
+    )
     stem = "base_model.model.lm_head.lora_"
-    save_file({f"{stem}A.weight": down, f"{stem}B.weight": up}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    save_file(
+        {f"{stem}A.weight": down, f"{stem}B.weight": up}, tmp_path / "adapter_model.safetensors"
+    )
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+    )
     model = load(artifact, backend="reference").model
     with torch.no_grad():
         before, hidden = model(IDS).logits, model.base_model(IDS).last_hidden_state
         assert attach_(model, tmp_path, merge=True).beside == ("lm_head",)
-        torch.testing.assert_close(model(IDS).logits, before + hidden @ (up @ down).T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(IDS).logits, before + hidden @ (up @ down).T, rtol=1e-4, atol=1e-4
+        )

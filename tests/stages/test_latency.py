@@ -29,14 +29,23 @@ def artifact(tmp_path_factory, llama):
     work = tmp_path_factory.mktemp("latency")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
-        assert run("quantize", "--no-export", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
+        assert (
+            run("quantize", "--no-export", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
+        )
         assert run("export", work / "2", "-o", work / "4", "-q") == 0
     return work / "4"
 
 
 def batch(rows: int) -> dict:
     """Timings of a batch that the expected tables were worked out from by hand."""
-    spread = {"average": 0.002, "lowest": 0.001, "highest": 0.004, "p50": 0.002, "p90": 0.003, "p99": 0.004}
+    spread = {
+        "average": 0.002,
+        "lowest": 0.001,
+        "highest": 0.004,
+        "p50": 0.002,
+        "p90": 0.003,
+        "p99": 0.004,
+    }
     rates = {name: value * 1e6 for name, value in spread.items()}
     return {
         "input_tokens": 8,
@@ -131,21 +140,29 @@ def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):
     for found in result["batches"]:
         assert found["requested"] == found["produced"] == found["batch_size"] * 4 * 3
         first, following = found["first_token"], found["next_token"]
-        assert 0 < first["lowest"] <= first["p50"] <= first["p90"] <= first["p99"] <= first["highest"]
+        assert (
+            0 < first["lowest"] <= first["p50"] <= first["p90"] <= first["p99"] <= first["highest"]
+        )
         assert found["seconds"] == pytest.approx(3 * first["average"] + 9 * following["average"])
-        assert found["decode_per_second"]["highest"] == pytest.approx(found["batch_size"] / found["decode_token"]["lowest"])
+        assert found["decode_per_second"]["highest"] == pytest.approx(
+            found["batch_size"] / found["decode_token"]["lowest"]
+        )
         for tokens in ("requested", "produced"):
             assert found[f"{tokens}_per_second"] == pytest.approx(found[tokens] / found["seconds"])
     assert result["memory"]["peak_bytes"] > result["memory"]["kv_cache_bytes"] > 0
     assert result["memory"]["device_peak_bytes"] is None
 
 
-def test_on_a_device_the_memory_of_its_tensors_stands_beside_that_of_the_process(artifact, capsys, monkeypatch):
+def test_on_a_device_the_memory_of_its_tensors_stands_beside_that_of_the_process(
+    artifact, capsys, monkeypatch
+):
     monkeypatch.setattr(latency.Device, "peak_bytes", lambda self: 5 << 29)
     assert run("bench", artifact, *SMALL, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert result["memory"]["device_peak_bytes"] == 5 << 29
-    assert re.search(r"peak memory [\d.]+ GiB, of the device 2\.50 GiB$", latency_text(result), re.MULTILINE)
+    assert re.search(
+        r"peak memory [\d.]+ GiB, of the device 2\.50 GiB$", latency_text(result), re.MULTILINE
+    )
     result["memory"]["device_peak_bytes"] = None
     assert re.search(r"peak memory [\d.]+ GiB$", latency_text(result), re.MULTILINE)
 
@@ -158,7 +175,10 @@ def test_on_a_device_the_memory_of_its_tensors_stands_beside_that_of_the_process
         (("--do_sample", "-b", "2"), "drawn tokens"),
         (("--temperature", "0"), "the likeliest token"),
         (("--prompt-lookup", "3"), "the likeliest token, 3 proposed by the text"),
-        (("--assistant-model", "ARTIFACT", "--assistant-tokens", "2"), "the likeliest token, 2 proposed by ARTIFACT"),
+        (
+            ("--assistant-model", "ARTIFACT", "--assistant-tokens", "2"),
+            "the likeliest token, 2 proposed by ARTIFACT",
+        ),
     ],
 )
 def test_other_ways_to_generate_are_timed_token_by_token(artifact, capsys, options, called):
@@ -179,7 +199,9 @@ def test_other_ways_to_generate_are_timed_token_by_token(artifact, capsys, optio
 
 
 def test_the_table_of_a_single_token_has_no_row_for_the_next(artifact, capsys):
-    assert run("bench", artifact, "--input-tokens", "4", "--new-tokens", "1", "--runs", "1", "-q") == 0
+    assert (
+        run("bench", artifact, "--input-tokens", "4", "--new-tokens", "1", "--runs", "1", "-q") == 0
+    )
     told = capsys.readouterr().out
     assert "First token average" in told and "Average 2..." not in told
     assert re.search(r"\| Prefill +\| 1 ", told) and not re.search(r"\| Decode \(token\)", told)
@@ -187,15 +209,52 @@ def test_the_table_of_a_single_token_has_no_row_for_the_next(artifact, capsys):
 
 def test_a_trace_names_the_prompt_and_the_tokens(artifact, tmp_path, capsys):
     path = tmp_path / "new" / "trace.json"
-    assert run("bench", artifact, "--input-tokens", "4", "--new-tokens", "3", "--runs", "1", "--profile", path, "-q") == 0
+    assert (
+        run(
+            "bench",
+            artifact,
+            "--input-tokens",
+            "4",
+            "--new-tokens",
+            "3",
+            "--runs",
+            "1",
+            "--profile",
+            path,
+            "-q",
+        )
+        == 0
+    )
     assert f"trace: {path}" in capsys.readouterr().out
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     assert (names.count("prompt"), names.count("token")) == (1, 2)
 
 
 def test_a_trace_has_the_tokens_after_those_that_are_skipped_and_shapes(artifact, tmp_path):
-    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "6", "--runs", "1", "-q", "--profile")
-    assert run(*line, tmp_path / "a.json", "--profile-skip", "2", "--profile-tokens", "3", "--profile-shapes") == 0
+    line = (
+        "bench",
+        artifact,
+        "--input-tokens",
+        "4",
+        "--new-tokens",
+        "6",
+        "--runs",
+        "1",
+        "-q",
+        "--profile",
+    )
+    assert (
+        run(
+            *line,
+            tmp_path / "a.json",
+            "--profile-skip",
+            "2",
+            "--profile-tokens",
+            "3",
+            "--profile-shapes",
+        )
+        == 0
+    )
     events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
     assert (names.count("prompt"), names.count("token")) == (0, 3)
@@ -220,8 +279,12 @@ def prompts_of_runs(monkeypatch):
     return found
 
 
-def test_texts_are_cut_or_repeated_to_each_length_and_fill_batches_in_turn(artifact, tmp_path, prompts_of_runs, capsys):
-    (tmp_path / "texts.json").write_text(json.dumps({"input": {"32": "value", "64": "round scale " * 20}}))
+def test_texts_are_cut_or_repeated_to_each_length_and_fill_batches_in_turn(
+    artifact, tmp_path, prompts_of_runs, capsys
+):
+    (tmp_path / "texts.json").write_text(
+        json.dumps({"input": {"32": "value", "64": "round scale " * 20}})
+    )
     words = AutoTokenizer.from_pretrained(artifact)
     first, second = words("value")["input_ids"], words("group layer")["input_ids"]
     assert len(first) < 9 and len(second) < 9
@@ -244,19 +307,40 @@ def test_texts_are_cut_or_repeated_to_each_length_and_fill_batches_in_turn(artif
         == 0
     )
     result = json.loads(capsys.readouterr().out)
-    assert [(found["input_tokens"], found["batch_size"]) for found in result["batches"]] == [(2, 1), (2, 3), (9, 1), (9, 3)]
-    long = [(tokens * 9)[:9] for tokens in (second, first)]  # what stands on the command line goes first
+    assert [(found["input_tokens"], found["batch_size"]) for found in result["batches"]] == [
+        (2, 1),
+        (2, 3),
+        (9, 1),
+        (9, 3),
+    ]
+    # what stands on the command line goes first
+    long = [(tokens * 9)[:9] for tokens in (second, first)]
     assert prompts_of_runs[2:] == [[long[0]], [long[0], long[1], long[0]]]
     assert prompts_of_runs[:2] == [[long[0][:2]], [long[0][:2], long[1][:2], long[0][:2]]]
     prompts_of_runs.clear()
-    assert run(*line, "--prompts", tmp_path / "texts.json", "--column", "64", "--input-tokens", "16") == 0
+    assert (
+        run(*line, "--prompts", tmp_path / "texts.json", "--column", "64", "--input-tokens", "16")
+        == 0
+    )
     assert prompts_of_runs == [[words("round scale " * 20)["input_ids"][:16]]]
 
 
-def test_a_text_per_row_and_lengths_as_other_programs_ask_for_them(artifact, tmp_path, prompts_of_runs, capsys):
+def test_a_text_per_row_and_lengths_as_other_programs_ask_for_them(
+    artifact, tmp_path, prompts_of_runs, capsys
+):
     (tmp_path / "rows.jsonl").write_text('{"a": "value"}\n{"a": "round"}\n')
     line = ("--runs", "1", "--warmups", "0", "--new-tokens", "1", "-q")
-    flags = ("--dataset_name", tmp_path / "rows.jsonl", "--column_name", "a", "--simulate_dyn_prompt", "3", "5", "-b", "2")
+    flags = (
+        "--dataset_name",
+        tmp_path / "rows.jsonl",
+        "--column_name",
+        "a",
+        "--simulate_dyn_prompt",
+        "3",
+        "5",
+        "-b",
+        "2",
+    )
     assert run("bench", artifact, *flags, *line) == 0
     told = capsys.readouterr().out
     assert "Prompt size: 3, batch size: 2" in told and "Prompt size: 5, batch size: 2" in told
@@ -265,7 +349,18 @@ def test_a_text_per_row_and_lengths_as_other_programs_ask_for_them(artifact, tmp
 
 
 def test_every_run_keeps_its_result_as_a_file_of_its_own(artifact, tmp_path, capsys):
-    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "-q", "--json")
+    line = (
+        "bench",
+        artifact,
+        "--input-tokens",
+        "4",
+        "--new-tokens",
+        "2",
+        "--runs",
+        "1",
+        "-q",
+        "--json",
+    )
     results = []
     for _ in range(2):
         assert run(*line, "--output_dir", tmp_path / "new" / "results") == 0
@@ -279,7 +374,9 @@ def test_every_run_keeps_its_result_as_a_file_of_its_own(artifact, tmp_path, cap
 def test_a_batch_that_does_not_fit_into_memory_is_a_row_that_says_so(artifact, monkeypatch, capsys):
     def timed(decoder, prompts, **words):
         if len(prompts) == 4:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
         return time_run(decoder, prompts, **words)
 
     monkeypatch.setattr(latency, "time_run", timed)
@@ -287,7 +384,8 @@ def test_a_batch_that_does_not_fit_into_memory_is_a_row_that_says_so(artifact, m
     assert run(*line, "-b", "1", "-b", "4", "-b", "2") == 0
     told = capsys.readouterr().out
     assert "---- Prompt size: 4, batch size: 4\nit does not fit into memory\n" in told
-    assert len(re.findall(r"\| +\| 4 +\| it does not fit into memory \|", told)) == 5  # of each step
+    # of each step
+    assert len(re.findall(r"\| +\| 4 +\| it does not fit into memory \|", told)) == 5
     assert re.search(r"\| 2 +\| [\d.]+ ms", told)
     assert run(*line, "-b", "4") == 5
     assert "error: bench: no batch fits into memory" in capsys.readouterr().err
@@ -295,8 +393,22 @@ def test_a_batch_that_does_not_fit_into_memory_is_a_row_that_says_so(artifact, m
 
 def test_joules_stand_beside_tokens_where_the_processor_counts_them(artifact, monkeypatch, capsys):
     readings = iter(range(0, 1000, 7))
-    monkeypatch.setattr(latency, "package_joules", lambda: SimpleNamespace(since=lambda: float(next(readings))))
-    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "2", "--runs", "3", "--warmups", "0", "-q")
+    monkeypatch.setattr(
+        latency, "package_joules", lambda: SimpleNamespace(since=lambda: float(next(readings)))
+    )
+    line = (
+        "bench",
+        artifact,
+        "--input-tokens",
+        "4",
+        "--new-tokens",
+        "2",
+        "--runs",
+        "3",
+        "--warmups",
+        "0",
+        "-q",
+    )
     assert run(*line, "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)["batches"]
     assert (found["joules"], found["produced_per_joule"]) == (0 + 7 + 14, 6 / 21)
@@ -311,7 +423,10 @@ def test_joules_stand_beside_tokens_where_the_processor_counts_them(artifact, mo
     ("arguments", "told"),
     [
         (("--column", "a"), "bench: --column a without --prompts"),
-        (("--profile", "x.json", "--profile-skip", "32"), "profile_skip=32 of 32 new tokens leaves nothing to trace"),
+        (
+            ("--profile", "x.json", "--profile-skip", "32"),
+            "profile_skip=32 of 32 new tokens leaves nothing to trace",
+        ),
         (("--profile-tokens", "0"), "profile_tokens=0"),
         (("--input-tokens", "4", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
         (("-b", "0"), "bench: batch sizes [0]"),
@@ -334,14 +449,31 @@ def test_what_cannot_be_timed_is_refused(artifact, capsys, arguments, told):
 
 def test_without_an_artifact_there_is_nothing_to_time(capsys):
     assert run("bench") == 2
-    assert "bench: nothing to time; give an artifact, or --kernels" in capsys.readouterr().err.replace("\n  fix: ", "; ")
+    assert (
+        "bench: nothing to time; give an artifact, or --kernels"
+        in capsys.readouterr().err.replace("\n  fix: ", "; ")
+    )
 
 
 def test_ratios_above_one_are_faster_or_smaller_and_stand_beside_both_sides():
-    twice = {name: value * 2 if isinstance(value, float) else value for name, value in batch(1)["first_token"].items()}
+    twice = {
+        name: value * 2 if isinstance(value, float) else value
+        for name, value in batch(1)["first_token"].items()
+    }
     slow = batch(1) | {"first_token": twice, "decode_per_second": {"average": 500.0}}
-    ours = {**RESULT, "batches": [batch(1)], "memory": {"peak_bytes": 3 << 20}, "weight_bytes": 1 << 20}
-    base = {**ours, "artifact": "m", "batches": [slow], "memory": {"peak_bytes": 6 << 20}, "weight_bytes": 4 << 20}
+    ours = {
+        **RESULT,
+        "batches": [batch(1)],
+        "memory": {"peak_bytes": 3 << 20},
+        "weight_bytes": 1 << 20,
+    }
+    base = {
+        **ours,
+        "artifact": "m",
+        "batches": [slow],
+        "memory": {"peak_bytes": 6 << 20},
+        "weight_bytes": 4 << 20,
+    }
     found = ratios(ours, base)
     ratio = {"input_tokens": 8, "batch_size": 1, "first_token": 2.0, "next_token": 4.0}
     assert found == {"batches": [ratio], "memory": 2.0, "weights": 4.0}
@@ -357,10 +489,19 @@ def test_ratios_above_one_are_faster_or_smaller_and_stand_beside_both_sides():
 
 
 def test_a_model_that_is_not_quantized_is_timed_too(llama, capsys):
-    assert run("bench", llama, *SMALL, "--decoder", "transformers", "--dtype", "bfloat16", "--json") == 0
+    assert (
+        run("bench", llama, *SMALL, "--decoder", "transformers", "--dtype", "bfloat16", "--json")
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
-    assert (result["decoder"], result["backends"], result["settings"]["dtype"]) == ("transformers", [], "bfloat16")
-    assert result["weight_bytes"] == sum(tensor.nbytes for tensor in load_file(Path(llama) / "model.safetensors").values())
+    assert (result["decoder"], result["backends"], result["settings"]["dtype"]) == (
+        "transformers",
+        [],
+        "bfloat16",
+    )
+    assert result["weight_bytes"] == sum(
+        tensor.nbytes for tensor in load_file(Path(llama) / "model.safetensors").values()
+    )
 
 
 @pytest.mark.slow
@@ -369,7 +510,9 @@ def test_an_artifact_and_its_model_are_timed_in_processes_of_their_own(artifact,
     result = json.loads(capsys.readouterr().out)
     assert (result["artifact"], result["baseline"]["artifact"]) == (str(artifact), str(llama))
     assert result["backends"] and not result["baseline"]["backends"]
-    assert result["ratios"] == ratios(result, result["baseline"]) and result["ratios"]["weights"] > 1
+    assert (
+        result["ratios"] == ratios(result, result["baseline"]) and result["ratios"]["weights"] > 1
+    )
 
 
 def test_ranks_and_a_baseline_do_not_go_together(artifact, llama, capsys):

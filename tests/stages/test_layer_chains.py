@@ -19,12 +19,19 @@ from quantflow.runtime.offload import load_offloaded
 KINDS = {"glm_moe_dsa": AutoModelForCausalLM, "mllama": AutoModelForImageTextToText}
 ENTRIES = {
     "gptq": Quantize(name="small", scheme="W4A16", algorithm="gptq", group_size=32),
-    "smoothquant": Quantize(name="small", scheme="W8A8", transforms=({"smoothquant": {"alpha": 0.5}},)),
+    "smoothquant": Quantize(
+        name="small", scheme="W8A8", transforms=({"smoothquant": {"alpha": 0.5}},)
+    ),
     "signround": Quantize(
-        name="small", scheme="W4A16", algorithm="signround", group_size=32, signround=SignRound(iterations=8)
+        name="small",
+        scheme="W4A16",
+        algorithm="signround",
+        group_size=32,
+        signround=SignRound(iterations=8),
     ),
 }
-DIFFERENCE = {"gptq": 1e-5, "smoothquant": 0.3, "signround": 1e-5}  # of the logits; inputs of W8A8 are rounded here alone
+# of the logits; inputs of W8A8 are rounded here alone
+DIFFERENCE = {"gptq": 1e-5, "smoothquant": 0.3, "signround": 1e-5}
 
 
 class Stopped(Exception):
@@ -46,9 +53,16 @@ def measured(family_model, text_files, tmp_path_factory):
 
     def take(family):
         if family not in taken:
-            calibration = Calibration(source=str(text_files["calibration"]), samples=8, sequence_length=64)
-            folder, artifacts = tmp_path_factory.mktemp("measured") / family, tuple(ENTRIES.values())
-            taken[family] = api.measure(family_model(family), folder, calibration=calibration, artifacts=artifacts).folder
+            calibration = Calibration(
+                source=str(text_files["calibration"]), samples=8, sequence_length=64
+            )
+            folder, artifacts = (
+                tmp_path_factory.mktemp("measured") / family,
+                tuple(ENTRIES.values()),
+            )
+            taken[family] = api.measure(
+                family_model(family), folder, calibration=calibration, artifacts=artifacts
+            ).folder
         return taken[family]
 
     return take
@@ -57,14 +71,25 @@ def measured(family_model, text_files, tmp_path_factory):
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("family", KINDS)
 @torch.no_grad()
-def test_the_artifact_is_what_stock_transformers_runs(family, entry, family_model, measured, text_files, tmp_path):
+def test_the_artifact_is_what_stock_transformers_runs(
+    family, entry, family_model, measured, text_files, tmp_path
+):
     model = family_model(family)
-    quantized = api.quantize(model, tmp_path / "q", artifact=ENTRIES[entry], measurement=measured(family))
+    quantized = api.quantize(
+        model, tmp_path / "q", artifact=ENTRIES[entry], measurement=measured(family)
+    )
     artifact = api.export(quantized.folder, tmp_path / "a").folder  # with its proof
     api.export(artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32"))
     ids = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
-    stock = KINDS[family].from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()(input_ids=ids).logits
-    ours = load(artifact, decoder="transformers", backend="reference", dtype=torch.float32, exact=True).decoder
+    stock = (
+        KINDS[family]
+        .from_pretrained(tmp_path / "plain", dtype=torch.float32)
+        .eval()(input_ids=ids)
+        .logits
+    )
+    ours = load(
+        artifact, decoder="transformers", backend="reference", dtype=torch.float32, exact=True
+    ).decoder
     ours.begin(rows=1, capacity=24)
     found = ours.forward(ids, last_only=False)
     assert float((found - stock).norm() / stock.norm()) < DIFFERENCE[entry]
@@ -80,14 +105,20 @@ def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, 
     entry = Quantize(name="small", scheme="W8A16", algorithm="rtn")
     quantized = api.quantize(source := family_model("kimi_k25"), tmp_path / "q", artifact=entry)
     artifact = api.export(quantized.folder, tmp_path / "a").folder
-    plain = api.export(artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32")).folder
+    plain = api.export(
+        artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32")
+    ).folder
     expected, found = (load_file(folder / "model.safetensors") for folder in (source, plain))
     assert expected.keys() == found.keys()
     tower = [name for name in expected if name.startswith("vision_tower")]
     assert any(name.endswith("wqkv.weight") for name in tower)
     assert all(torch.equal(found[name], expected[name]) for name in tower)
     ids = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
-    stock = AutoModelForImageTextToText.from_pretrained(plain, dtype=torch.float32).eval()(input_ids=ids).logits
+    stock = (
+        AutoModelForImageTextToText.from_pretrained(plain, dtype=torch.float32)
+        .eval()(input_ids=ids)
+        .logits
+    )
     for open_ in (partial(load, decoder="transformers"), load_offloaded):
         loaded = open_(artifact, dtype=torch.float32, exact=True)
         loaded.decoder.begin(rows=1, capacity=24)
@@ -98,18 +129,32 @@ def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, measured, tmp_path):
     model, entry = family_model(family), ENTRIES["signround"]
-    whole = api.quantize(model, tmp_path / "whole", artifact=entry, measurement=measured(family)).folder
+    whole = api.quantize(
+        model, tmp_path / "whole", artifact=entry, measurement=measured(family)
+    ).folder
     with pytest.raises(Stopped):
-        api.quantize(model, tmp_path / "parts", artifact=entry, measurement=measured(family), progress=StopsInTheSecondLayer())
-    parts = api.quantize(model, tmp_path / "parts", artifact=entry, measurement=measured(family)).folder
+        api.quantize(
+            model,
+            tmp_path / "parts",
+            artifact=entry,
+            measurement=measured(family),
+            progress=StopsInTheSecondLayer(),
+        )
+    parts = api.quantize(
+        model, tmp_path / "parts", artifact=entry, measurement=measured(family)
+    ).folder
     names = sorted(path.name for path in (whole / "layers").iterdir())
     assert len(names) >= 4
     for name in names:
-        assert (whole / "layers" / name).read_bytes() == (parts / "layers" / name).read_bytes(), name
+        assert (whole / "layers" / name).read_bytes() == (parts / "layers" / name).read_bytes(), (
+            name
+        )
 
 
 def test_plan_names_layers_that_text_goes_past(family_model):
-    (artifact,) = api.plan(Recipe(model=str(family_model("mllama")), quantize=(ENTRIES["gptq"],)))["artifacts"]
+    (artifact,) = api.plan(Recipe(model=str(family_model("mllama")), quantize=(ENTRIES["gptq"],)))[
+        "artifacts"
+    ]
     (past,) = [row for row in artifact["schemes"] if row["tensors"] == "layers that text goes past"]
     assert past["scheme"] == "copied" and past["count"] > 9
 

@@ -39,7 +39,9 @@ assert expected == ["tensors"], expected
 
 def imported(body: str, **told) -> list[str]:
     """Return which heavy modules a program imports in an interpreter of its own."""
-    given = json.dumps({key: value if isinstance(value, list) else str(value) for key, value in told.items()})
+    given = json.dumps(
+        {key: value if isinstance(value, list) else str(value) for key, value in told.items()}
+    )
     called = [sys.executable, "-c", PROGRAM.replace("{body}", body), given]
     found = subprocess.run(called, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -47,7 +49,9 @@ def imported(body: str, **told) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
-def test_weights_that_are_rounded_alone_are_quantized_and_proved_without_transformers(llama, tmp_path, scheme):
+def test_weights_that_are_rounded_alone_are_quantized_and_proved_without_transformers(
+    llama, tmp_path, scheme
+):
     heavy = ["transformers", "torch._dynamo", "torch.distributed.tensor", "sympy", "scipy"]
     assert imported(QUANTIZE, model=llama, out=tmp_path / "a", scheme=scheme, heavy=heavy) == []
 
@@ -60,7 +64,12 @@ for folder in told["folders"]:
     found = api.generate(GenerateJob(artifact=folder, prompts=("a scale",), max_new_tokens=2))
     assert found["decoder"] == {"name": "lean", "reasons": []}, found["decoder"]
 """
-MODELING = ["transformers.modeling_utils", "transformers.models.llama", "transformers.conversion_mapping", "torch._dynamo"]
+MODELING = [
+    "transformers.modeling_utils",
+    "transformers.models.llama",
+    "transformers.conversion_mapping",
+    "torch._dynamo",
+]
 MODELING += ["torch.distributed.tensor", "sympy", "scipy"]
 
 

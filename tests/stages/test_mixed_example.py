@@ -20,7 +20,8 @@ from quantflow.validating.windows import evaluation_sequences
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
 QUIET = ProgressLine(quiet=True)
-FEW = tuple(Candidate(scheme=f"W{bits}A16", group_size=128) for bits in (3, 4, 5, 6))  # all of them take longer
+# all of them take longer
+FEW = tuple(Candidate(scheme=f"W{bits}A16", group_size=128) for bits in (3, 4, 5, 6))
 
 
 def text():
@@ -36,7 +37,10 @@ def write(path, documents):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (EXAMPLE / "model.safetensors").is_file(), reason="the example model is part of the repository")
+@pytest.mark.skipif(
+    not (EXAMPLE / "model.safetensors").is_file(),
+    reason="the example model is part of the repository",
+)
 def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_path):
     source = text()
     calibration = write(tmp_path / "calibration.jsonl", source.excerpts(8))
@@ -45,20 +49,36 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
     documents = read_documents(heldout, load_tokenizer(EXAMPLE))
     sequences = evaluation_sequences(documents, tokens=768, sequence_length=256)
     given = Calibration(source=str(calibration), samples=8, sequence_length=128)
-    measure.run(measure.MeasureJob(model=EXAMPLE, output=tmp_path / "1", calibration=given, stats=("fisher",)), QUIET)
+    measure.run(
+        measure.MeasureJob(
+            model=EXAMPLE, output=tmp_path / "1", calibration=given, stats=("fisher",)
+        ),
+        QUIET,
+    )
     found = {}
     for name, words in {"4": {}, "5": {}, "mixed": {"target_bpw": 4.25, "candidates": FEW}}.items():
         scheme = f"W{name}A16" if name in "45" else "W4A16"
         entry = Quantize(name=name, scheme=scheme, algorithm="rtn_mse", **words)
-        job = quantize.QuantizeJob(model=EXAMPLE, output=tmp_path / name, entry=entry, measurement=tmp_path / "1")
+        job = quantize.QuantizeJob(
+            model=EXAMPLE, output=tmp_path / name, entry=entry, measurement=tmp_path / "1"
+        )
         folder = quantize.run(job, QUIET)
         plan = plan_from(json.loads((folder / "quantize.json").read_text()))
         found[name] = divergence(
-            folder, plan, model=EXAMPLE, graph=graph, sequences=sequences, key=name, resources=Resources(), progress=QUIET
+            folder,
+            plan,
+            model=EXAMPLE,
+            graph=graph,
+            sequences=sequences,
+            key=name,
+            resources=Resources(),
+            progress=QUIET,
         )
     bits = json.loads((tmp_path / "mixed" / "choice.json").read_text())["bits_per_weight"]
-    line = found["4"] + (bits - 4.125) * (found["5"] - found["4"])  # uniform: a scale of 16 bits per 128 weights
-    print(f"\nmean KLD: 4.125 bits {found['4']:.5f}, 5.125 bits {found['5']:.5f}; {bits:.4f} bits mixed {found['mixed']:.5f}, "
+    # uniform: a scale of 16 bits per 128 weights
+    line = found["4"] + (bits - 4.125) * (found["5"] - found["4"])
+    print(f"\nmean KLD: 4.125 bits {found['4']:.5f}, 5.125 bits {found['5']:.5f}; {bits:.4f} "
+          f"bits mixed {found['mixed']:.5f}, "
           f"on the line {line:.5f}")  # fmt: skip
     assert bits <= 4.25
     assert found["mixed"] < 0.9 * line

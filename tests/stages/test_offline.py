@@ -49,12 +49,25 @@ def work(tmp_path_factory, llama, text_files):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         assert (
-            run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"], "--samples", "4") == 0
+            run(
+                "measure",
+                llama,
+                "-o",
+                folder / "measured",
+                "--calibration",
+                text_files["calibration"],
+                "--samples",
+                "4",
+            )
+            == 0
         )
         for name, options in {"a": ("--group-size", "32"), "b": ("--group-size", "16")}.items():
             scheme = ("--scheme", "W4A16", "--algorithm", "rtn", "--name", "int4", *options)
             assert run("quantize", "--no-export", llama, "-o", folder / f"q{name}", *scheme) == 0
-            assert run("export", folder / f"q{name}", "-o", folder / name, "--shard-size", "64KiB") == 0
+            assert (
+                run("export", folder / f"q{name}", "-o", folder / name, "--shard-size", "64KiB")
+                == 0
+            )
     return folder
 
 
@@ -67,9 +80,18 @@ def test_help_inspect_verify_and_diff_import_nothing_heavy(work, llama):
     lines = [
         *(["--help"], ["--version"], ["measure", "--help"], ["run", "--help"]),
         *(["inspect", str(path)] for path in (llama, work / "a", work / "measured")),
-        *(["verify", str(work / "a")], ["diff", str(work / "a"), str(work / "b")], ["verify", str(llama)]),
+        *(
+            ["verify", str(work / "a")],
+            ["diff", str(work / "a"), str(work / "b")],
+            ["verify", str(llama)],
+        ),
     ]
-    result = subprocess.run([sys.executable, "-c", RUN_ALL, json.dumps(lines)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     codes, imported = json.loads(result.stderr.splitlines()[-1])
     assert codes == [0] * 9 + [3]
     assert imported == []
@@ -77,7 +99,9 @@ def test_help_inspect_verify_and_diff_import_nothing_heavy(work, llama):
 
 def test_help_is_there_at_once():
     begin = time.monotonic()
-    result = subprocess.run([sys.executable, "-m", "quantflow", "--help"], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "quantflow", "--help"], capture_output=True, text=True, check=False
+    )
     elapsed = time.monotonic() - begin
     print(f"quantflow --help: {elapsed:.2f} s")
     assert result.returncode == 0 and "validate" in result.stdout and result.stderr == ""
@@ -137,7 +161,10 @@ def test_an_intact_artifact_verifies_and_says_what_was_checked(capsys, work):
 def test_one_flipped_bit_in_any_file_is_found_by_verify_and_by_the_runtime(capsys, artifact):
     generator = random.Random(0)
     hashed = [*json.loads((artifact / "quantflow.json").read_text())["files"], "quantflow.json"]
-    assert len([name for name in hashed if name.endswith(".safetensors")]) > 1 and "config.json" in hashed
+    assert (
+        len([name for name in hashed if name.endswith(".safetensors")]) > 1
+        and "config.json" in hashed
+    )
     for name in hashed:
         path = artifact / name
         intact = path.read_bytes()
@@ -182,7 +209,11 @@ def test_inspect_says_what_a_folder_is(capsys, work, llama):
         found[path.name] = json.loads(capsys.readouterr().out)
     model, artifact, ranks, rank = found.values()
     assert (model["kind"], model["model_type"], model["tensors"]) == ("checkpoint", "llama", 21)
-    assert (artifact["kind"], artifact["format"], artifact["recipe"]["name"]) == ("artifact", "pack-quantized", "int4")
+    assert (artifact["kind"], artifact["format"], artifact["recipe"]["name"]) == (
+        "artifact",
+        "pack-quantized",
+        "int4",
+    )
     assert artifact["source_bytes"]["source"] == model["bytes"]
     assert (ranks["kind"], list(ranks["ranks"])) == ("measurements", ["rank-000-of-001"])
     assert (rank["kind"], rank["counts"]["samples"]) == ("measurement", 4)
@@ -191,7 +222,8 @@ def test_inspect_says_what_a_folder_is(capsys, work, llama):
 def test_inspect_tells_people_the_scheme_of_equal_linears_once(capsys, work):
     assert run("inspect", work / "a") == 0
     text = capsys.readouterr().out
-    assert "(14 alike)" in text and text.count("group_size: 32") == 2  # as asked for, and as resolved
+    # as asked for, and as resolved
+    assert "(14 alike)" in text and text.count("group_size: 32") == 2
     assert len(text.splitlines()) < 150
 
 
@@ -206,7 +238,23 @@ def test_diff_tells_the_fields_that_differ_and_nothing_for_the_same(capsys, work
 
 def test_calibration_text_is_counted(capsys, llama, tmp_path):
     (tmp_path / "text.txt").write_text("value scale\n\nvalue scale\n\nround " + "group " * 50)
-    assert run("calibration", "inspect", tmp_path / "text.txt", "--tokenizer", llama, "--sequence-length", "10", "--json") == 0
+    assert (
+        run(
+            "calibration",
+            "inspect",
+            tmp_path / "text.txt",
+            "--tokenizer",
+            llama,
+            "--sequence-length",
+            "10",
+            "--json",
+        )
+        == 0
+    )
     summary = json.loads(capsys.readouterr().out)
-    assert (summary["documents"], summary["duplicates"], summary["truncated"]["documents"]) == (3, 1, 1)
+    assert (summary["documents"], summary["duplicates"], summary["truncated"]["documents"]) == (
+        3,
+        1,
+        1,
+    )
     assert summary["bos"] == {"0": 0, "1": 3, "2": 0}

@@ -64,8 +64,15 @@ def artifact(tmp_path_factory, llama):
 @pytest.fixture
 def job(artifact, llama, text_files, tmp_path):
     (tmp_path / "gate.yaml").write_text(GATE)
-    options = Validate(text=str(text_files["heldout"]), tokens=256, sequence_length=64, gate=str(tmp_path / "gate.yaml"))
-    return stage.ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "5", options=options)
+    options = Validate(
+        text=str(text_files["heldout"]),
+        tokens=256,
+        sequence_length=64,
+        gate=str(tmp_path / "gate.yaml"),
+    )
+    return stage.ValidateJob(
+        artifact=artifact, baseline=llama, report=tmp_path / "5", options=options
+    )
 
 
 def changed(job, **values):
@@ -76,7 +83,9 @@ def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):
     pieces = {True: [], False: []}
     results = {}
     for offload, said in pieces.items():
-        job = Generate(artifact=artifact, prompts=("value scale",), max_new_tokens=12, disk_offload=offload)
+        job = Generate(
+            artifact=artifact, prompts=("value scale",), max_new_tokens=12, disk_offload=offload
+        )
         results[offload] = generate(job, said.append)["outputs"]
     assert results[True] == results[False]
     assert pieces[True] == pieces[False]
@@ -91,14 +100,23 @@ def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
     kld, agreement, nll = [], [], []
     with torch.inference_mode():
         for tokens in sequences:
-            p, q = (model(tokens[None]).logits[0, :-1].double().log_softmax(-1) for model in (baseline, candidate))
+            p, q = (
+                model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
+                for model in (baseline, candidate)
+            )
             kld.append((p.exp() * (p - q)).sum(-1))
             agreement.append((p.argmax(-1) == q.argmax(-1)).double())
             nll.append(-p.gather(1, tokens[1:, None])[:, 0])
     assert result["protocol"]["windows"] == len(sequences) > 2
-    assert result["metrics"]["mean_kld"]["value"] == pytest.approx(torch.cat(kld).mean().item(), rel=1e-3)
-    assert result["metrics"]["top1_agreement"]["value"] == pytest.approx(torch.cat(agreement).mean().item(), abs=0.01)
-    assert result["perplexity"]["baseline"] == pytest.approx(math.exp(torch.cat(nll).mean()), rel=1e-5)
+    assert result["metrics"]["mean_kld"]["value"] == pytest.approx(
+        torch.cat(kld).mean().item(), rel=1e-3
+    )
+    assert result["metrics"]["top1_agreement"]["value"] == pytest.approx(
+        torch.cat(agreement).mean().item(), abs=0.01
+    )
+    assert result["perplexity"]["baseline"] == pytest.approx(
+        math.exp(torch.cat(nll).mean()), rel=1e-5
+    )
     assert 0 < result["noise_floor"]["mean_kld"]["value"] < 0.1
 
 
@@ -116,7 +134,9 @@ def test_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
     assert (other.report / "validation.json").read_bytes() == expected
 
 
-def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_same_numbers(job, tmp_path, monkeypatch):
+def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_same_numbers(
+    job, tmp_path, monkeypatch
+):
     stage.run(job, ProgressLine(quiet=True))
     stopped = changed(job, report=tmp_path / "stopped", cache=tmp_path / "nothing")
     layers = []
@@ -141,7 +161,9 @@ def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_
     monkeypatch.setattr(stage.LayerStream, "advance", count)
     stage.run(stopped, ProgressLine(quiet=True))
     assert len(layers) == 3 * 2  # three models of two layers, none of which ran twice
-    assert (stopped.report / "validation.json").read_bytes() == (job.report / "validation.json").read_bytes()
+    assert (stopped.report / "validation.json").read_bytes() == (
+        job.report / "validation.json"
+    ).read_bytes()
     assert not layer_store.scratch(stopped.report).exists()
 
 
@@ -155,10 +177,12 @@ def test_a_validation_that_does_not_fit_says_what_it_needs_before_it_reads_a_lay
 @pytest.mark.slow
 def test_the_peak_of_generation_from_disk_is_a_fraction_of_the_weights(large_artifact):
     folder, nbytes = large_artifact
-    expected = generate(Generate(artifact=folder, prompts=("value scale",), max_new_tokens=3), lambda _: None)["outputs"][0][
-        "tokens"
-    ]
-    found = subprocess.run([sys.executable, "-c", PEAK, folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    expected = generate(
+        Generate(artifact=folder, prompts=("value scale",), max_new_tokens=3), lambda _: None
+    )["outputs"][0]["tokens"]
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK, folder], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     tokens, _, grown = found.strip().rpartition(" ")
     assert json.loads(tokens) == expected
     assert nbytes > 80e6
@@ -170,12 +194,30 @@ def large_artifact(tmp_path_factory, llama):
     """An artifact, and its bytes: two thirds are embedding and head, the rest two layers of W8A16."""
     work = tmp_path_factory.mktemp("large")
     config = AutoConfig.from_pretrained(llama)
-    config.update({"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 4, "num_key_value_heads": 4})
+    config.update(
+        {
+            "hidden_size": 512,
+            "intermediate_size": 8192,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        }
+    )
     config.update({"head_dim": 128, "vocab_size": 30000})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(work / "model")
     for path in llama.glob("*token*"):
         (work / "model" / path.name).write_bytes(path.read_bytes())
-    quantflow("quantize", "--no-export", work / "model", "-o", work / "2", "--scheme", "W8A16", "--algorithm", "rtn", "-q")
+    quantflow(
+        "quantize",
+        "--no-export",
+        work / "model",
+        "-o",
+        work / "2",
+        "--scheme",
+        "W8A16",
+        "--algorithm",
+        "rtn",
+        "-q",
+    )
     quantflow("export", work / "2", "-o", work / "4", "-q")
     return work / "4", sum(path.stat().st_size for path in (work / "4").glob("*.safetensors"))

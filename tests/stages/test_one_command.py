@@ -37,7 +37,15 @@ def test_one_command_makes_the_artifact_of_the_five_verbs(llama, tmp_path, capsy
     assert run("quantize", llama, "-o", out, *GPTQ, *TEXT) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == str(out)
-    assert said[1].split() == ["compare", "it:", "quantflow", "validate", str(out), "--baseline", str(llama)]
+    assert said[1].split() == [
+        "compare",
+        "it:",
+        "quantflow",
+        "validate",
+        str(out),
+        "--baseline",
+        str(llama),
+    ]
     assert said[2].split()[:5] == ["run", "it:", "quantflow", "generate", str(out)]
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
         "llama-w4a16",
@@ -55,7 +63,9 @@ def test_one_command_makes_the_artifact_of_the_five_verbs(llama, tmp_path, capsy
 def test_it_goes_on_where_it_stopped(llama, tmp_path, monkeypatch, capsys):
     out, command = tmp_path / "a", ("quantize", llama, "-o", tmp_path / "a", *GPTQ, *TEXT)
     real = quantizing.run
-    monkeypatch.setattr(quantizing, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(
+        quantizing, "run", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt())
+    )
     assert run(*command) == 130 and not out.exists()
     monkeypatch.setattr(quantizing, "run", real)
     capsys.readouterr()
@@ -81,7 +91,9 @@ def test_an_artifact_of_other_inputs_is_replaced_only_by_force(llama, tmp_path, 
 def test_export_takes_the_layers_beside_an_artifact(llama, tmp_path):
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16") == 0
     assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--shard-size", "60KB") == 0
-    assert (tmp_path / "b" / "model.safetensors.index.json").is_file() and run("verify", tmp_path / "b") == 0
+    assert (tmp_path / "b" / "model.safetensors.index.json").is_file() and run(
+        "verify", tmp_path / "b"
+    ) == 0
     assert run("export", tmp_path / "a", "-o", tmp_path / "plain", "--format", "dequantized") == 0
 
 
@@ -89,24 +101,43 @@ def test_layers_alone_where_they_are_asked_for(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "q", *GPTQ, *TEXT, "--no-export") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'q'}\n"
     assert (tmp_path / "q" / "layers").is_dir() and (tmp_path / "q.work" / "1-measure").is_dir()
-    assert run("quantize", llama, "-o", tmp_path / "q", "--no-export", "--export", tmp_path / "a", *GPTQ) == 2
+    assert (
+        run(
+            "quantize",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--no-export",
+            "--export",
+            tmp_path / "a",
+            *GPTQ,
+        )
+        == 2
+    )
 
 
 def test_python_has_the_same_command(llama, tmp_path):
     words = {"artifact": Quantize(name="w4a16", scheme="W4A16", group_size=32)}
     calibration = Calibration(samples=6, sequence_length=48)
     made = api.make_artifact(llama, tmp_path / "a", calibration=calibration, **words)
-    assert made.folder == tmp_path / "a" and made.quantized.folder == tmp_path / "a.work" / "2-quantize"
+    assert (
+        made.folder == tmp_path / "a"
+        and made.quantized.folder == tmp_path / "a.work" / "2-quantize"
+    )
     assert run("quantize", llama, "-o", tmp_path / "b", *GPTQ, *TEXT) == 0
     assert digest(tmp_path / "b") == digest(made.folder)
 
 
 def test_a_dry_run_touches_nothing(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "a", *GPTQ, "--dry-run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["artifact"]["group_size"] == 32 and not list(tmp_path.iterdir())
+    assert json.loads(capsys.readouterr().out)["artifact"]["group_size"] == 32 and not list(
+        tmp_path.iterdir()
+    )
 
 
-def test_statistics_that_a_measurement_lacks_are_measured_on_its_tokens(llama, text_files, tmp_path, monkeypatch, capsys):
+def test_statistics_that_a_measurement_lacks_are_measured_on_its_tokens(
+    llama, text_files, tmp_path, monkeypatch, capsys
+):
     text = ("--calibration", text_files["calibration"], *TEXT)
     assert run("measure", llama, "-o", tmp_path / "m", *text) == 0  # a plain measure: no gradients
     plain = (tmp_path / "m" / "rank-000-of-001" / "measurement.json").read_bytes()
@@ -114,12 +145,19 @@ def test_statistics_that_a_measurement_lacks_are_measured_on_its_tokens(llama, t
     capsys.readouterr()
     assert run(*best, tmp_path / "m", "-o", tmp_path / "q") == 0
     beside = tmp_path / "m-with-gradient"
-    assert f"{tmp_path / 'm'} has no gradient; measuring it into {beside}" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'm'} has no gradient; measuring it into {beside}" in capsys.readouterr().err
+    )
     assert (tmp_path / "m" / "rank-000-of-001" / "measurement.json").read_bytes() == plain
     stats = ",".join([*measuring.DEFAULT_STATS, "gradient"])
     assert run("measure", llama, "-o", tmp_path / "all", *text, "--stats", stats) == 0
-    found, whole = (load_file(folder / "rank-000-of-001" / "statistics.safetensors") for folder in (beside, tmp_path / "all"))
-    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+    found, whole = (
+        load_file(folder / "rank-000-of-001" / "statistics.safetensors")
+        for folder in (beside, tmp_path / "all")
+    )
+    assert found.keys() == whole.keys() and all(
+        torch.equal(found[name], whole[name]) for name in whole
+    )
     monkeypatch.setattr(measuring, "Observation", None)  # nothing is measured a second time
     assert run(*best, tmp_path / "m", "-o", tmp_path / "q") == 0
     assert "up to date" in capsys.readouterr().err
@@ -127,7 +165,16 @@ def test_statistics_that_a_measurement_lacks_are_measured_on_its_tokens(llama, t
 
 def test_validate_takes_the_shipped_text(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16") == 0
-    words = ("--baseline", llama, "--tokens", "256", "--sequence-length", "64", "--allow-inconclusive", "--json")
+    words = (
+        "--baseline",
+        llama,
+        "--tokens",
+        "256",
+        "--sequence-length",
+        "64",
+        "--allow-inconclusive",
+        "--json",
+    )
     capsys.readouterr()
     assert run("validate", tmp_path / "a", *words) in (0, 4)
     assert json.loads(capsys.readouterr().out)["protocol"]["tokens"] == 256
@@ -136,7 +183,9 @@ def test_validate_takes_the_shipped_text(llama, tmp_path, capsys):
 @pytest.mark.parametrize("path", [CALIBRATION, EVALUATION])
 def test_every_line_of_a_shipped_text_names_its_licence(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {line["licence"] for line in lines} == {"PSF-2.0", "CC0-1.0"} and all(line["from"] for line in lines)
+    assert {line["licence"] for line in lines} == {"PSF-2.0", "CC0-1.0"} and all(
+        line["from"] for line in lines
+    )
     assert path.stat().st_size < 600_000
 
 
@@ -145,5 +194,7 @@ def test_the_shipped_texts_share_no_64_tokens():
     runs = []
     for path in (CALIBRATION, EVALUATION):
         documents = read_documents(path, words)
-        runs.append({tuple(ids[start : start + 64]) for ids in documents for start in range(len(ids) - 63)})
+        runs.append(
+            {tuple(ids[start : start + 64]) for ids in documents for start in range(len(ids) - 63)}
+        )
     assert runs[0] and runs[1] and not runs[0] & runs[1]

@@ -35,21 +35,46 @@ def work(tmp_path_factory, llama, text_files):
     shutil.copytree(llama, folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})
-        assert run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"], *TEXT) == 0
-        assert run("quantize", "--no-export", llama, "-o", folder / "quantized", "--scheme", "W8A16") == 0
+        assert (
+            run(
+                "measure",
+                llama,
+                "-o",
+                folder / "measured",
+                "--calibration",
+                text_files["calibration"],
+                *TEXT,
+            )
+            == 0
+        )
+        assert (
+            run("quantize", "--no-export", llama, "-o", folder / "quantized", "--scheme", "W8A16")
+            == 0
+        )
         assert run("export", folder / "quantized", "-o", folder / "artifact") == 0
     return folder
 
 
 def lines(work, text_files):
     """Return every verb with an output inside each folder that it reads."""
-    model, measured, quantized, artifact = (work / name for name in ("model", "measured", "quantized", "artifact"))
+    model, measured, quantized, artifact = (
+        work / name for name in ("model", "measured", "quantized", "artifact")
+    )
     text = ("--text", text_files["heldout"], "--tokens", "64", "--sequence-length", "32")
     recipe = {
         "model": str(model),
-        "calibration": {"source": str(text_files["calibration"]), "samples": 3, "sequence_length": 32},
+        "calibration": {
+            "source": str(text_files["calibration"]),
+            "samples": 3,
+            "sequence_length": 32,
+        },
         "quantize": [{"name": "a", "scheme": "W8A16"}],
-        "validate": {"text": str(text_files["heldout"]), "tokens": 64, "sequence_length": 32, "gate": "demo"},
+        "validate": {
+            "text": str(text_files["heldout"]),
+            "tokens": 64,
+            "sequence_length": 32,
+            "gate": "demo",
+        },
     }
     (work / "recipe.yaml").write_text(json.dumps(recipe))
     return [
@@ -66,7 +91,9 @@ def lines(work, text_files):
     ]
 
 
-def test_an_output_inside_an_input_is_a_usage_error_before_anything_is_written(work, text_files, capsys):
+def test_an_output_inside_an_input_is_a_usage_error_before_anything_is_written(
+    work, text_files, capsys
+):
     commands, before = lines(work, text_files), listed(work)
     for line in commands:
         assert run(*line) == 2, line
@@ -78,13 +105,24 @@ def test_an_output_inside_an_input_is_a_usage_error_before_anything_is_written(w
 def test_validate_in_the_artifacts_folder_writes_beside_it(work, text_files, monkeypatch):
     artifact = Path(shutil.copytree(work / "artifact", work / "sub" / "a"))
     monkeypatch.chdir(artifact)
-    text = ("--text", text_files["heldout"], "--tokens", "64", "--sequence-length", "32", "--gate", "demo")
+    text = (
+        "--text",
+        text_files["heldout"],
+        "--tokens",
+        "64",
+        "--sequence-length",
+        "32",
+        "--gate",
+        "demo",
+    )
     assert run("validate", ".", "--baseline", work / "model", *text) in (0, 4)
     assert (work / "sub" / "a-validation" / "report.html").is_file()
     verify(artifact)
 
 
-def test_a_link_as_output_stays_and_the_folder_that_it_names_is_written(work, tmp_path, monkeypatch):
+def test_a_link_as_output_stays_and_the_folder_that_it_names_is_written(
+    work, tmp_path, monkeypatch
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "a")
@@ -92,7 +130,18 @@ def test_a_link_as_output_stays_and_the_folder_that_it_names_is_written(work, tm
     assert (tmp_path / "out").is_symlink()
     verify(tmp_path / "disk" / "a")
     (tmp_path / "disk" / "a" / "README.md").unlink()
-    assert run("export", work / "quantized", "-o", tmp_path / "out", "--model", work / "model", "--force") == 0
+    assert (
+        run(
+            "export",
+            work / "quantized",
+            "-o",
+            tmp_path / "out",
+            "--model",
+            work / "model",
+            "--force",
+        )
+        == 0
+    )
     assert (tmp_path / "out").is_symlink()
 
 
@@ -100,7 +149,10 @@ def test_the_current_folder_is_an_output_and_no_name_is_none(work, tmp_path, mon
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert run("quantize", work / "model", "-o", "", "--scheme", "W8A16") == 2
-    assert "the name of the folder is empty" in capsys.readouterr().err and listed(tmp_path / "here") == []
+    assert (
+        "the name of the folder is empty" in capsys.readouterr().err
+        and listed(tmp_path / "here") == []
+    )
     assert run("quantize", "--no-export", work / "model", "-o", ".", "--scheme", "W8A16") == 0
     assert (tmp_path / "here" / "DONE.json").is_file() and (tmp_path / ".here.lock").is_file()
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
@@ -114,7 +166,10 @@ def test_the_name_beside_a_folder_is_its_own_wherever_one_stands(tmp_path, monke
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a")
     assert beside("work/4-export/", "-packed") == Path("work/4-export-packed")
-    assert beside(".", "-packed") == tmp_path / "a-packed" and beside("b/..", "-packed") == tmp_path / "a-packed"
+    assert (
+        beside(".", "-packed") == tmp_path / "a-packed"
+        and beside("b/..", "-packed") == tmp_path / "a-packed"
+    )
 
 
 def test_links_in_a_circle_are_a_usage_error(tmp_path):
@@ -124,13 +179,27 @@ def test_links_in_a_circle_are_a_usage_error(tmp_path):
         output_folder(tmp_path / "a", reads={})
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
-def test_nan_in_a_tensor_that_is_copied_is_an_error_of_measure_and_quantize(name, work, text_files, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+)
+def test_nan_in_a_tensor_that_is_copied_is_an_error_of_measure_and_quantize(
+    name, work, text_files, tmp_path, capsys
+):
     model = Path(shutil.copytree(work / "model", tmp_path / "model"))
     tensors = load_file(model / "model.safetensors")
     tensors[name].view(-1)[-1] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    measure = ("measure", model, "-o", tmp_path / "m", "--calibration", text_files["calibration"], *TEXT, "--stats", "")
+    measure = (
+        "measure",
+        model,
+        "-o",
+        tmp_path / "m",
+        "--calibration",
+        text_files["calibration"],
+        *TEXT,
+        "--stats",
+        "",
+    )
     for line in (measure, ("quantize", model, "-o", tmp_path / "q", "--scheme", "W8A16")):
         capsys.readouterr()
         assert run(*line) == 3
@@ -156,7 +225,9 @@ def folder_link(path, other):
 
 @pytest.mark.parametrize("trap", [link, hard_link, pipe])
 @pytest.mark.parametrize("write", ["lock", "log", "temporary"])
-def test_a_link_or_a_pipe_where_we_write_is_refused_and_what_it_names_keeps_its_content(trap, write, tmp_path, capsys):
+def test_a_link_or_a_pipe_where_we_write_is_refused_and_what_it_names_keeps_its_content(
+    trap, write, tmp_path, capsys
+):
     victim = tmp_path / "elsewhere" / "thesis.tex"
     victim.parent.mkdir()
     victim.write_text("years")
@@ -202,14 +273,19 @@ def test_a_link_in_place_of_the_temporary_folder_goes_and_what_it_names_stays(tm
         ("seed=100000000000000000000", "seed=100000000000000000000"),
         ("export.format=foo", "'foo'"),
         ("export.shard_size=junk", "'junk'"),
-        ("export.scale_method=maxabs_hw", "scale_method maxabs_hw beside format compressed-tensors"),
+        (
+            "export.scale_method=maxabs_hw",
+            "scale_method maxabs_hw beside format compressed-tensors",
+        ),
         ("unify.groups=[xx]", "'xx'"),
         ("unify.groups=['01']", "unknown 1"),
         ("resources.max_memory=99999999999999999999GiB", "size"),
         ("resources.max_disk=" + "9" * 400 + "B", "size"),
     ],
 )
-def test_run_finds_every_mistake_of_a_recipe_before_its_first_stage(setting, said, work, text_files, tmp_path, capsys):
+def test_run_finds_every_mistake_of_a_recipe_before_its_first_stage(
+    setting, said, work, text_files, tmp_path, capsys
+):
     lines(work, text_files)
     assert run("run", work / "recipe.yaml", "-o", tmp_path / "all", "--set", setting) == 2
     told = capsys.readouterr().err
@@ -218,8 +294,20 @@ def test_run_finds_every_mistake_of_a_recipe_before_its_first_stage(setting, sai
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}\n", b'{"input_ids": [5]}\n'])
-def test_run_finds_an_unusable_evaluation_text_before_its_first_stage(content, work, text_files, tmp_path, capsys):
+def test_run_finds_an_unusable_evaluation_text_before_its_first_stage(
+    content, work, text_files, tmp_path, capsys
+):
     lines(work, text_files)
     (tmp_path / "t.jsonl").write_bytes(content)
-    assert run("run", work / "recipe.yaml", "-o", tmp_path / "all", "--set", f"validate.text={tmp_path / 't.jsonl'}") == 3
+    assert (
+        run(
+            "run",
+            work / "recipe.yaml",
+            "-o",
+            tmp_path / "all",
+            "--set",
+            f"validate.text={tmp_path / 't.jsonl'}",
+        )
+        == 3
+    )
     assert not (tmp_path / "all").exists()

@@ -41,7 +41,10 @@ def said(capsys):
         code = exit_code(cli, [str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert "Traceback" not in err and "a bug in quantflow" not in err, err
-        assert not any(ord(c) < 32 and c not in "\n\t" or 0x7F <= ord(c) < 0xA0 or ord(c) == 0x202E for c in out + err)
+        assert not any(
+            ord(c) < 32 and c not in "\n\t" or 0x7F <= ord(c) < 0xA0 or ord(c) == 0x202E
+            for c in out + err
+        )
         return code, out, err
 
     return run
@@ -50,13 +53,25 @@ def said(capsys):
 def chain(work, model, text, name):
     """Return every verb with folders of a name."""
     texts = ("--calibration", text["calibration"], *SHORT)
-    made = {stage: work / stage / name for stage in ("measured", "unified", "quantized", "artifact", "report")}
+    made = {
+        stage: work / stage / name
+        for stage in ("measured", "unified", "quantized", "artifact", "report")
+    }
     scheme = ("--scheme", "W4A16", "--group-size", "32")
     judged = ("--text", text["heldout"], *JUDGED)
     return [
         ("measure", model, "-o", made["measured"], *texts),
         ("unify", "-m", made["measured"], "-o", made["unified"]),
-        ("quantize", "--no-export", model, "-o", made["quantized"], *scheme, "--measurement", made["unified"]),
+        (
+            "quantize",
+            "--no-export",
+            model,
+            "-o",
+            made["quantized"],
+            *scheme,
+            "--measurement",
+            made["unified"],
+        ),
         ("export", made["quantized"], "-o", made["artifact"], "--model", model),
         ("validate", made["artifact"], "--baseline", model, *judged, "--report", made["report"]),
         ("verify", made["artifact"]),
@@ -64,14 +79,30 @@ def chain(work, model, text, name):
         ("inspect", made["artifact"], "--json"),
         ("diff", made["artifact"], made["artifact"]),
         ("generate", made["artifact"], "--prompt", "value", "--max-new-tokens", "2"),
-        ("bench", made["artifact"], "--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "--warmups", "0"),
+        (
+            "bench",
+            made["artifact"],
+            "--input-tokens",
+            "4",
+            "--new-tokens",
+            "2",
+            "--runs",
+            "1",
+            "--warmups",
+            "0",
+        ),
     ]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != NAMES[0])) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != NAMES[0])) for name in NAMES]
+)
 def test_a_folder_of_any_name_goes_through_every_stage(name, llama, text_files, tmp_path, said):
     model = Path(shutil.copytree(llama, tmp_path / "model" / name))
-    texts = {kind: Path(shutil.copy(path, tmp_path / f"{name}{path.suffix}.{kind}.jsonl")) for kind, path in text_files.items()}
+    texts = {
+        kind: Path(shutil.copy(path, tmp_path / f"{name}{path.suffix}.{kind}.jsonl"))
+        for kind, path in text_files.items()
+    }
     for line in chain(tmp_path, model, texts, name):
         code, _, err = said(*line)
         assert code in ((0, 4) if line[0] == "validate" else (0,)), (line[0], err)
@@ -81,7 +112,9 @@ def test_a_folder_of_any_name_goes_through_every_stage(name, llama, text_files, 
     assert "\x1b" not in report  # a newline is a space in HTML
 
 
-def test_a_name_of_255_bytes_is_refused_before_any_work_and_one_with_room_goes_through(llama, text_files, tmp_path, said):
+def test_a_name_of_255_bytes_is_refused_before_any_work_and_one_with_room_goes_through(
+    llama, text_files, tmp_path, said
+):
     for line in chain(tmp_path, llama, text_files, LONG)[:5]:
         code, _, err = said(*line)
         if line[0] in ("measure", "quantize"):
@@ -115,7 +148,9 @@ def test_a_current_folder_whose_name_is_no_utf_8_is_worked_in(llama, tmp_path):
         assert b"Traceback" not in result.stderr and b"\x1b" not in result.stdout + result.stderr
 
 
-def test_a_file_of_a_model_whose_name_is_no_utf_8_or_moves_a_cursor_is_named_or_copied(llama, tmp_path, said):
+def test_a_file_of_a_model_whose_name_is_no_utf_8_or_moves_a_cursor_is_named_or_copied(
+    llama, tmp_path, said
+):
     for number, name in enumerate((b"\xff.txt", b"\x1b[2J.txt", b"a\nb.txt", b"x" * 255)):
         model = Path(shutil.copytree(llama, tmp_path / f"model-{number}"))
         with open(os.fsencode(model) + b"/" + name, "wb") as file:

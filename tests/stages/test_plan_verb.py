@@ -53,55 +53,89 @@ def test_a_plan_names_stages_in_order_and_reads_no_weight(planned, llama, monkey
         ("quantize", "fp8_dynamic"),
         ("export", "fp8_dynamic"),
     ]
-    assert [artifact["path"] for artifact in found["artifacts"]] == ["layer by layer", "file to file"]
+    assert [artifact["path"] for artifact in found["artifacts"]] == [
+        "layer by layer",
+        "file to file",
+    ]
     assert found["calibration"] == {"samples": 128, "sequence_length": 128, "observers": []}
     assert found["total"]["seconds"] is None
 
 
 def test_what_needs_no_statistics_needs_no_measurement(planned, llama):
-    assert stages_of(planned(llama, "--for", "FP8_DYNAMIC")) == [("quantize", "fp8_dynamic"), ("export", "fp8_dynamic")]
+    assert stages_of(planned(llama, "--for", "FP8_DYNAMIC")) == [
+        ("quantize", "fp8_dynamic"),
+        ("export", "fp8_dynamic"),
+    ]
 
 
 def test_observers_are_those_that_the_schemes_need(planned, llama):
-    assert planned(llama, "--for", "FP8,W8A8")["calibration"]["observers"] == ["amax", "channel_amax"]
-    assert planned(llama, "--for", "W8A8_STATIC")["calibration"]["observers"] == ["channel_amax", "min_max"]
+    assert planned(llama, "--for", "FP8,W8A8")["calibration"]["observers"] == [
+        "amax",
+        "channel_amax",
+    ]
+    assert planned(llama, "--for", "W8A8_STATIC")["calibration"]["observers"] == [
+        "channel_amax",
+        "min_max",
+    ]
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A8", "W3A16_ASYM", "W2A16"])
-def test_the_bytes_of_the_artifact_are_those_that_export_writes(planned, llama, tmp_path, monkeypatch, scheme):
+@pytest.mark.parametrize(
+    "scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A8", "W3A16_ASYM", "W2A16"]
+)
+def test_the_bytes_of_the_artifact_are_those_that_export_writes(
+    planned, llama, tmp_path, monkeypatch, scheme
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
     groups = preset(scheme).weights.group_size is not None
     options = ("--scheme", scheme, "--algorithm", "rtn", *(("--group-size", 32) if groups else ()))
-    (artifact,) = planned(llama, "--for", f"{scheme}:rtn", *(("--set", "quantize.0.group_size=32") if groups else ()))[
-        "artifacts"
-    ]
+    (artifact,) = planned(
+        llama, "--for", f"{scheme}:rtn", *(("--set", "quantize.0.group_size=32") if groups else ())
+    )["artifacts"]
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "quantized", *options) == 0
     assert run("export", tmp_path / "quantized", "-o", tmp_path / "artifact") == 0
     written = sum(path.stat().st_size for path in (tmp_path / "artifact").iterdir())
     weights = (tmp_path / "artifact" / "model.safetensors").stat().st_size
-    header = 8 + int.from_bytes((tmp_path / "artifact" / "model.safetensors").read_bytes()[:8], "little")
+    header = 8 + int.from_bytes(
+        (tmp_path / "artifact" / "model.safetensors").read_bytes()[:8], "little"
+    )
     assert artifact["tensor_bytes"] == weights - header
-    assert artifact["output_bytes"] == pytest.approx(written, rel=0.05)  # of a model whose weights are 200 kB
+    # of a model whose weights are 200 kB
+    assert artifact["output_bytes"] == pytest.approx(written, rel=0.05)
 
 
 def test_bits_and_coverage_are_those_worked_out_by_hand(planned, llama):
     (artifact,) = planned(llama, "--for", "W8A16")["artifacts"]
     rows, columns = [64, 32, 32, 64, 128, 128, 64], [64, 64, 64, 64, 64, 64, 128]
     weights = sum(r * c for r, c in zip(rows, columns, strict=True))
-    stored = 8 * (weights + 2 * sum(rows) + 7 * 16)  # int8, a bf16 scale per row, two int64 of shape per linear
+    # int8, a bf16 scale per row, two int64 of shape per linear
+    stored = 8 * (weights + 2 * sum(rows) + 7 * 16)
     assert artifact["bits_per_weight"] == pytest.approx(stored / weights)
     total = 2 * weights + 2 * 2 * 64 + 64 + 320 * 64 * 2
     assert artifact["coverage"]["weights"] == pytest.approx(2 * weights / total)
     row = next(row for row in artifact["schemes"] if row["tensors"].endswith("down_proj"))
-    assert (row["tensors"], row["shape"], row["count"]) == ("model.layers.{0-1}.mlp.down_proj", [64, 128], 2)
-    assert (row["bytes_before"], row["bytes_after"]) == (2 * 2 * 64 * 128, 2 * (64 * 128 + 2 * 64 + 16))
+    assert (row["tensors"], row["shape"], row["count"]) == (
+        "model.layers.{0-1}.mlp.down_proj",
+        [64, 128],
+        2,
+    )
+    assert (row["bytes_before"], row["bytes_after"]) == (
+        2 * 2 * 64 * 128,
+        2 * (64 * 128 + 2 * 64 + 16),
+    )
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("W3A16_ASYM", 3 + 16 / 32 + 3 / 32), ("W2A16", 2 + 16 / 32)])
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("W3A16_ASYM", 3 + 16 / 32 + 3 / 32), ("W2A16", 2 + 16 / 32)]
+)
 def test_few_bits_are_dense_in_weights_and_zero_points(planned, llama, scheme, bits):
-    (artifact,) = planned(llama, "--for", f"{scheme}:rtn", "--set", "quantize.0.group_size=32")["artifacts"]
-    weights = sum(r * c for r, c in [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)])
-    assert artifact["bits_per_weight"] == pytest.approx(bits + 7 * 128 / weights)  # 128 bits of shape per linear
+    (artifact,) = planned(llama, "--for", f"{scheme}:rtn", "--set", "quantize.0.group_size=32")[
+        "artifacts"
+    ]
+    weights = sum(
+        r * c for r, c in [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)]
+    )
+    # 128 bits of shape per linear
+    assert artifact["bits_per_weight"] == pytest.approx(bits + 7 * 128 / weights)
 
 
 def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned, llama, capsys):
@@ -122,12 +156,17 @@ def test_a_smaller_limit_takes_a_worker(planned, llama, monkeypatch):
 
 
 def test_hidden_states_are_no_memory_but_disk(planned, llama):
-    few, many = (planned(llama, "--for", "FP8", "--samples", samples)["stages"][0] for samples in ("128", "256"))
+    few, many = (
+        planned(llama, "--for", "FP8", "--samples", samples)["stages"][0]
+        for samples in ("128", "256")
+    )
     assert many["peak_memory"] == few["peak_memory"] and many["scratch"] > few["scratch"]
 
 
 def test_a_probe_says_how_long_it_takes(planned, llama):
-    found = planned(llama, "--for", "W4A16:gptq,FP8_DYNAMIC", "--probe", "--set", "quantize.0.group_size=32")
+    found = planned(
+        llama, "--for", "W4A16:gptq,FP8_DYNAMIC", "--probe", "--set", "quantize.0.group_size=32"
+    )
     seconds = [stage["seconds"] for stage in found["stages"]]
     assert all(math.isfinite(each) and each >= 0 for each in seconds) and sum(seconds) > 0
     assert found["total"]["seconds"] == pytest.approx(sum(seconds))
@@ -137,18 +176,24 @@ def test_the_tables_say_what_a_person_asks(llama, capsys):
     assert run("plan", llama, "--for", "FP8_DYNAMIC") == 0
     out = capsys.readouterr().out
     assert "llama, 2 layers" in out and "fp8_dynamic: FP8_DYNAMIC by rtn, file to file" in out
-    assert "model.layers.{0-1}.self_attn.q_proj" in out and "tensor parallel 2: every head, row and group divides" in out
+    assert (
+        "model.layers.{0-1}.self_attn.q_proj" in out
+        and "tensor parallel 2: every head, row and group divides" in out
+    )
 
 
 def test_a_recipe_is_planned_as_run_would_run_it(planned, llama, text_files, tmp_path):
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
-        f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 4, sequence_length: 32}}\n"
+        f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 4, "
+        "sequence_length: 32}\n"
         "quantize: [{name: a, scheme: FP8}, {name: b, scheme: FP8_DYNAMIC}]\n"
         f"validate: {{text: {text_files['heldout']}, tokens: 256, sequence_length: 64}}\n"
     )
     found = planned(recipe)
-    assert stages_of(found) == [("measure", None)] + [(s, a) for a in "ab" for s in ("quantize", "export", "validate")]
+    assert stages_of(found) == [("measure", None)] + [
+        (s, a) for a in "ab" for s in ("quantize", "export", "validate")
+    ]
     assert found["calibration"] == {"samples": 4, "sequence_length": 32, "observers": ["amax"]}
     assert found["stages"][0]["scratch"] >= 2 * 4 * 64 * 4 * 32
 
@@ -192,11 +237,23 @@ def model_with(heads, kv_heads, rows, columns):
     layer = Layer(index=0, prefix="", attention="", groups=groups)
     shapes = {"up.weight": (rows, 64), "down.weight": (64, columns)}
     infos = {
-        name: checkpoint_module.TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * shape[0] * shape[1])
+        name: checkpoint_module.TensorInfo(
+            name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * shape[0] * shape[1]
+        )
         for name, shape in shapes.items()
     }
-    sizes = {"hidden": 64, "between": 64, "vocabulary": 1, "head_dim": 1, "layers": (), "outside": 0, "head": (0, 0)}
-    return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(family=FAMILIES["llama"], layers=(layer,))
+    sizes = {
+        "hidden": 64,
+        "between": 64,
+        "vocabulary": 1,
+        "head_dim": 1,
+        "layers": (),
+        "outside": 0,
+        "head": (0, 0),
+    }
+    return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(
+        family=FAMILIES["llama"], layers=(layer,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +262,12 @@ def model_with(heads, kv_heads, rows, columns):
         ((8, 8, 64, 1024), "W4A16", 8, []),
         ((8, 2, 64, 1024), "W4A16", 8, []),  # two key heads are copied to eight cards
         ((8, 3, 64, 1024), "W4A16", 8, ["config.json: num_key_value_heads"]),
-        ((6, 6, 64, 1024), "FP8_DYNAMIC", 4, ["config.json: num_attention_heads", "config.json: num_key_value_heads"]),
+        (
+            (6, 6, 64, 1024),
+            "FP8_DYNAMIC",
+            4,
+            ["config.json: num_attention_heads", "config.json: num_key_value_heads"],
+        ),
         ((8, 8, 66, 1024), "FP8_DYNAMIC", 4, ["up"]),
         ((8, 8, 64, 1022), "FP8_DYNAMIC", 4, ["down"]),
         ((8, 8, 64, 512), "W4A16", 8, ["down"]),  # 64 columns a card, groups of 128
@@ -242,6 +304,8 @@ def test_a_group_size_is_that_of_every_scheme_with_groups(planned):
     model = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
     schemes = ("--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC")
     found, usual = planned(model, *schemes, "--group-size", "32"), planned(model, *schemes)
-    bits, before = ([artifact["bits_per_weight"] for artifact in told["artifacts"]] for told in (found, usual))
+    bits, before = (
+        [artifact["bits_per_weight"] for artifact in told["artifacts"]] for told in (found, usual)
+    )
     more = 16 / 32 - 16 / 128  # a bfloat16 scale for 32 weights instead of 128
     assert [a - b for a, b in zip(bits, before, strict=True)] == pytest.approx([more, more, 0])

@@ -29,10 +29,19 @@ def quantflow(*arguments: str | Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def ranks(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ranks(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What two processes measured, each every second sequence."""
     folder = tmp_path_factory.mktemp("ranks") / "measured"
-    calibration = ["--calibration", text_files["calibration"], "--samples", str(SAMPLES), "--sequence-length", "64"]
+    calibration = [
+        "--calibration",
+        text_files["calibration"],
+        "--samples",
+        str(SAMPLES),
+        "--sequence-length",
+        "64",
+    ]
     assert quantflow("measure", llama, "-o", folder, *calibration, "--ranks", "2") == 0
     return folder
 
@@ -45,11 +54,17 @@ def unified(ranks: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The same text measured by one rank, in this process."""
     folder = tmp_path_factory.mktemp("single") / "measured"
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
-    return measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration), QUIET)
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64
+    )
+    return measure.run(
+        measure.MeasureJob(model=llama, output=folder, calibration=calibration), QUIET
+    )
 
 
 def statistics(folder: Path) -> dict[str, Tensor]:
@@ -57,11 +72,16 @@ def statistics(folder: Path) -> dict[str, Tensor]:
 
 
 def test_the_ranks_share_the_sequences_alternately(ranks: Path) -> None:
-    found = [load_file(ranks / f"rank-00{rank}-of-002" / "calibration.safetensors")["indices"].tolist() for rank in (0, 1)]
+    found = [
+        load_file(ranks / f"rank-00{rank}-of-002" / "calibration.safetensors")["indices"].tolist()
+        for rank in (0, 1)
+    ]
     assert found == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
-def test_maxima_ranges_and_histograms_are_those_of_one_rank_bit_for_bit(unified: Path, single: Path) -> None:
+def test_maxima_ranges_and_histograms_are_those_of_one_rank_bit_for_bit(
+    unified: Path, single: Path
+) -> None:
     ours, expected = statistics(unified), statistics(single)
     assert sorted(ours) == sorted(expected)
     seen = set()
@@ -74,7 +94,9 @@ def test_maxima_ranges_and_histograms_are_those_of_one_rank_bit_for_bit(unified:
     assert seen == EXACT | SUMS
 
 
-def test_sums_are_those_of_one_rank_but_for_the_order_of_addition(unified: Path, single: Path) -> None:
+def test_sums_are_those_of_one_rank_but_for_the_order_of_addition(
+    unified: Path, single: Path
+) -> None:
     ours, expected = statistics(unified), statistics(single)
     keys = [key for key in expected if key.rpartition("|")[2] in SUMS]
     assert len(keys) == 14  # seven linears in each of two layers
@@ -84,14 +106,20 @@ def test_sums_are_those_of_one_rank_but_for_the_order_of_addition(unified: Path,
 
 
 def test_the_ranks_saw_different_text(ranks: Path) -> None:
-    first, second = (load_file(ranks / f"rank-00{rank}-of-002" / "statistics.safetensors") for rank in (0, 1))
+    first, second = (
+        load_file(ranks / f"rank-00{rank}-of-002" / "statistics.safetensors") for rank in (0, 1)
+    )
     assert not torch.equal(
-        first["model.layers.0.mlp.down_proj|input|abs_sum"], second["model.layers.0.mlp.down_proj|input|abs_sum"]
+        first["model.layers.0.mlp.down_proj|input|abs_sum"],
+        second["model.layers.0.mlp.down_proj|input|abs_sum"],
     )
 
 
 def test_the_sequences_are_back_in_the_order_of_one_rank(unified: Path, single: Path) -> None:
-    ours, expected = (load_file(folder / "rank-000-of-001" / "calibration.safetensors") for folder in (unified, single))
+    ours, expected = (
+        load_file(folder / "rank-000-of-001" / "calibration.safetensors")
+        for folder in (unified, single)
+    )
     assert ours["indices"].tolist() == list(range(SAMPLES))
     assert torch.equal(ours["lengths"], expected["lengths"])
     assert torch.equal(ours["tokens"], expected["tokens"])
@@ -99,16 +127,27 @@ def test_the_sequences_are_back_in_the_order_of_one_rank(unified: Path, single: 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_replicas_in_any_number_of_groups_are_one_rank(
-    llama: Path, text_files: dict[str, Path], single_with_hessians: dict[str, Tensor], tmp_path: Path, world: int
+    llama: Path,
+    text_files: dict[str, Path],
+    single_with_hessians: dict[str, Tensor],
+    tmp_path: Path,
+    world: int,
 ) -> None:
     for rank in range(world):  # what torchrun's processes run
-        measure._measure_rank(hessians(llama, text_files, tmp_path / "m"), QUIET, rank=rank, world=world)
+        measure._measure_rank(
+            hessians(llama, text_files, tmp_path / "m"), QUIET, rank=rank, world=world
+        )
     for groups in (1, 2, 4):
         if groups > world:
             continue
-        folder = unify.run(unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups), QUIET)
+        folder = unify.run(
+            unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups),
+            QUIET,
+        )
         if groups > 1:
-            folder = unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET)
+            folder = unify.run(
+                unify.UnifyJob(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET
+            )
         ours = statistics(folder)
         assert ours.keys() == single_with_hessians.keys()
         for key, value in single_with_hessians.items():
@@ -121,7 +160,9 @@ def test_replicas_in_any_number_of_groups_are_one_rank(
 
 
 def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.MeasureJob:
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64
+    )
     stats = (*measure.DEFAULT_STATS, "hessian")
     return measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=stats)
 
@@ -130,35 +171,56 @@ def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.
 def single_with_hessians(
     llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tensor]:
-    found = statistics(measure.run(hessians(llama, text_files, tmp_path_factory.mktemp("hessians")), QUIET))
+    found = statistics(
+        measure.run(hessians(llama, text_files, tmp_path_factory.mktemp("hessians")), QUIET)
+    )
     assert sum(key.endswith("hessian_sum") for key in found) == 14
     return found
 
 
-def test_keys_and_values_are_measured_in_the_cache_alone_so_nothing_is_made_to_agree_afterwards(unified: Path) -> None:
+def test_keys_and_values_are_measured_in_the_cache_alone_so_nothing_is_made_to_agree_afterwards(
+    unified: Path,
+) -> None:
     """Operands of attention that are measured beside the cache have scales of their own, until a script copies them.
 
     Queries are in no cache, so theirs are measured where attention takes them.
     """
-    sites = {key.split("|")[1] for key in statistics(unified) if key.startswith("model.layers.0.self_attn|")}
+    sites = {
+        key.split("|")[1]
+        for key in statistics(unified)
+        if key.startswith("model.layers.0.self_attn|")
+    }
     assert sites == {"k_cache", "v_cache", "query", "k_heads", "v_heads"}
 
 
-@pytest.mark.parametrize("entry", [{"scheme": "FP8"}, {"scheme": "W8A8_STATIC"}], ids=lambda entry: entry["scheme"])
+@pytest.mark.parametrize(
+    "entry", [{"scheme": "FP8"}, {"scheme": "W8A8_STATIC"}], ids=lambda entry: entry["scheme"]
+)
 def test_what_is_quantized_from_either_is_the_same(
     entry: dict[str, str], llama: Path, unified: Path, single: Path, tmp_path: Path
 ) -> None:
     written = []
     for index, folder in enumerate((unified, single)):
         output = tmp_path / str(index)
-        job = quantize.QuantizeJob(model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder)
+        job = quantize.QuantizeJob(
+            model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder
+        )
         quantize.run(job, QUIET)
-        written.append([(output / "layers" / f"0000{layer}.safetensors").read_bytes() for layer in (0, 1)])
+        written.append(
+            [(output / "layers" / f"0000{layer}.safetensors").read_bytes() for layer in (0, 1)]
+        )
     assert written[0] == written[1]
 
 
-def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama: Path, ranks: Path, tmp_path: Path) -> None:
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=Quantize(name="x", scheme="FP8"), measurement=ranks)
+def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(
+    llama: Path, ranks: Path, tmp_path: Path
+) -> None:
+    job = quantize.QuantizeJob(
+        model=llama,
+        output=tmp_path / "out",
+        entry=Quantize(name="x", scheme="FP8"),
+        measurement=ranks,
+    )
     with pytest.raises(QuantflowError, match="2 ranks") as caught:
         quantize.run(job, QUIET)
     assert caught.value.exit_code == 3
@@ -177,8 +239,13 @@ def test_as_many_ranks_quantize_from_the_measurement_of_two_as_from_what_unify_m
         paths = sorted((tmp_path / "one" / f"rank-00{rank}-of-002").rglob("*.safetensors"))
         assert len(paths) == 2
         for path in paths:
-            assert (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
-    records = [(tmp_path / name / "rank-000-of-002" / "quantize.json").read_bytes() for name in ("one", "two")]
+            assert (
+                tmp_path / "two" / path.relative_to(tmp_path / "one")
+            ).read_bytes() == path.read_bytes()
+    records = [
+        (tmp_path / name / "rank-000-of-002" / "quantize.json").read_bytes()
+        for name in ("one", "two")
+    ]
     assert records[0] == records[1]
     assert quantflow("unify", "-m", tmp_path / "two", "-o", tmp_path / "whole") == 0
 
@@ -186,15 +253,33 @@ def test_as_many_ranks_quantize_from_the_measurement_of_two_as_from_what_unify_m
 def test_a_measurement_of_another_number_of_ranks_is_refused_with_both(
     llama: Path, ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "FP8", "--ranks", "4", "--measurement", ranks)
+    line = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "out",
+        "--scheme",
+        "FP8",
+        "--ranks",
+        "4",
+        "--measurement",
+        ranks,
+    )
     assert quantflow(*line) == 3
     assert "holds 2 ranks, quantize reads one or, with --ranks 4, 4" in capsys.readouterr().err
 
 
-def test_finished_ranks_are_left_alone(llama: Path, ranks: Path, text_files: dict[str, Path]) -> None:
+def test_finished_ranks_are_left_alone(
+    llama: Path, ranks: Path, text_files: dict[str, Path]
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")}
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
-    measure.run(measure.MeasureJob(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET)  # starts no torchrun
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64
+    )
+    # starts no torchrun
+    measure.run(
+        measure.MeasureJob(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET
+    )
     assert {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")} == before
 
 

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_commands_about_gaudi_run_as_printed(tmp_path):
-    section = re.search(r"\n## On the example model\n(.*?)\n## ", (ROOT / "docs/gaudi.md").read_text(), re.DOTALL)[1]
+    section = re.search(
+        r"\n## On the example model\n(.*?)\n## ", (ROOT / "docs/gaudi.md").read_text(), re.DOTALL
+    )[1]
     blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     commands = [block for block in blocks if "quantflow " in block]
     (shown,) = [block for block in blocks if block not in commands]
@@ -29,9 +31,20 @@ def test_the_commands_about_gaudi_run_as_printed(tmp_path):
     ):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     script = "set -e\n" + "".join(commands)
-    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     assert shown in result.stdout
     assert (tmp_path / "work" / "artifact" / "quantflow.json").exists()

@@ -52,7 +52,9 @@ def asked(monkeypatch):
         return "prompt", f"{Path(artifact).name} says\n{len(names)}"
 
     monkeypatch.setattr(api, "sample_text", sample_text)
-    monkeypatch.setattr(run_summary, "read_manifest", lambda path: {"digest": (path / "digest").read_text()})
+    monkeypatch.setattr(
+        run_summary, "read_manifest", lambda path: {"digest": (path / "digest").read_text()}
+    )
     return names
 
 
@@ -60,7 +62,12 @@ def test_seconds_stand_by_stage_and_artifact_with_their_sums(monkeypatch):
     moments = iter([0.0, 2.0, 10.0, 11.5, 20.0, 20.5, 30.0, 34.0])
     monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     times = StageTimes()
-    for stage, of in (("measure", ()), ("quantize", ("int4",)), ("export", ("int4",)), ("quantize", ("fp8-long",))):
+    for stage, of in (
+        ("measure", ()),
+        ("quantize", ("int4",)),
+        ("export", ("int4",)),
+        ("quantize", ("fp8-long",)),
+    ):
         with times.timing(stage, *of):
             pass
     assert times.table().splitlines() == [
@@ -99,7 +106,10 @@ def test_texts_are_lines_after_the_end_of_the_prompt(finished, asked):
     recipe, folder = finished
     assert texts(folder, ["a", "b"]) == ""
     write_texts(recipe, folder, StageTimes(), Said())
-    assert texts(folder, ["a", "b"]) == '\nprompt  "prompt"\na       "a says\\n1"\nb       "b says\\n2"'
+    assert (
+        texts(folder, ["a", "b"])
+        == '\nprompt  "prompt"\na       "a says\\n1"\nb       "b says\\n2"'
+    )
     path = folder / "5-validate" / "texts.json"
     kept = json.loads(path.read_text())
     path.write_text(json.dumps({"a": {**kept["a"], "prompt": "x" * 100}}))

@@ -53,7 +53,13 @@ def test_the_variable_of_the_queues_threshold_is_read(served, monkeypatch):
 
 def test_the_variables_of_gaudis_profiler_are_read(served, monkeypatch, tmp_path):
     assert served().profile_steps == 0
-    values = {"STEP": "3", "WAITSTEP": "2", "WARMUPSTEP": "1", "PATH": str(tmp_path), "RECORD_SHAPES": "true"}
+    values = {
+        "STEP": "3",
+        "WAITSTEP": "2",
+        "WARMUPSTEP": "1",
+        "PATH": str(tmp_path),
+        "RECORD_SHAPES": "true",
+    }
     for name, value in values.items():
         monkeypatch.setenv(f"PROF_{name}", value)
     job = served()
@@ -66,17 +72,24 @@ def test_older_names_of_limits_are_read_and_said(served, capsys):
     job = served("--max-prefill-total-tokens", "99", "--max-input-length", "11")
     assert (job.limits.max_batch_prefill_tokens, job.limits.max_input_tokens) == (99, 11)
     assert job.origins["max_batch_prefill_tokens"] == "--max-prefill-total-tokens"
-    assert "--max-prefill-total-tokens is read as --max-batch-prefill-tokens" in capsys.readouterr().err
+    assert (
+        "--max-prefill-total-tokens is read as --max-batch-prefill-tokens"
+        in capsys.readouterr().err
+    )
     served("--max-prefill-total-tokens", "99", "--max-batch-prefill-tokens", "98", code=2)
-    assert "--max-prefill-total-tokens 99 beside --max-batch-prefill-tokens 98; give one" in capsys.readouterr().err.replace(
-        "\n  fix: ", "; "
+    assert (
+        "--max-prefill-total-tokens 99 beside --max-batch-prefill-tokens 98; give one"
+        in capsys.readouterr().err.replace("\n  fix: ", "; ")
     )
 
 
 def test_a_variable_that_is_not_read_is_said_at_the_start(served, monkeypatch, capsys):
     monkeypatch.setenv("BATCH_BUCKET_SIZE", "16")
     served()
-    assert "BATCH_BUCKET_SIZE=16 is not read: batches and prompts are not padded to a size" in capsys.readouterr().err
+    assert (
+        "BATCH_BUCKET_SIZE=16 is not read: batches and prompts are not padded to a size"
+        in capsys.readouterr().err
+    )
 
 
 def test_memory_for_keys_and_values_is_a_size_or_a_share_of_what_is_free(served, monkeypatch):

@@ -18,7 +18,18 @@ def artifact(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
-        words = ["quantize", llama, "-o", folder / "a", "--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32"]
+        words = [
+            "quantize",
+            llama,
+            "-o",
+            folder / "a",
+            "--scheme",
+            "W4A16",
+            "--algorithm",
+            "rtn",
+            "--group-size",
+            "32",
+        ]
         assert exit_code(cli, list(map(str, words))) == 0
     return folder / "a"
 
@@ -34,8 +45,25 @@ def no_network(monkeypatch):
 @pytest.fixture
 def validate(artifact, llama, text_files, tmp_path, capsys):
     def run(*options):
-        words = ["validate", artifact, "--baseline", llama, "--text", text_files["heldout"], "--tokens", "600"]
-        words += ["--sequence-length", "64", "--report", tmp_path / "report", "--allow-inconclusive", "-q", *options]
+        words = [
+            "validate",
+            artifact,
+            "--baseline",
+            llama,
+            "--text",
+            text_files["heldout"],
+            "--tokens",
+            "600",
+        ]
+        words += [
+            "--sequence-length",
+            "64",
+            "--report",
+            tmp_path / "report",
+            "--allow-inconclusive",
+            "-q",
+            *options,
+        ]
         code = exit_code(cli, list(map(str, words)))
         return code, capsys.readouterr()
 
@@ -45,21 +73,31 @@ def validate(artifact, llama, text_files, tmp_path, capsys):
 def write_task(folder, rows):
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "own.yaml").write_text(
-        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: own.jsonl}}\ntest_split: test\n"
-        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{c}}"\ndoc_to_target: 0\n'
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: "
+        "own.jsonl}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: '
+        '"{{c}}"\ndoc_to_target: 0\n'
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     return folder / "own.yaml"
 
 
 def test_a_task_of_a_yaml_and_json_lines_is_asked_without_a_network(validate, tmp_path):
-    task = write_task(tmp_path, [{"q": "value", "c": [" scale", " round"]}, {"q": "group", "c": [" layer", " token"]}] * 2)
-    code, printed = validate("--tasks", f"{task},small_piqa", "--limit", "3", "-o", tmp_path / "out.json")
+    task = write_task(
+        tmp_path,
+        [{"q": "value", "c": [" scale", " round"]}, {"q": "group", "c": [" layer", " token"]}] * 2,
+    )
+    code, printed = validate(
+        "--tasks", f"{task},small_piqa", "--limit", "3", "-o", tmp_path / "out.json"
+    )
     assert code in (0, 4)  # the gate's
     rows = [line for line in printed.out.splitlines() if line.startswith(("own", "small_piqa"))]
     assert len(rows) == 2 and all(" 3 " in row for row in rows)
     theirs = json.loads((tmp_path / "out.json").read_text())
-    assert theirs["n-samples"] == {"own": {"original": 4, "effective": 3}, "small_piqa": {"original": 16, "effective": 3}}
+    assert theirs["n-samples"] == {
+        "own": {"original": 4, "effective": 3},
+        "small_piqa": {"original": 16, "effective": 3},
+    }
     record = json.loads((tmp_path / "report" / "validation.json").read_text())["tasks"]
     assert record["protocol"]["limit"] == 3 and record["protocol"]["bos"] in (True, False)
     assert record["scores"]["own"]["artifact"] == theirs["results"]["own"]["acc,none"]
@@ -70,7 +108,11 @@ def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path,
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     empty = write_task(tmp_path, [])
-    bombs = {"deep": "task: " + "[" * 100_000, "alias": "a: &a [x]\nb: &b [*a, *a]\ntask: [*b, *b]\n", "large": "#" * (2 << 20)}
+    bombs = {
+        "deep": "task: " + "[" * 100_000,
+        "alias": "a: &a [x]\nb: &b [*a, *a]\ntask: [*b, *b]\n",
+        "large": "#" * (2 << 20),
+    }
     for name, text in bombs.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     os.mkfifo(tmp_path / "pipe.yaml")
@@ -106,7 +148,9 @@ def test_ranks_that_somebodys_torchrun_started_do_not_validate_all_at_once(valid
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_models_leave_the_files_that_one_process_leaves(validate, tmp_path, monkeypatch):
+def test_ranks_that_share_the_models_leave_the_files_that_one_process_leaves(
+    validate, tmp_path, monkeypatch
+):
     worlds, launch = [], rank_processes.launch
 
     def counted(verb, job, *, ranks, **words):
@@ -116,7 +160,9 @@ def test_ranks_that_share_the_models_leave_the_files_that_one_process_leaves(val
     monkeypatch.setattr(rank_processes, "launch", counted)
     found = []
     for more in ((), ("--ranks", "2")):
-        code, _ = validate("--tasks", "small_piqa", "--limit", "4", "-o", tmp_path / "out.json", *more)
+        code, _ = validate(
+            "--tasks", "small_piqa", "--limit", "4", "-o", tmp_path / "out.json", *more
+        )
         files = [tmp_path / "out.json", *sorted((tmp_path / "report").glob("*.json"))]
         found.append((code, {path.name: path.read_bytes() for path in files}))
         for folder in ("report", "validation-cache"):  # so that both models are asked again

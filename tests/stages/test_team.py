@@ -29,8 +29,9 @@ GPTQ = {"scheme": "W4A16", "group_size": 8}
 SAMPLES = 5
 Ranks = Callable[..., list[int]]
 
-# Imports what a rank needs, once, and forks the ranks that it is told to start; as `launch`, it ends those that are left
-# soon after one has failed. A rank that `dies` is killed when it is about to keep what enters that layer.
+# Imports what a rank needs, once, and forks the ranks that it is told to start; as `launch`, it
+# ends those that are left soon after one has failed. A rank that `dies` is killed when it is about
+# to keep what enters that layer.
 SERVER = """
 import json, os, signal, sys, time
 import torch
@@ -74,22 +75,38 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def ranks(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(
+    model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
     """Return a function that quantizes with N processes and returns how each ended, and how it says what went wrong."""
     log = tmp_path_factory.mktemp("server") / "stderr"
     with (
         log.open("w") as told,
         subprocess.Popen(
-            [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
         ) as server,
     ):
         assert server.stdin is not None and server.stdout is not None
 
         def run(
-            output: Path, recipe: dict, *, world: int, dies: tuple[int, int] | None = None, of=(model, measurement)
+            output: Path,
+            recipe: dict,
+            *,
+            world: int,
+            dies: tuple[int, int] | None = None,
+            of=(model, measurement),
         ) -> list[int]:
             folder = str(tmp_path_factory.mktemp("private"))
-            order = {"world": world, "folder": folder, "dies": dies, "arguments": command(*of, output, recipe, world)}
+            order = {
+                "world": world,
+                "folder": folder,
+                "dies": dies,
+                "arguments": command(*of, output, recipe, world),
+            }
             server.stdin.write(json.dumps(order) + "\n")
             server.stdin.flush()
             codes = json.loads(server.stdout.readline() or "null")
@@ -103,7 +120,18 @@ def ranks(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFacto
 def command(model: Path, measurement: Path, output: Path, recipe: dict, world: int) -> list[str]:
     """Return what stands after `quantflow`."""
     settings = [f"--set=quantize.0.{key}={json.dumps(value)}" for key, value in recipe.items()]
-    words = ["quantize", model, "-o", output, "--measurement", measurement, "--ranks", world, "--name", "x"]
+    words = [
+        "quantize",
+        model,
+        "-o",
+        output,
+        "--measurement",
+        measurement,
+        "--ranks",
+        world,
+        "--name",
+        "x",
+    ]
     return [*map(str, words), "--scheme", recipe["scheme"], *settings]
 
 
@@ -114,7 +142,9 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    made = LlamaForCausalLM(LlamaConfig(**shape, **heads, initializer_range=0.1, attention_bias=True, mlp_bias=True))
+    made = LlamaForCausalLM(
+        LlamaConfig(**shape, **heads, initializer_range=0.1, attention_bias=True, mlp_bias=True)
+    )
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name.endswith("bias"):
@@ -126,7 +156,9 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measurement(model: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measurement(
+    model: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Five sequences of two lengths."""
     folder = tmp_path_factory.mktemp("measured") / "m"
     text = folder.parent / "text.jsonl"
@@ -134,24 +166,36 @@ def measurement(model: Path, text_files: dict[str, Path], tmp_path_factory: pyte
     short = json.dumps({"text": json.loads(lines[0])["text"][:40]})
     text.write_text("\n".join([*lines[1:3], short, *lines[3:]][:SAMPLES]) + "\n")
     calibration = Calibration(source=str(text), samples=SAMPLES, sequence_length=48)
-    measured = measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
-    lengths = safetensors.torch.load_file(measured / "rank-000-of-001" / "calibration.safetensors")["lengths"].tolist()
+    measured = measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
+    )
+    lengths = safetensors.torch.load_file(measured / "rank-000-of-001" / "calibration.safetensors")[
+        "lengths"
+    ].tolist()
     assert len(lengths) == SAMPLES and len(set(lengths)) == 2
     return measured
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict], Path]:
+def alone(
+    model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[dict], Path]:
     """Return a function that returns what one process quantizes, made once."""
     made: dict[str, Path] = {}
 
     def run(recipe: dict) -> Path:
         key = json.dumps(recipe)
         if key not in made:
-            values = {name: tuple(value) if isinstance(value, list) else value for name, value in recipe.items()}
+            values = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in recipe.items()
+            }
             entry, output = Quantize(name="x", **values), tmp_path_factory.mktemp("alone") / "whole"
             made[key] = quantize.run(
-                quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement), QUIET
+                quantize.QuantizeJob(
+                    model=model, output=output, entry=entry, measurement=measurement
+                ),
+                QUIET,
             )
         return made[key]
 
@@ -181,7 +225,9 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith(".") and path.name not in ("DONE.json", "joined.json")
+        if path.is_file()
+        and not path.name.startswith(".")
+        and path.name not in ("DONE.json", "joined.json")
     }
 
 
@@ -194,7 +240,8 @@ def inputs(folder: Path) -> dict:
 )  # eight: more than sequences, and than groups
 def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards, tmp_path, world):
     made = together(shards(world), tmp_path / "made")
-    assert len(hashes(made)) == 9  # three layers, their records, quantize.json, the canary and its hashes
+    # three layers, their records, quantize.json, the canary and its hashes
+    assert len(hashes(made)) == 9
     assert hashes(made) == hashes(alone(GPTQ)) and inputs(made) == inputs(alone(GPTQ))
 
 
@@ -204,14 +251,34 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
         pytest.param({"scheme": "W8A8"}, 2, id="smoothquant"),
         pytest.param({"scheme": "W8A8_STATIC"}, 4, id="static", marks=pytest.mark.slow),
         pytest.param(
-            {"scheme": "W4A16_ASYM", "group_size": 16, "quantized_inputs": True}, 2, id="asymmetric-on-quantized-inputs"
+            {"scheme": "W4A16_ASYM", "group_size": 16, "quantized_inputs": True},
+            2,
+            id="asymmetric-on-quantized-inputs",
         ),
         pytest.param(
-            {"scheme": "W4A16", "group_size": 16, "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"]}, 4, id="ignored"
+            {
+                "scheme": "W4A16",
+                "group_size": 16,
+                "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"],
+            },
+            4,
+            id="ignored",
         ),
-        pytest.param({"scheme": "W8A8", "algorithm": "gptq"}, 2, id="smoothquant-and-gptq", marks=pytest.mark.slow),
-        pytest.param({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4, id="per-tensor"),
-        pytest.param({"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"}, 2, id="hqq", marks=pytest.mark.slow),
+        pytest.param(
+            {"scheme": "W8A8", "algorithm": "gptq"},
+            2,
+            id="smoothquant-and-gptq",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4, id="per-tensor"
+        ),
+        pytest.param(
+            {"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"},
+            2,
+            id="hqq",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"scheme": "W4A16", "group_size": 16, "transforms": [{"awq": {"clip": True}}]},
             2,
@@ -226,19 +293,32 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
         ),
     ],
 )
-def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks, tmp_path, recipe, world):
+def test_every_plan_that_runs_the_model_is_what_one_process_writes(
+    alone, ranks, tmp_path, recipe, world
+):
     ranks(tmp_path / "shards", recipe, world=world)
     made = together(tmp_path / "shards", tmp_path / "made")
     assert hashes(made) == hashes(alone(recipe)) and inputs(made) == inputs(alone(recipe))
 
 
-def test_a_family_whose_queries_keys_and_values_are_one_linear(family_model, ranks, text_files, tmp_path):
+def test_a_family_whose_queries_keys_and_values_are_one_linear(
+    family_model, ranks, text_files, tmp_path
+):
     neox, recipe = family_model("gpt_neox"), {"scheme": "W4A16", "group_size": 16}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
-    measured = measure.run(measure.MeasureJob(model=neox, output=tmp_path / "m", calibration=calibration), QUIET)
-    job = quantize.QuantizeJob(model=neox, output=tmp_path / "whole", entry=Quantize(name="x", **recipe), measurement=measured)
+    measured = measure.run(
+        measure.MeasureJob(model=neox, output=tmp_path / "m", calibration=calibration), QUIET
+    )
+    job = quantize.QuantizeJob(
+        model=neox,
+        output=tmp_path / "whole",
+        entry=Quantize(name="x", **recipe),
+        measurement=measured,
+    )
     ranks(tmp_path / "shards", recipe, world=2, of=(neox, measured))
-    assert hashes(together(tmp_path / "shards", tmp_path / "made")) == hashes(quantize.run(job, QUIET))
+    assert hashes(together(tmp_path / "shards", tmp_path / "made")) == hashes(
+        quantize.run(job, QUIET)
+    )
 
 
 def test_the_unified_shards_are_exported_with_the_proof_of_the_canary(shards, tmp_path):
@@ -266,16 +346,31 @@ def test_four_shards_become_two_of_a_smaller_world(shards, alone, tmp_path):
 def test_a_shard_holds_its_part_of_every_tensor(shards, alone):
     layer = "model.layers.1"
     whole = safetensors.torch.load_file(alone(GPTQ) / "layers" / "00001.safetensors")
-    part = safetensors.torch.load_file(shards(4) / "rank-002-of-004" / "layers" / "00001.safetensors")
+    part = safetensors.torch.load_file(
+        shards(4) / "rank-002-of-004" / "layers" / "00001.safetensors"
+    )
     assert part.keys() == whole.keys()
     columns = part[f"{layer}.mlp.down_proj.weight_packed"]
-    assert torch.equal(columns, whole[f"{layer}.mlp.down_proj.weight_packed"][:, 8:12])  # 32 of 128 columns, eight a word
-    assert torch.equal(part[f"{layer}.mlp.down_proj.weight_scale"], whole[f"{layer}.mlp.down_proj.weight_scale"][:, 8:12])
+    # 32 of 128 columns, eight a word
+    assert torch.equal(columns, whole[f"{layer}.mlp.down_proj.weight_packed"][:, 8:12])
+    assert torch.equal(
+        part[f"{layer}.mlp.down_proj.weight_scale"],
+        whole[f"{layer}.mlp.down_proj.weight_scale"][:, 8:12],
+    )
     assert part[f"{layer}.mlp.down_proj.weight_shape"].tolist() == [64, 32]
-    assert torch.equal(part[f"{layer}.self_attn.q_proj.weight_packed"], whole[f"{layer}.self_attn.q_proj.weight_packed"][32:48])
-    assert torch.equal(part[f"{layer}.self_attn.q_proj.bias"], whole[f"{layer}.self_attn.q_proj.bias"][32:48])
-    assert torch.equal(part[f"{layer}.self_attn.k_proj.bias"], whole[f"{layer}.self_attn.k_proj.bias"][8:])
-    assert torch.equal(part[f"{layer}.self_attn.o_proj.bias"], whole[f"{layer}.self_attn.o_proj.bias"])
+    assert torch.equal(
+        part[f"{layer}.self_attn.q_proj.weight_packed"],
+        whole[f"{layer}.self_attn.q_proj.weight_packed"][32:48],
+    )
+    assert torch.equal(
+        part[f"{layer}.self_attn.q_proj.bias"], whole[f"{layer}.self_attn.q_proj.bias"][32:48]
+    )
+    assert torch.equal(
+        part[f"{layer}.self_attn.k_proj.bias"], whole[f"{layer}.self_attn.k_proj.bias"][8:]
+    )
+    assert torch.equal(
+        part[f"{layer}.self_attn.o_proj.bias"], whole[f"{layer}.self_attn.o_proj.bias"]
+    )
     record = json.loads((shards(4) / "rank-002-of-004" / "layers" / "00001.json").read_text())
     expected = json.loads((alone(GPTQ) / "layers" / "00001.json").read_text())
     assert (
@@ -288,11 +383,20 @@ def test_a_shard_holds_its_part_of_every_tensor(shards, alone):
 
 
 def test_the_report_says_how_each_linear_was_joined(shards, tmp_path):
-    rows = {row["linear"]: row for row in unify.summary(together(shards(4), tmp_path / "made"))["joined"]}
+    rows = {
+        row["linear"]: row
+        for row in unify.summary(together(shards(4), tmp_path / "made"))["joined"]
+    }
     assert len(rows) == 21
-    down = {"linear": "model.layers.0.mlp.down_proj", "joined": "columns side by side", "cards": 4, "channels": 64}
+    down = {
+        "linear": "model.layers.0.mlp.down_proj",
+        "joined": "columns side by side",
+        "cards": 4,
+        "channels": 64,
+    }
     assert rows["model.layers.0.mlp.down_proj"] == {**down, "requantized": 0}
-    assert rows["model.layers.2.self_attn.k_proj"]["cards"] == 2  # each of two heads is on two cards
+    # each of two heads is on two cards
+    assert rows["model.layers.2.self_attn.k_proj"]["cards"] == 2
 
 
 @pytest.mark.parametrize(
@@ -301,16 +405,28 @@ def test_the_report_says_how_each_linear_was_joined(shards, tmp_path):
         pytest.param(GPTQ, (1, 0), 0, id="before-the-first-layer", marks=pytest.mark.slow),
         pytest.param(GPTQ, (1, 1), 0, id="in-the-first-layer", marks=pytest.mark.slow),
         pytest.param(GPTQ, (0, 2), 1, id="in-the-second-layer"),
-        pytest.param({**GPTQ, "quantized_inputs": True}, (0, 2), 1, id="on-quantized-inputs", marks=pytest.mark.slow),
+        pytest.param(
+            {**GPTQ, "quantized_inputs": True},
+            (0, 2),
+            1,
+            id="on-quantized-inputs",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_rank_that_dies_ends_the_others_and_the_same_command_continues(alone, ranks, tmp_path, recipe, dies, starts):
+def test_a_rank_that_dies_ends_the_others_and_the_same_command_continues(
+    alone, ranks, tmp_path, recipe, dies, starts
+):
     output = tmp_path / "shards"
     codes = ranks(output, recipe, world=2, dies=dies)
     assert codes[dies[0]] == -signal.SIGKILL and codes[1 - dies[0]] != 0
     assert not list(output.glob("*/DONE.json"))
-    for rank, count in ((0, 4), (1, 3)) if starts else ():  # of five sequences every second one, and the canary
-        (kept,) = {len(json.loads(path.read_text())["shapes"]) for path in output.glob(f".rank-00{rank}-of-002.hidden/*.json")}
+    # of five sequences every second one, and the canary
+    for rank, count in ((0, 4), (1, 3)) if starts else ():
+        (kept,) = {
+            len(json.loads(path.read_text())["shapes"])
+            for path in output.glob(f".rank-00{rank}-of-002.hidden/*.json")
+        }
         assert kept == count
     first = [path for path in sorted(output.glob("*/layers/*.json")) if int(path.stem) < starts]
     written = {path: path.stat().st_mtime_ns for path in first}
@@ -349,11 +465,15 @@ def test_cards_that_computed_something_else_are_refused(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
+def test_a_killed_rank_is_named_and_the_same_command_line_continues(
+    model, measurement, alone, tmp_path
+):
     output = tmp_path / "shards"
     line = [sys.executable, "-m", "quantflow", *command(model, measurement, output, GPTQ, 2)]
     lock, hidden = output / ".rank-001-of-002.lock", output / ".rank-001-of-002.hidden"
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         while process.poll() is None and not (hidden / "00000.json").exists():
             time.sleep(0.001)
         os.kill(int(lock.read_text()), signal.SIGKILL)

@@ -33,8 +33,9 @@ SAMPLES = 6
 SUMS = {"abs_sum", "hessian_sum"}
 STATS = "amax,channel_amax,min_max,mean_abs,histogram"
 PATIENCE = 20  # seconds in which the ranks of a killed one have to end
-# What every card computes as one rank does: weights, and what enters the first layer. A share of the outputs may come from
-# another kernel than all of them, and later layers from sums over the cards.
+# What every card computes as one rank does: weights, and what enters the first layer. A share of
+# the outputs may come from another kernel than all of them, and later layers from sums over the
+# cards.
 UNTOUCHED = re.compile(r".*\|weight\|.*|model\.layers\.0\.self_attn\.[qkv]_proj\|input\|.*")
 
 
@@ -43,7 +44,9 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def quantflow(*arguments: str | Path) -> str:
-    result = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run(
+        command(*arguments), capture_output=True, text=True, check=False, timeout=600
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -55,7 +58,9 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 128}
-    config = LlamaConfig(**shape, **heads, bos_token_id=0, eos_token_id=1, initializer_range=0.1, attention_bias=True)
+    config = LlamaConfig(
+        **shape, **heads, bos_token_id=0, eos_token_id=1, initializer_range=0.1, attention_bias=True
+    )
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -69,19 +74,33 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(text_files: dict[str, Path]) -> list[str]:
-    return ["--calibration", str(text_files["calibration"]), "--samples", str(SAMPLES), "--sequence-length", "48"]
+    return [
+        "--calibration",
+        str(text_files["calibration"]),
+        "--samples",
+        str(SAMPLES),
+        "--sequence-length",
+        "48",
+    ]
 
 
 def alone(model: Path, text_files: dict[str, Path], folder: Path, stats: str) -> Path:
     """Measure with one rank, in this process."""
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
+    )
     return measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration, stats=tuple(stats.split(","))), QUIET
+        measure.MeasureJob(
+            model=model, output=folder, calibration=calibration, stats=tuple(stats.split(","))
+        ),
+        QUIET,
     )
 
 
 @pytest.fixture(scope="module")
-def single_folder(model: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single_folder(
+    model: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """What one rank measures."""
     return alone(model, text_files, tmp_path_factory.mktemp("single"), STATS)
 
@@ -93,14 +112,28 @@ def single(single_folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def measured(model: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+def measured(
+    model: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, int], Path]:
     """Return the folder of a world of ranks of which `tp` share a model, measured on first use."""
     made: dict[tuple[int, int], Path] = {}
 
     def ranks(world: int, tp: int) -> Path:
         if (world, tp) not in made:
             folder = tmp_path_factory.mktemp(f"ranks-{world}-{tp}") / "measured"
-            quantflow("measure", model, "-o", folder, *options, "--stats", STATS, "--ranks", str(world), "--tp", str(tp))
+            quantflow(
+                "measure",
+                model,
+                "-o",
+                folder,
+                *options,
+                "--stats",
+                STATS,
+                "--ranks",
+                str(world),
+                "--tp",
+                str(tp),
+            )
             made[world, tp] = folder
         return made[world, tp]
 
@@ -124,14 +157,22 @@ def compare(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             assert ours[key].sum() == value.sum(), key
             assert (ours[key] - value).abs().sum() <= 2e-3 * value.sum(), key
         else:
-            torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(
+                ours[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            )
 
 
 def unified(folder: Path, groups: int, work: Path) -> Path:
     """Unify ranks into so many groups, and where these are several, the groups into one."""
-    fewer = unify.run(unify.UnifyJob(measurement=folder, output=work / "fewer", ranks=groups), QUIET)
+    fewer = unify.run(
+        unify.UnifyJob(measurement=folder, output=work / "fewer", ranks=groups), QUIET
+    )
     assert len(list(fewer.glob("rank-*"))) == groups
-    return fewer if groups == 1 else unify.run(unify.UnifyJob(measurement=fewer, output=work / "one"), QUIET)
+    return (
+        fewer
+        if groups == 1
+        else unify.run(unify.UnifyJob(measurement=fewer, output=work / "one"), QUIET)
+    )
 
 
 @pytest.mark.slow
@@ -144,11 +185,23 @@ def test_ranks_that_share_a_model_see_what_one_rank_sees(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "tp"), [(4, 2), *(pytest.param(*larger, marks=pytest.mark.sweep) for larger in ((4, 4), (8, 8), (8, 4), (8, 2)))]
+    ("world", "tp"),
+    [
+        (4, 2),
+        *(
+            pytest.param(*larger, marks=pytest.mark.sweep)
+            for larger in ((4, 4), (8, 8), (8, 4), (8, 2))
+        ),
+    ],
 )
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_larger_worlds_in_any_number_of_groups_do_too(
-    measured: Callable[[int, int], Path], single: dict[str, Tensor], tmp_path: Path, world: int, tp: int, groups: int
+    measured: Callable[[int, int], Path],
+    single: dict[str, Tensor],
+    tmp_path: Path,
+    world: int,
+    tp: int,
+    groups: int,
 ) -> None:
     compare(statistics(unified(measured(world, tp), groups, tmp_path)), single)
 
@@ -158,10 +211,27 @@ def test_hessians_of_what_every_card_sees_are_those_of_one_rank(
     model: Path, text_files: dict[str, Path], options: list[str], tmp_path: Path
 ) -> None:
     """Those of a row's input are on the cards in blocks, which unify refuses; they are left out here."""
-    quantflow("measure", model, "-o", tmp_path / "m", *options, "--stats", "amax,hessian", "--ranks", "4", "--tp", "2")
+    quantflow(
+        "measure",
+        model,
+        "-o",
+        tmp_path / "m",
+        *options,
+        "--stats",
+        "amax,hessian",
+        "--ranks",
+        "4",
+        "--tp",
+        "2",
+    )
     ranks = [read_measurement(folder) for folder in sorted((tmp_path / "m").glob("rank-*"))]
     blocks = re.compile(r".*(o_proj|down_proj)\|input\|(hessian_sum|count)")
-    whole = [replace(one, statistics={k: v for k, v in one.statistics.items() if not blocks.fullmatch(k)}) for one in ranks]
+    whole = [
+        replace(
+            one, statistics={k: v for k, v in one.statistics.items() if not blocks.fullmatch(k)}
+        )
+        for one in ranks
+    ]
     (merged,) = unify_measurements(whole, [[0, 1, 2, 3]])
     expected = statistics(alone(model, text_files, tmp_path / "single", "amax,hessian"))
     hessians = [key for key in merged.statistics if key.endswith("hessian_sum")]
@@ -169,7 +239,8 @@ def test_hessians_of_what_every_card_sees_are_those_of_one_rank(
     for key in hessians:
         assert (merged.statistics[key] - expected[key]).norm() <= 1e-6 * expected[key].norm(), key
         assert torch.equal(
-            merged.statistics[key.replace("hessian_sum", "count")], expected[key.replace("hessian_sum", "count")]
+            merged.statistics[key.replace("hessian_sum", "count")],
+            expected[key.replace("hessian_sum", "count")],
         )
 
 
@@ -181,7 +252,9 @@ def test_blocks_of_a_hessian_are_refused_by_name(measured: Callable[[int, int], 
         replace(one, statistics={**one.statistics, key: torch.eye(64)})
         for one in open_measurements({folder: read_meta(folder) for folder in folders})
     ]
-    with pytest.raises(StatisticsError, match=re.escape(f"{key}: each card has the products of its own channels")):
+    with pytest.raises(
+        StatisticsError, match=re.escape(f"{key}: each card has the products of its own channels")
+    ):
         unify_measurements(ranks, [[0, 1]])
 
 
@@ -190,10 +263,24 @@ def test_an_artifact_quantized_from_sharded_ranks_is_that_of_one_rank(
 ) -> None:
     """Scales are made once, of the merged maxima; merging scales of shares would have to quantize their weights again."""
     written = []
-    for name, measurement in (("ranks", unified(measured(2, 2), 1, tmp_path)), ("one", single_folder)):
+    for name, measurement in (
+        ("ranks", unified(measured(2, 2), 1, tmp_path)),
+        ("one", single_folder),
+    ):
         entry = Quantize(name=name, scheme="FP8")
-        quantize.run(quantize.QuantizeJob(model=model, output=tmp_path / name, entry=entry, measurement=measurement), QUIET)
-        written.append({k: v for path in sorted((tmp_path / name / "layers").glob("*.safetensors")) for k, v in load(path)})
+        quantize.run(
+            quantize.QuantizeJob(
+                model=model, output=tmp_path / name, entry=entry, measurement=measurement
+            ),
+            QUIET,
+        )
+        written.append(
+            {
+                k: v
+                for path in sorted((tmp_path / name / "layers").glob("*.safetensors"))
+                for k, v in load(path)
+            }
+        )
     ours, expected = written
     assert ours.keys() == expected.keys() and any("input" in key for key in ours)
     for key, value in expected.items():
@@ -209,20 +296,43 @@ def load(path: Path) -> list[tuple[str, Tensor]]:
 
 def test_a_rank_holds_its_slices_and_says_so(measured: Callable[[int, int], Path]) -> None:
     folder = measured(2, 2)
-    metas = [json.loads((folder / f"rank-00{rank}-of-002" / "measurement.json").read_text()) for rank in (0, 1)]
-    assert [meta["mesh"] for meta in metas] == [{"rank": rank, "world": 2, "tp": 2, "dp": 1, "ep": 1} for rank in (0, 1)]
-    query, down = (metas[1]["tensors"][f"model.layers.0.{name}"] for name in ("self_attn.q_proj", "mlp.down_proj"))
-    assert (query["kind"], query["offset"], query["length"], query["full_shape"]) == ("column", 32, 32, [64, 64])
-    assert (down["kind"], down["offset"], down["length"], down["full_shape"]) == ("row", 64, 64, [64, 128])
+    metas = [
+        json.loads((folder / f"rank-00{rank}-of-002" / "measurement.json").read_text())
+        for rank in (0, 1)
+    ]
+    assert [meta["mesh"] for meta in metas] == [
+        {"rank": rank, "world": 2, "tp": 2, "dp": 1, "ep": 1} for rank in (0, 1)
+    ]
+    query, down = (
+        metas[1]["tensors"][f"model.layers.0.{name}"]
+        for name in ("self_attn.q_proj", "mlp.down_proj")
+    )
+    assert (query["kind"], query["offset"], query["length"], query["full_shape"]) == (
+        "column",
+        32,
+        32,
+        [64, 64],
+    )
+    assert (down["kind"], down["offset"], down["length"], down["full_shape"]) == (
+        "row",
+        64,
+        64,
+        [64, 128],
+    )
     found = load_file(folder / "rank-001-of-002" / "statistics.safetensors")
     assert found["model.layers.0.mlp.down_proj|input|channel_amax"].shape == (64,)
     assert found["model.layers.0.self_attn.q_proj|input|channel_amax"].shape == (64,)
 
 
 @pytest.mark.slow
-def test_the_cards_of_a_replica_see_the_same_sequences(measured: Callable[[int, int], Path]) -> None:
+def test_the_cards_of_a_replica_see_the_same_sequences(
+    measured: Callable[[int, int], Path],
+) -> None:
     folder = measured(4, 2)
-    found = [load_file(folder / f"rank-00{rank}-of-004" / "calibration.safetensors")["indices"].tolist() for rank in range(4)]
+    found = [
+        load_file(folder / f"rank-00{rank}-of-004" / "calibration.safetensors")["indices"].tolist()
+        for rank in range(4)
+    ]
     assert found == [[0, 2, 4], [0, 2, 4], [1, 3, 5], [1, 3, 5]]
 
 
@@ -234,8 +344,12 @@ def test_the_cards_of_a_replica_see_the_same_sequences(measured: Callable[[int, 
 def test_a_world_that_does_not_divide_the_model_is_refused_before_anything_is_read(
     model: Path, text_files: dict[str, Path], tmp_path: Path, world: int, tp: int, message: str
 ) -> None:
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
-    job = measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, ranks=world, tp=tp)
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
+    )
+    job = measure.MeasureJob(
+        model=model, output=tmp_path / "m", calibration=calibration, ranks=world, tp=tp
+    )
     with pytest.raises(UsageError, match=re.escape(message)):
         measure.run(job, QUIET)
     assert not (tmp_path / "m").exists()
@@ -249,14 +363,20 @@ def test_ranks_that_are_not_those_of_the_launcher_are_refused(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES)
-    job = measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, ranks=4, trust_network=True)
+    job = measure.MeasureJob(
+        model=model, output=tmp_path / "m", calibration=calibration, ranks=4, trust_network=True
+    )
     with pytest.raises(UsageError, match="ranks=4, torchrun started 2"):
         measure.run(job, QUIET)
     assert not (tmp_path / "m").exists()
 
 
-def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(single_folder: Path, model: Path) -> None:
-    job = measure.MeasureJob(model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2)
+def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(
+    single_folder: Path, model: Path
+) -> None:
+    job = measure.MeasureJob(
+        model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2
+    )
     with pytest.raises(UsageError, match="rank-000-of-001: is not one of 2 ranks") as caught:
         measure.run(job, QUIET)
     assert caught.value.remedy == "give another -o, or remove that folder"
@@ -267,8 +387,12 @@ def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
 ) -> None:
     """Two that wrote the file at once would take each other's temporary file away."""
     time.sleep(0.2)  # hashes of younger files are not remembered
-    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
-    job = measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    calibration = Calibration(
+        source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
+    )
+    job = measure.MeasureJob(
+        model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",)
+    )
     measure._measure_rank(job, QUIET, rank=1, world=2)
     assert not (tmp_path / "m" / ".hashes.json").exists()
     measure._measure_rank(job, QUIET, rank=0, world=2)
@@ -283,8 +407,21 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one", "-m", "quantflow"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--local-addr=127.0.0.1",
+    ]
+    launcher += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={address}",
+        "--rdzv-id=one",
+        "-m",
+        "quantflow",
+    ]
     line = [
         *launcher,
         "measure",
@@ -298,7 +435,10 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
         "2",
         "--trust-network",
     ]
-    machines = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    machines = [
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         said = []
         for machine in machines:
@@ -315,7 +455,11 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.glob("rank-*/*") if path.name in measure.PARTS}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.glob("rank-*/*")
+        if path.name in measure.PARTS
+    }
 
 
 @pytest.mark.slow
@@ -323,13 +467,18 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_makes_what_is_missin
     model: Path, options: list[str], measured: Callable[[int, int], Path], tmp_path: Path
 ) -> None:
     folder, victim = tmp_path / "m", 3
-    line = command("measure", model, "-o", folder, *options, "--stats", STATS, "--ranks", "4", "--tp", "2")
+    line = command(
+        "measure", model, "-o", folder, *options, "--stats", STATS, "--ranks", "4", "--tp", "2"
+    )
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     began = kill_after_a_layer(victim, folder, process)
     _, told = process.communicate(timeout=60)
     assert time.monotonic() - began < PATIENCE
     assert process.returncode == 5, told
-    assert "error: rank 3 of 4 was ended by SIGKILL" in told and "the same command continues with what is missing" in told
+    assert (
+        "error: rank 3 of 4 was ended by SIGKILL" in told
+        and "the same command continues with what is missing" in told
+    )
     assert not list(folder.glob("rank-*")) or {path.name for path in folder.glob("rank-*")} <= {
         "rank-000-of-004",
         "rank-001-of-004",
@@ -337,8 +486,13 @@ def test_a_killed_rank_ends_the_others_and_the_same_command_makes_what_is_missin
     for path in folder.glob("rank-*"):
         read_measurement(path)
     made = {path: identity(path) for path in folder.rglob("*.safetensors")}
-    assert sum(path.parent.name == "layers" or path.name == "statistics.safetensors" for path in made) >= 4
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as again:
+    assert (
+        sum(path.parent.name == "layers" or path.name == "statistics.safetensors" for path in made)
+        >= 4
+    )
+    with subprocess.Popen(
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as again:
         while again.poll() is None:  # finished layers are there, unchanged, until their rank is
             for path, was in made.items():
                 assert identity(path) in (was, None), path
@@ -364,10 +518,16 @@ def kill_after_a_layer(victim: int, folder: Path, process: subprocess.Popen[str]
     works = [folder / f".rank-00{rank}-of-004.work" for rank in range(4)]
     pid = wait_for(lambda: process_of(victim, folder), process)
     wait_for(lambda: any((works[victim] / "hidden").glob("0000[1-9].json")), process)
-    os.kill(pid, signal.SIGSTOP)  # so that no rank of its replica can end before the others have come so far
+    # so that no rank of its replica can end before the others have come so far
+    os.kill(pid, signal.SIGSTOP)
     for rank, work in enumerate(works):
         done = folder / work.name.removeprefix(".").removesuffix(".work")
-        wait_for(lambda work=work, done=done: any((work / "hidden").glob("0000[1-9].json")) or done.exists(), process)
+        wait_for(
+            lambda work=work, done=done: (
+                any((work / "hidden").glob("0000[1-9].json")) or done.exists()
+            ),
+            process,
+        )
         assert rank < 2 or not done.exists()
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()

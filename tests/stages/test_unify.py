@@ -17,7 +17,13 @@ from safetensors.torch import load_file
 
 from quantflow.files.canonical import digest_of, readable_json
 from quantflow.measuring.merging.ranks import unify_each
-from quantflow.measuring.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
+from quantflow.measuring.record import (
+    Measurement,
+    open_measurements,
+    read_measurement,
+    read_meta,
+    write_measurement,
+)
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.unifying import unify
@@ -57,8 +63,20 @@ def refused(said):
 
 
 def meta(rank, *, tp, dp):
-    column = {"kind": "column", "axis": 0, "offset": 2 * (rank % tp), "length": 2, "full_shape": [2 * tp, 3]}
-    replicated = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [2, 3], "plan": "column"}
+    column = {
+        "kind": "column",
+        "axis": 0,
+        "offset": 2 * (rank % tp),
+        "length": 2,
+        "full_shape": [2 * tp, 3],
+    }
+    replicated = {
+        "kind": "replicated",
+        "axis": None,
+        "offset": 0,
+        "full_shape": [2, 3],
+        "plan": "column",
+    }
     return {
         "layout_version": 1,
         "kind": "measurement",
@@ -100,7 +118,9 @@ def ranks(folder, *, tp=1, dp=1, amax=()):
 
 
 def amax(folder, rank, world):
-    return load_file(folder / f"rank-{rank:03d}-of-{world:03d}" / "statistics.safetensors")[f"{NAME}|output|amax"].item()
+    return load_file(folder / f"rank-{rank:03d}-of-{world:03d}" / "statistics.safetensors")[
+        f"{NAME}|output|amax"
+    ].item()
 
 
 def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
@@ -110,14 +130,18 @@ def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
     code, out, err = said("unify", "-g", "0-7", "8-15", "-m", tmp_path / "m", "-o", tmp_path / "u")
     assert code == 0, err
     assert [amax(tmp_path / "u", rank, 2) for rank in (0, 1)] == [8.0, 16.0]
-    code, out, err = said("unify", "-g", *map(str, range(16)), "-m", tmp_path / "m", "-o", tmp_path / "same")
+    code, out, err = said(
+        "unify", "-g", *map(str, range(16)), "-m", tmp_path / "m", "-o", tmp_path / "same"
+    )
     assert code == 0, err
     assert [amax(tmp_path / "same", rank, 16) for rank in range(16)] == values
 
 
 def test_four_groups_of_two_are_written_in_one_go(said, tmp_path):
     ranks(tmp_path / "m", dp=8)
-    code, _, err = said("unify", "-g", "01", "23", "45", "67", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    code, _, err = said(
+        "unify", "-g", "01", "23", "45", "67", "-m", tmp_path / "m", "-o", tmp_path / "u"
+    )
     assert code == 0, err
     assert [amax(tmp_path / "u", rank, 4) for rank in range(4)] == [2.0, 4.0, 6.0, 8.0]
     recorded = json.loads((tmp_path / "u" / "DONE.json").read_text())["files"]
@@ -153,13 +177,17 @@ def test_a_rank_is_written_while_the_next_one_is_merged_and_no_other(said, tmp_p
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
-def test_a_rank_that_cannot_be_written_leaves_nothing_of_the_others(refused, tmp_path, monkeypatch, failing):
+def test_a_rank_that_cannot_be_written_leaves_nothing_of_the_others(
+    refused, tmp_path, monkeypatch, failing
+):
     ranks(tmp_path / "m", dp=8)
 
     def write_one(path, measurement):
         time.sleep(0.05)  # others are under way when one fails
         if measurement.meta["mesh"]["rank"] == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "statistics.safetensors"))
+            raise OSError(
+                errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "statistics.safetensors")
+            )
         return write_measurement(path, measurement)
 
     monkeypatch.setattr(unify, "write_measurement", write_one)
@@ -170,14 +198,22 @@ def test_a_rank_that_cannot_be_written_leaves_nothing_of_the_others(refused, tmp
 
 def test_any_grouping_of_replicas_that_covers_every_rank_once_is_merged(said, tmp_path):
     ranks(tmp_path / "m", dp=8, amax=[1.0, 7.0, 3.0, 2.0, 8.0, 5.0, 4.0, 6.0])
-    code, _, err = said("unify", "-g", "7,0,2,5", "6134", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    code, _, err = said(
+        "unify", "-g", "7,0,2,5", "6134", "-m", tmp_path / "m", "-o", tmp_path / "u"
+    )
     assert code == 0, err
     assert [amax(tmp_path / "u", rank, 2) for rank in (0, 1)] == [6.0, 8.0]
 
 
 @pytest.mark.parametrize(
     "groups",
-    [["-g", "0123", "4567"], ["-g", "0,1,2,3", "4-7"], ["-g", "0-3", "-g", "4,5,6,7"], ["-g", "3210 4-7"], ["--ranks", "2"]],
+    [
+        ["-g", "0123", "4567"],
+        ["-g", "0,1,2,3", "4-7"],
+        ["-g", "0-3", "-g", "4,5,6,7"],
+        ["-g", "3210 4-7"],
+        ["--ranks", "2"],
+    ],
 )
 def test_groups_are_written_as_people_write_them(said, tmp_path, groups):
     ranks(tmp_path / "m", dp=8)
@@ -189,7 +225,12 @@ def test_groups_are_written_as_people_write_them(said, tmp_path, groups):
 def test_files_beside_the_ranks_change_nothing(said, tmp_path):
     """Counting the files of a folder makes every stray one a rank."""
     ranks(tmp_path / "m", dp=2)
-    for name in ("notes.json", "rank-000-of-002.json", "measure_hooks_maxabs_0_8.json", "rank-000-of-002.log"):
+    for name in (
+        "notes.json",
+        "rank-000-of-002.json",
+        "measure_hooks_maxabs_0_8.json",
+        "rank-000-of-002.log",
+    ):
         (tmp_path / "m" / name).write_text("{}")
     (tmp_path / "m" / "rank-old").mkdir()
     (tmp_path / "m" / ".rank-000-of-002.work").mkdir()
@@ -250,7 +291,9 @@ def test_a_rank_that_is_there_twice_is_named_with_its_files(refused, tmp_path):
 )
 def test_groups_that_do_not_cover_every_rank_once_are_refused(refused, tmp_path, groups, message):
     ranks(tmp_path / "m", dp=4)
-    told = refused(2, "unify", *groups, "-m", tmp_path / "m", "-o", tmp_path / "u").replace("\n  fix:", ";")
+    told = refused(2, "unify", *groups, "-m", tmp_path / "m", "-o", tmp_path / "u").replace(
+        "\n  fix:", ";"
+    )
     assert message in told
 
 
@@ -264,16 +307,24 @@ def test_ranks_of_two_worlds_are_refused_with_their_files(refused, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"name": "tiny", "fingerprint": "e" * 64, "family": "llama"}}, "model.fingerprint is 'eee"),
+        (
+            {"model": {"name": "tiny", "fingerprint": "e" * 64, "family": "llama"}},
+            "model.fingerprint is 'eee",
+        ),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16', on "),
         ({"seed": 5}, "seed is 5, on "),
         ({"observers": ["amax"]}, "observers is ['amax'], on "),
         ({"tools": {"torch": "2", "instructions": "AVX2"}}, "tools.instructions is 'AVX2', on "),
         ({"device": "gaudi2"}, "device is 'gaudi2', on "),
-        ({"calibration": {"hash": "d" * 64, "samples": 2, "tokens": 4, "sequence_length": 2}}, "calibration.hash is 'ddd"),
+        (
+            {"calibration": {"hash": "d" * 64, "samples": 2, "tokens": 4, "sequence_length": 2}},
+            "calibration.hash is 'ddd",
+        ),
     ],
 )
-def test_a_foreign_rank_is_refused_with_its_file_and_both_values(refused, tmp_path, change, message):
+def test_a_foreign_rank_is_refused_with_its_file_and_both_values(
+    refused, tmp_path, change, message
+):
     write(tmp_path / "m", 0, dp=2)
     write(tmp_path / "m", 1, dp=2, **change)
     told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -289,20 +340,29 @@ def test_a_damaged_rank_is_refused_with_its_file(refused, tmp_path):
     path.write_bytes(data)
     assert f"{path}: sha256 is" in refused(7, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
     path.unlink()
-    assert f"{path}: no such file" in refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"{path}: no such file" in refused(
+        3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u"
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(float("nan"), "1 NaN and 0 Inf"), (float("inf"), "0 NaN and 1 Inf"), (-2.0, "-2.0, it is at least 0")],
+    [
+        (float("nan"), "1 NaN and 0 Inf"),
+        (float("inf"), "0 NaN and 1 Inf"),
+        (-2.0, "-2.0, it is at least 0"),
+    ],
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(refused, tmp_path, monkeypatch, value, message, place):
+def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(
+    refused, tmp_path, monkeypatch, value, message, place
+):
     """`max` of Python takes NaN or drops it, depending on which comes first."""
     from quantflow.measuring import record
 
     with monkeypatch.context() as patch:
-        patch.setattr(record, "_check_statistics", lambda _measurement: None)  # a writer that did not look
+        # a writer that did not look
+        patch.setattr(record, "_check_statistics", lambda _measurement: None)
         for rank in range(2):
             write(tmp_path / "m", rank, dp=2, amax=value if rank == place else 1.0)
     told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -314,25 +374,39 @@ def test_scales_are_not_merged_because_they_are_derived(refused, tmp_path):
     """Scale files are dictionaries where weights have scales per channel; statistics are merged, and scales made from them."""
     folder = tmp_path / "m" / "rank-000-of-001"
     folder.mkdir(parents=True)
-    for name in ("DONE.json", "measurement.json", "statistics.safetensors", "calibration.safetensors"):
-        (folder / name).write_text(json.dumps({"Mode": "Scale", "Nodes": {NAME: {"params": {"weight": {"0": [1.0]}}}}}))
+    for name in (
+        "DONE.json",
+        "measurement.json",
+        "statistics.safetensors",
+        "calibration.safetensors",
+    ):
+        (folder / name).write_text(
+            json.dumps({"Mode": "Scale", "Nodes": {NAME: {"params": {"weight": {"0": [1.0]}}}}})
+        )
     (folder / "DONE.json").write_text(json.dumps({"stage": "x", "inputs": {}, "files": {}}))
     told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
     assert f"{folder / 'measurement.json'}: not the record of a measurement" in told
 
 
-def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in_the_input(said, refused, tmp_path):
+def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in_the_input(
+    said, refused, tmp_path
+):
     ranks(tmp_path / "m", dp=2)
     deep = tmp_path / "a" / "b" / "c"
     assert said("unify", "-m", tmp_path / "m", "-o", deep)[0] == 0
     before = (deep / "DONE.json").read_bytes()
-    assert "groups = [[0, 1]], now [[0], [1]]" in refused(2, "unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep)
+    assert "groups = [[0, 1]], now [[0], [1]]" in refused(
+        2, "unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep
+    )
     assert (deep / "DONE.json").read_bytes() == before
     assert said("unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep, "--force")[0] == 0
     for inside in (tmp_path / "m" / "unified", tmp_path / "m", tmp_path):
         told = refused(2, "unify", "-m", tmp_path / "m", "-o", inside, "--force")
         assert "lies in the" in told and "write beside" in told
-    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["rank-000-of-002", "rank-001-of-002"]
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "rank-000-of-002",
+        "rank-001-of-002",
+    ]
 
 
 def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
@@ -351,7 +425,9 @@ def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
         "-o",
         tmp_path / "u",
     ]
-    result = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(
+        list(map(str, line)), capture_output=True, text=True, check=False, timeout=120
+    )
     assert result.returncode == 2 and "groups of 4 ranks: missing 3" in result.stderr
     assert not (tmp_path / "u").exists()
 
@@ -360,12 +436,21 @@ def test_the_result_is_json_and_safetensors_under_the_names_of_ranks(said, tmp_p
     """No reader of it needs to run what a pickle says."""
     ranks(tmp_path / "m", dp=4)
     assert said("unify", "--ranks", "2", "-m", tmp_path / "m", "-o", tmp_path / "u")[0] == 0
-    found = {str(path.relative_to(tmp_path / "u")) for path in (tmp_path / "u").rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(tmp_path / "u"))
+        for path in (tmp_path / "u").rglob("*")
+        if path.is_file()
+    }
     parts = ("calibration.safetensors", "measurement.json", "statistics.safetensors")
-    assert found == {"DONE.json", *(f"rank-00{rank}-of-002/{part}" for rank in (0, 1) for part in parts)}
+    assert found == {
+        "DONE.json",
+        *(f"rank-00{rank}-of-002/{part}" for rank in (0, 1) for part in parts),
+    }
     for name in found:
         text = (tmp_path / "u" / name).read_bytes()
-        assert json.loads(text if name.endswith("json") else text[8 : 8 + int.from_bytes(text[:8], "little")])
+        assert json.loads(
+            text if name.endswith("json") else text[8 : 8 + int.from_bytes(text[:8], "little")]
+        )
 
 
 def test_what_was_never_measured_is_answered_with_the_step_that_is_missing(refused, tmp_path):
@@ -393,7 +478,15 @@ def make(tmp_path):
     (environment / ".ready").touch()
 
     def call(*words):
-        line = ["make", "--no-print-directory", "-C", str(ROOT), f"VENV={environment}", f"WORK={tmp_path / 'work'}", *words]
+        line = [
+            "make",
+            "--no-print-directory",
+            "-C",
+            str(ROOT),
+            f"VENV={environment}",
+            f"WORK={tmp_path / 'work'}",
+            *words,
+        ]
         return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
 
     return call
@@ -408,24 +501,51 @@ def test_make_unify_takes_groups_as_they_are_written(make, tmp_path):
     assert "amax          maximum  2" in result.stdout.splitlines()
     assert [amax(tmp_path / "work" / "3-unify", rank, 2) for rank in (0, 1)] == [2.0, 4.0]
     plain = make("-n", "unify").stdout.split()
-    assert plain[1:] == ["unify", "-m", f"{tmp_path}/work/1-measure", "-o", f"{tmp_path}/work/3-unify", "--force"]
+    assert plain[1:] == [
+        "unify",
+        "-m",
+        f"{tmp_path}/work/1-measure",
+        "-o",
+        f"{tmp_path}/work/3-unify",
+        "--force",
+    ]
     assert make("unify", "GROUPS=01 2").returncode == 2
-    begun = make("-n", "measure", f"MODEL={tmp_path}", "RANKS=4", "TP=2").stdout.splitlines()[-1].split()
+    begun = (
+        make("-n", "measure", f"MODEL={tmp_path}", "RANKS=4", "TP=2")
+        .stdout.splitlines()[-1]
+        .split()
+    )
     assert begun[1:3] == ["measure", str(tmp_path)] and begun[-4:] == ["--ranks", "4", "--tp", "2"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_every_variable_of_the_makefile_becomes_the_option_of_its_verb(make, tmp_path):
     def line(*words):
-        return " ".join(make("-n", *words).stdout.replace("\\\n", " ").split()).partition("/quantflow ")[2]
+        return " ".join(make("-n", *words).stdout.replace("\\\n", " ").split()).partition(
+            "/quantflow "
+        )[2]
 
     work = tmp_path / "work"
-    assert line("measure", "SAMPLES=8").endswith(" --samples 8") and "--samples" not in line("measure")
-    assert " --scheme W8A8 --algorithm rtn --measurement " in line("quantize", "SCHEME=W8A8", "ALGORITHM=rtn")
-    assert line("validate", "GATE=limits.yaml", "TASKS=small_piqa").endswith(" --gate limits.yaml --tasks small_piqa")
-    assert line("export") == f"export {work}/2-quantize -o {work}/4-export --format compressed-tensors"
-    assert line("export", "FORMAT=inc") == f"export {work}/1-measure -o {work}/4-export-inc --format inc"
-    assert line("export", "FORMAT=gguf") == f"export {work}/4-export -o {work}/4-export-gguf --format gguf"
+    assert line("measure", "SAMPLES=8").endswith(" --samples 8") and "--samples" not in line(
+        "measure"
+    )
+    assert " --scheme W8A8 --algorithm rtn --measurement " in line(
+        "quantize", "SCHEME=W8A8", "ALGORITHM=rtn"
+    )
+    assert line("validate", "GATE=limits.yaml", "TASKS=small_piqa").endswith(
+        " --gate limits.yaml --tasks small_piqa"
+    )
+    assert (
+        line("export") == f"export {work}/2-quantize -o {work}/4-export --format compressed-tensors"
+    )
+    assert (
+        line("export", "FORMAT=inc")
+        == f"export {work}/1-measure -o {work}/4-export-inc --format inc"
+    )
+    assert (
+        line("export", "FORMAT=gguf")
+        == f"export {work}/4-export -o {work}/4-export-gguf --format gguf"
+    )
 
 
 def test_the_result_is_a_table_of_what_was_merged_how_and_the_folder(said, tmp_path):
@@ -462,7 +582,9 @@ def test_a_rank_that_saw_eight_times_the_others_is_told(said, tmp_path):
     code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u", "--json")
     assert code == 0
     assert err == f"unify: {NAME}|output|amax: rank 2 saw 16, the median rank 2\n"
-    assert json.loads(out)["outliers"] == [{"key": f"{NAME}|output|amax", "rank": 2, "amax": 16.0, "median": 2.0}]
+    assert json.loads(out)["outliers"] == [
+        {"key": f"{NAME}|output|amax", "rank": 2, "amax": 16.0, "median": 2.0}
+    ]
     unified = read_measurement(tmp_path / "u" / "rank-000-of-001").meta["unified"]
     assert unified["maxima"] == {f"{NAME}|output|amax": 2}
 
@@ -478,8 +600,12 @@ def test_one_rank_is_expanded_and_unified_again(said, refused, tmp_path):
     assert said("unify", "-m", tmp_path / "two", "-o", tmp_path / "one")[0] == 0
     again = read_measurement(tmp_path / "one" / "rank-000-of-001").statistics
     assert again[f"{NAME}|output|channel_amax"].tolist() == [8.0, 4.0]
-    assert "2 rows over 4 cards" in refused(2, "unify", "--expand", "4", "-m", tmp_path / "m", "-o", tmp_path / "four")
-    assert "expand to 0 ranks" in refused(2, "unify", "--expand", "0", "-m", tmp_path / "m", "-o", tmp_path / "none")
+    assert "2 rows over 4 cards" in refused(
+        2, "unify", "--expand", "4", "-m", tmp_path / "m", "-o", tmp_path / "four"
+    )
+    assert "expand to 0 ranks" in refused(
+        2, "unify", "--expand", "0", "-m", tmp_path / "m", "-o", tmp_path / "none"
+    )
     told = refused(3, "unify", "--expand", "2", "-m", tmp_path / "two", "-o", tmp_path / "more")
     assert "holds 2 ranks, one is expanded" in told
 
@@ -494,17 +620,35 @@ def test_statistics_stay_in_their_files_until_they_are_asked_for(tmp_path):
     (opened,) = open_measurements({path: read_meta(path)})
     whole = read_measurement(path)
     assert dict(opened.statistics.items()).keys() == whole.statistics.keys()
-    assert len(opened.statistics) == 2 and f"{NAME}|output|amax" in opened.statistics and "x" not in opened.statistics
+    assert (
+        len(opened.statistics) == 2
+        and f"{NAME}|output|amax" in opened.statistics
+        and "x" not in opened.statistics
+    )
     for key, value in whole.statistics.items():
-        assert torch.equal(opened.statistics[key], value) and opened.statistics[key].dtype == value.dtype
+        assert (
+            torch.equal(opened.statistics[key], value)
+            and opened.statistics[key].dtype == value.dtype
+        )
     with pytest.raises(KeyError):
         opened.statistics["x"]
     assert opened.origin == str(path) and opened.who == f"{path}: rank 0"
 
 
-def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(said, llama, text_files, tmp_path):
+def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(
+    said, llama, text_files, tmp_path
+):
     measured, four = tmp_path / "m", tmp_path / "four"
-    line = ("measure", llama, "-o", measured, "--calibration", text_files["calibration"], "--samples", "3")
+    line = (
+        "measure",
+        llama,
+        "-o",
+        measured,
+        "--calibration",
+        text_files["calibration"],
+        "--samples",
+        "3",
+    )
     assert said(*line)[0] == 0
     code, _, err = said("unify", "--expand", "4", "-m", measured, "-o", four)
     assert code == 0, err
@@ -528,7 +672,9 @@ def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(sai
     assert again.meta["tensors"] == whole.meta["tensors"]
     for key, value in again.statistics.items():
         assert torch.equal(value, whole.statistics[key]), key
-    assert {key.rpartition("|")[2] for key in whole.statistics.keys() - again.statistics.keys()} == {"counts"}
+    assert {
+        key.rpartition("|")[2] for key in whole.statistics.keys() - again.statistics.keys()
+    } == {"counts"}
 
 
 @pytest.mark.parametrize("tp", [1, 8, 64])
@@ -537,14 +683,21 @@ def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
     ranks(tmp_path / "m", tp=tp, dp=64 // tp, amax=values)
     for world in {1: (1, 4, 64), 8: (1, 4), 64: (1,)}[tp]:
         size = 64 // world
-        groups = [f"{first}-{first + size - 1}" if size > 1 else str(first) for first in range(0, 64, size)]
-        code, _, err = said("unify", "-g", *groups, "-m", tmp_path / "m", "-o", tmp_path / f"u{world}")
+        groups = [
+            f"{first}-{first + size - 1}" if size > 1 else str(first)
+            for first in range(0, 64, size)
+        ]
+        code, _, err = said(
+            "unify", "-g", *groups, "-m", tmp_path / "m", "-o", tmp_path / f"u{world}"
+        )
         assert code == 0, err
         expected = [max(values[first : first + size]) for first in range(0, 64, size)]
         assert [amax(tmp_path / f"u{world}", rank, world) for rank in range(world)] == expected
 
 
-def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_same_command_continues(tmp_path):
+def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_same_command_continues(
+    tmp_path,
+):
     ranks(tmp_path / "m", dp=64)
     for limit, code in ((40, 5), (120, 0)):
         line = f"ulimit -n {limit}; {sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
@@ -556,7 +709,9 @@ def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_sa
 
 @pytest.mark.parametrize("key", ["world", "tp", "dp", "ep"])
 @pytest.mark.parametrize("value", [0, -1, 10**9, 2**63])
-def test_a_declared_world_that_nobody_has_is_refused_before_anything_is_made_of_it(refused, tmp_path, key, value):
+def test_a_declared_world_that_nobody_has_is_refused_before_anything_is_made_of_it(
+    refused, tmp_path, key, value
+):
     ranks(tmp_path / "m")
     path = tmp_path / "m" / "rank-000-of-001" / "measurement.json"
     body = json.loads(path.read_text())

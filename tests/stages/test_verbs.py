@@ -26,7 +26,11 @@ def run(*arguments):
 
 
 def tree(folder):
-    return {path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -47,9 +51,27 @@ def lines(tmp_path_factory, llama, text_files):
     """The command lines of the stages, in order, in one working folder."""
     work = tmp_path_factory.mktemp("work")
     (work / "gate.yaml").write_text(GATE)
-    validate = ("--text", text_files["heldout"], "--tokens", "130", "--sequence-length", "64", "--gate", work / "gate.yaml")
+    validate = (
+        "--text",
+        text_files["heldout"],
+        "--tokens",
+        "130",
+        "--sequence-length",
+        "64",
+        "--gate",
+        work / "gate.yaml",
+    )
     return {
-        "measure": ("measure", llama, "-o", work / "1", "--calibration", text_files["calibration"], "--samples", "6"),
+        "measure": (
+            "measure",
+            llama,
+            "-o",
+            work / "1",
+            "--calibration",
+            text_files["calibration"],
+            "--samples",
+            "6",
+        ),
         "quantize": ("quantize", llama, "-o", work / "2", "--measurement", work / "1", *SCHEME),
         "export": ("export", work / "2", "-o", work / "4"),
         "validate": ("validate", work / "4", "--baseline", llama, *validate),
@@ -74,7 +96,8 @@ def test_every_stage_says_up_to_date_the_second_time_and_writes_nothing(as_json,
         else:
             assert result == {"folder": str(line[3])}
     after = tree(done)
-    beside = (".lock", ".log", ".hashes.json")  # the hash of a file that was very young is kept the second time
+    # the hash of a file that was very young is kept the second time
+    beside = (".lock", ".log", ".hashes.json")
     assert {name: after[name] for name in after if not name.endswith(beside)} == {
         name: before[name] for name in before if not name.endswith(beside)
     }
@@ -85,16 +108,23 @@ def test_without_json_a_stage_prints_its_folder_and_validate_a_table(capsys, lin
     assert capsys.readouterr().out == f"{done / '2'}\n"
     assert run(*lines["validate"]) == 0
     out = capsys.readouterr().out
-    assert "int4" in out and "pass" in out and out.splitlines()[-1] == f"report: {done / '4-validation' / 'report.html'}"
+    assert (
+        "int4" in out
+        and "pass" in out
+        and out.splitlines()[-1] == f"report: {done / '4-validation' / 'report.html'}"
+    )
     assert (done / "4-validation" / "report.html").is_file()
 
 
 def test_the_whole_chain_leaves_what_the_next_stage_reads_and_nothing_half(done):
     names = {path.name for path in done.iterdir() if not path.name.endswith((".lock", ".log"))}
     assert names == {"1", "2", "4", "4-validation", "gate.yaml", "validation-cache"}
-    assert {"config.json", "model.safetensors", "quantflow.json", "README.md"} <= {path.name for path in (done / "4").iterdir()}
+    assert {"config.json", "model.safetensors", "quantflow.json", "README.md"} <= {
+        path.name for path in (done / "4").iterdir()
+    }
     hidden = {path.name for path in done.rglob(".*") if not path.name.endswith((".lock", ".log"))}
-    assert hidden <= {".hashes.json", ".inputs.json"}  # what is known of the source, and what a folder was made from
+    # what is known of the source, and what a folder was made from
+    assert hidden <= {".hashes.json", ".inputs.json"}
     validation = json.loads((done / "4-validation" / "validation.json").read_text())
     assert validation["digest"] == json.loads((done / "4" / "quantflow.json").read_text())["digest"]
 
@@ -111,8 +141,12 @@ def test_no_path_host_or_time_reaches_the_artifact(done, llama, tmp_path_factory
 def test_another_place_and_another_day_give_the_same_digest(done, llama, text_files, tmp_path):
     copied = Path(shutil.copytree(llama, tmp_path / "elsewhere" / llama.name))
     text = Path(shutil.copy(text_files["calibration"], tmp_path / "renamed.jsonl"))
-    assert run("measure", copied, "-o", tmp_path / "m", "--calibration", text, "--samples", "6") == 0
-    assert run("quantize", copied, "-o", tmp_path / "q", "--measurement", tmp_path / "m", *SCHEME) == 0
+    assert (
+        run("measure", copied, "-o", tmp_path / "m", "--calibration", text, "--samples", "6") == 0
+    )
+    assert (
+        run("quantize", copied, "-o", tmp_path / "q", "--measurement", tmp_path / "m", *SCHEME) == 0
+    )
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     for name in ("quantflow.json", "model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (done / "4" / name).read_bytes()
@@ -126,7 +160,9 @@ def test_progress_goes_to_stderr_and_quiet_silences_it(as_json, lines, llama, tm
     assert as_json(*line, "-q")[1] == ""
 
 
-def test_a_dry_run_writes_nothing_and_says_what_it_would_do(as_json, capsys, llama, text_files, tmp_path):
+def test_a_dry_run_writes_nothing_and_says_what_it_would_do(
+    as_json, capsys, llama, text_files, tmp_path
+):
     (tmp_path / "r.yaml").write_text(f"model: {llama}\nquantize: [{{name: a, scheme: W8A16}}]\n")
     for line in (
         ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"]),
@@ -144,7 +180,9 @@ def test_a_dry_run_writes_nothing_and_says_what_it_would_do(as_json, capsys, lla
 
 
 def test_flags_win_over_set_and_set_over_the_recipe_in_quantize(as_json, llama, tmp_path):
-    (tmp_path / "r.yaml").write_text("model: other\nseed: 5\nquantize: [{name: a, scheme: W8A16}, {name: b, scheme: W4A16}]\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: other\nseed: 5\nquantize: [{name: a, scheme: W8A16}, {name: b, scheme: W4A16}]\n"
+    )
     line = ("quantize", llama, "-o", tmp_path / "q", "--dry-run")
     recipe = ("--recipe", tmp_path / "r.yaml")
 
@@ -154,18 +192,51 @@ def test_flags_win_over_set_and_set_over_the_recipe_in_quantize(as_json, llama, 
         return *(job["artifact"][key] for key in ("name", "scheme", "group_size")), job["seed"]
 
     assert entry(*recipe) == ("a", "W8A16", None, 5)
-    assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32") == ("b", "W4A16", 32, 5)
-    assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32", "--group-size", "16") == ("b", "W4A16", 16, 5)
+    assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32") == (
+        "b",
+        "W4A16",
+        32,
+        5,
+    )
+    assert entry(
+        *recipe, "--name", "b", "--set", "quantize.1.group_size=32", "--group-size", "16"
+    ) == ("b", "W4A16", 16, 5)
     assert entry(*recipe, "--scheme", "FP8", "--seed", "7") == ("a", "FP8", None, 7)
-    assert entry("--scheme", "W4A16", "--set", "quantize.0.group_size=64") == ("w4a16", "W4A16", 64, 0)
+    assert entry("--scheme", "W4A16", "--set", "quantize.0.group_size=64") == (
+        "w4a16",
+        "W4A16",
+        64,
+        0,
+    )
 
 
 def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path):
-    (tmp_path / "r.yaml").write_text("model: other\nseed: 5\ncalibration: {source: a.txt, samples: 1, sequence_length: 11}\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: other\nseed: 5\ncalibration: {source: a.txt, samples: 1, sequence_length: 11}\n"
+    )
     line = ("measure", llama, "-o", tmp_path / "m", "--recipe", tmp_path / "r.yaml", "--dry-run")
-    job = as_json(*line, "--set", "calibration.samples=2", "--set", "seed=6", "--seed", "7", "--stats", "amax,min_max")[0]
-    assert job["model"] == str(llama) and job["seed"] == 7 and job["measuring"]["stats"] == ["amax", "min_max"]
-    assert job["calibration"] == {"source": "a.txt", "samples": 2, "sequence_length": 11, "pack": None}
+    job = as_json(
+        *line,
+        "--set",
+        "calibration.samples=2",
+        "--set",
+        "seed=6",
+        "--seed",
+        "7",
+        "--stats",
+        "amax,min_max",
+    )[0]
+    assert (
+        job["model"] == str(llama)
+        and job["seed"] == 7
+        and job["measuring"]["stats"] == ["amax", "min_max"]
+    )
+    assert job["calibration"] == {
+        "source": "a.txt",
+        "samples": 2,
+        "sequence_length": 11,
+        "pack": None,
+    }
 
 
 def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done):
@@ -179,21 +250,39 @@ def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done
 
 
 def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, lines, llama, tmp_path):
-    ours = ("quantize", llama, "-o", tmp_path / "2", "--measurement", done / "1", *SCHEME, "--export", tmp_path / "4")
+    ours = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--measurement",
+        done / "1",
+        *SCHEME,
+        "--export",
+        tmp_path / "4",
+    )
     found, err = as_json(*ours)
     assert found == {"folder": str(tmp_path / "4")}
     assert "proving it in a fresh process" in err
     for name in ("2", "4"):
-        mine, other = ({path.name for path in (folder / name).iterdir()} - {".hashes.json"} for folder in (tmp_path, done))
+        mine, other = (
+            {path.name for path in (folder / name).iterdir()} - {".hashes.json"}
+            for folder in (tmp_path, done)
+        )
         assert mine == other
-    digests = [json.loads((folder / "4" / "quantflow.json").read_text())["digest"] for folder in (tmp_path, done)]
+    digests = [
+        json.loads((folder / "4" / "quantflow.json").read_text())["digest"]
+        for folder in (tmp_path, done)
+    ]
     assert digests[0] == digests[1]
     _, err = as_json(*ours)
     assert err.count("up to date") == 2
 
 
 @pytest.mark.slow
-def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(llama, tmp_path):
+def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(
+    llama, tmp_path
+):
     """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
     script = """
 import subprocess, sys
@@ -211,20 +300,51 @@ print(code, *command, late, process.poll() is not None)
 """
     text = tmp_path / "text.txt"
     text.write_text("a scale and a value\n\n" * 8)
-    line = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", "5", "--export", tmp_path / "4")
+    line = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        "5",
+        "--export",
+        tmp_path / "4",
+    )
     for more in ((), ("--calibration", text, "--measurement", tmp_path / "1")):
         called = [sys.executable, "-c", script, *map(str, (*line, *more))]
-        found = subprocess.run(called, capture_output=True, text=True)  # ends with 2: no 5 divides the features
-        assert found.stdout.splitlines() == ["2 -P -m quantflow.exporting.proof_process False True"], found.stderr
+        # ends with 2: no 5 divides the features
+        found = subprocess.run(called, capture_output=True, text=True)
+        assert found.stdout.splitlines() == [
+            "2 -P -m quantflow.exporting.proof_process False True"
+        ], found.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [(("--dry-run",), 0), (("--group-size", "5", "--max-memory", "9GB"), 2), (("--group-size", "5", "--disk-offload"), 2)],
+    [
+        (("--dry-run",), 0),
+        (("--group-size", "5", "--max-memory", "9GB"), 2),
+        (("--group-size", "5", "--disk-offload"), 2),
+    ],
 )
-def test_no_proof_waits_beside_a_dry_run_or_where_memory_is_bounded(monkeypatch, llama, tmp_path, options, code):
+def test_no_proof_waits_beside_a_dry_run_or_where_memory_is_bounded(
+    monkeypatch, llama, tmp_path, options, code
+):
     monkeypatch.setattr(subprocess, "Popen", None)
-    line = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--algorithm", "rtn", "--export", tmp_path / "4")
+    line = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--algorithm",
+        "rtn",
+        "--export",
+        tmp_path / "4",
+    )
     assert run(*line, *options) == code
 
 
@@ -235,7 +355,9 @@ def test_no_proof_waits_beside_a_dry_run_or_where_memory_is_bounded(monkeypatch,
         (("--export", "4", "--set", "export.format=inc"), "format 'inc'"),
     ],
 )
-def test_quantize_that_cannot_export_is_refused_before_it_quantizes(capsys, llama, tmp_path, monkeypatch, options, told):
+def test_quantize_that_cannot_export_is_refused_before_it_quantizes(
+    capsys, llama, tmp_path, monkeypatch, options, told
+):
     monkeypatch.chdir(tmp_path)
     assert run("quantize", llama, "-o", "2", "--scheme", "FP8_DYNAMIC", *options) == 2
     assert told in capsys.readouterr().err
@@ -243,19 +365,41 @@ def test_quantize_that_cannot_export_is_refused_before_it_quantizes(capsys, llam
 
 
 def test_quantize_that_exports_is_refused_for_shards_before_anything_is_read(capsys, tmp_path):
-    wanted = ("quantize", "nowhere", "-o", tmp_path / "2", "--scheme", "FP8_DYNAMIC", "--ranks", "2")
+    wanted = (
+        "quantize",
+        "nowhere",
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "FP8_DYNAMIC",
+        "--ranks",
+        "2",
+    )
     assert run(*wanted, "--export", tmp_path / "4") == 2
     assert "--export with --ranks 2" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_sampling_follows_its_seed(as_json, done):
-    line = ("generate", done / "4", "--prompt", "value", "--max-new-tokens", "12", "--temperature", "2.0")
-    first, second, other = (as_json(*line, "--seed", seed)[0]["outputs"][0]["tokens"] for seed in (1, 1, 2))
+    line = (
+        "generate",
+        done / "4",
+        "--prompt",
+        "value",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "2.0",
+    )
+    first, second, other = (
+        as_json(*line, "--seed", seed)[0]["outputs"][0]["tokens"] for seed in (1, 1, 2)
+    )
     assert first == second != other
 
 
-def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, llama, text_files, tmp_path):
+def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(
+    as_json, llama, text_files, tmp_path
+):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6)
     for rank in range(2):
         job = measure_stage.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration)
@@ -264,39 +408,66 @@ def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, lla
     result, err = as_json(*line, "-g", "01")
     assert (result["folder"], result["mesh"]["world"], err) == (str(tmp_path / "u"), 1, "")
     assert "up to date" in as_json(*line)[1]  # no group is all ranks into one
-    assert [path.name for path in (tmp_path / "u").iterdir() if path.is_dir()] == ["rank-000-of-001"]
-    as_json("unify", "-m", tmp_path / "m", "-o", tmp_path / "two", "--set", "unify.groups=['0', '1']")
+    assert [path.name for path in (tmp_path / "u").iterdir() if path.is_dir()] == [
+        "rank-000-of-001"
+    ]
+    as_json(
+        "unify", "-m", tmp_path / "m", "-o", tmp_path / "two", "--set", "unify.groups=['0', '1']"
+    )
     assert len([path for path in (tmp_path / "two").iterdir() if path.is_dir()]) == 2
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", tmp_path / "u") == 0
+    assert (
+        run(
+            "quantize",
+            llama,
+            "-o",
+            tmp_path / "q",
+            "--scheme",
+            "FP8",
+            "--measurement",
+            tmp_path / "u",
+        )
+        == 0
+    )
 
 
-def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, llama, text_files, tmp_path):
+def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(
+    as_json, done, llama, text_files, tmp_path
+):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 6}}\n"
-        "measure: {stats: [amax, channel_amax, min_max, mean_abs, histogram]}\n"  # as the verb does without --for
+        # as the verb does without --for
+        "measure: {stats: [amax, channel_amax, min_max, mean_abs, histogram]}\n"
         "quantize: [{name: int4, scheme: W4A16, group_size: 32}]\n"
-        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: {done / 'gate.yaml'}}}\n"
+        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: "
+        f"{done / 'gate.yaml'}}}\n"
     )
     results, _ = as_json("run", recipe, "-o", tmp_path / "o")
     assert [(result["artifact"], result["outcome"]) for result in results] == [("int4", "pass")]
     assert (tmp_path / "o" / "report.html").is_file()
     manifests = [
-        json.loads((path / "quantflow.json").read_text()) for path in (done / "4", tmp_path / "o" / "4-export" / "int4")
+        json.loads((path / "quantflow.json").read_text())
+        for path in (done / "4", tmp_path / "o" / "4-export" / "int4")
     ]
-    assert manifests[0]["files"] == manifests[1]["files"] and manifests[0]["digest"] == manifests[1]["digest"]
+    assert (
+        manifests[0]["files"] == manifests[1]["files"]
+        and manifests[0]["digest"] == manifests[1]["digest"]
+    )
     again, err = as_json("run", recipe, "-o", tmp_path / "o")
     assert again == results and err.count("up to date") == 4
 
 
-def test_run_expects_a_failure_where_the_recipe_says_so(llama, text_files, tmp_path, monkeypatch, capsys):
+def test_run_expects_a_failure_where_the_recipe_says_so(
+    llama, text_files, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     recipe, gate = tmp_path / "mine.yaml", tmp_path / "strict.yaml"
     gate.write_text("thresholds: {ppl_ratio: 0, mean_kld: 0, kld_p999: 0, top1_agreement: 1}\n")
     text = (
         f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 4}}\n"
         "quantize: [{name: a, scheme: W8A16, expect: EXPECT}]\n"
-        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: {gate}}}\n"
+        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: "
+        f"{gate}}}\n"
     )
     recipe.write_text(text.replace("EXPECT", "fail"))
     assert run("run", recipe, "-o", tmp_path / "o") == 0
@@ -305,22 +476,43 @@ def test_run_expects_a_failure_where_the_recipe_says_so(llama, text_files, tmp_p
     assert run("run", recipe, "-o", tmp_path / "o") == 4
 
 
-def test_measuring_for_gptq_keeps_the_token_ids_alone_and_gives_the_same_artifact(lines, done, tmp_path):
-    assert run(*lines["measure"][:3], tmp_path / "1", *lines["measure"][4:], "--for", "W4A16:gptq") == 0
+def test_measuring_for_gptq_keeps_the_token_ids_alone_and_gives_the_same_artifact(
+    lines, done, tmp_path
+):
+    assert (
+        run(*lines["measure"][:3], tmp_path / "1", *lines["measure"][4:], "--for", "W4A16:gptq")
+        == 0
+    )
     rank = tmp_path / "1" / "rank-000-of-001"
     meta = json.loads((rank / "measurement.json").read_text())
     assert meta["observers"] == [] and meta["calibration"]["samples"] == 6
-    assert run("quantize", lines["quantize"][1], "-o", tmp_path / "2", "--measurement", tmp_path / "1", *SCHEME) == 0
+    assert (
+        run(
+            "quantize",
+            lines["quantize"][1],
+            "-o",
+            tmp_path / "2",
+            "--measurement",
+            tmp_path / "1",
+            *SCHEME,
+        )
+        == 0
+    )
     for index in range(2):
         name = f"layers/{index:05d}.safetensors"
         assert (tmp_path / "2" / name).read_bytes() == (done / "2" / name).read_bytes()
 
 
-def test_quantize_measures_first_where_it_is_given_text_and_makes_the_same(lines, done, text_files, tmp_path, capsys):
+def test_quantize_measures_first_where_it_is_given_text_and_makes_the_same(
+    lines, done, text_files, tmp_path, capsys
+):
     text = ("--calibration", text_files["calibration"], "--set", "calibration.samples=6")
     line = ("quantize", lines["quantize"][1], "-o", tmp_path / "2", *text, *SCHEME)
     assert run(*line, "--measurement", tmp_path / "1", "--ranks", "2") == 2
-    assert run(*line, "--measurement", tmp_path / "1", "--dry-run") == 0 and not (tmp_path / "1").exists()
+    assert (
+        run(*line, "--measurement", tmp_path / "1", "--dry-run") == 0
+        and not (tmp_path / "1").exists()
+    )
     capsys.readouterr()
     assert run(*line, "--measurement", tmp_path / "1") == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "2")]
@@ -336,7 +528,9 @@ def test_limits_change_no_byte_of_what_is_made(lines, done, tmp_path, monkeypatc
     line = ("quantize", lines["quantize"][1], "--measurement", done / "1", *SCHEME)
     assert run(*line, "-o", tmp_path / "tenth", "--disk-offload", "--max-disk", "1GB") == 0
     given = resources.grant
-    monkeypatch.setattr(resources, "grant", lambda *a, **k: replace(given(*a, **k), workers=1, in_flight=1))
+    monkeypatch.setattr(
+        resources, "grant", lambda *a, **k: replace(given(*a, **k), workers=1, in_flight=1)
+    )
     assert run(*line, "-o", tmp_path / "one", "--max-memory", "8GB") == 0
     for folder in ("tenth", "one"):
         for index in range(2):

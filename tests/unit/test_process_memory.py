@@ -42,7 +42,9 @@ print(gc.get_threshold(), gc.get_freeze_count())
     assert _told(program) == "(321, 7, 5) 0"
 
 
-@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the kernel gives no huge pages")
+@pytest.mark.skipif(
+    not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the kernel gives no huge pages"
+)
 def test_large_tensors_lie_in_huge_pages() -> None:
     program = """
 from quantflow import process_memory

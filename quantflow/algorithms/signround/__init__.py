@@ -1,23 +1,27 @@
 """SignRound: learn with the whole decoder layer which way each weight is rounded, and how much of each range is kept.
 
-What is made small is the squared error of the layer's output: the quantized layer is given what the quantized layers before
-it put out, and its target is what the original layers would have made. Weights are
+What is made small is the squared error of the layer's output: the quantized layer is given what the
+quantized layers before it put out, and its target is what the original layers would have made.
+Weights are
 
     scale = stored(range * multiplier),    qvalue = clip(round(weight / scale + offset) + zero_point),
 
-with an offset in [-1/2, 1/2] for each weight, 0 at first, and for each scale a multiplier of its range in [0, 1], 1 at first:
-one where scales are symmetric, else one for either end of the range. Both follow the sign of their gradient, with a step
-of 1/iterations that falls to zero in a straight line: so an offset can go just as far as its bounds. Gradients pass round()
-and stored() as if these were not there. Steps are taken on a few sequences of the text, in turn; every tenth of the iterations
-the error is taken over sequences that stand for all, and the iterate with the least error is kept: the start, if that is it.
+with an offset in [-1/2, 1/2] for each weight, 0 at first, and for each scale a multiplier of its
+range in [0, 1], 1 at first: one where scales are symmetric, else one for either end of the range.
+Both follow the sign of their gradient, with a step of 1/iterations that falls to zero in a straight
+line: so an offset can go just as far as its bounds. Gradients pass round() and stored() as if these
+were not there. Steps are taken on a few sequences of the text, in turn; every tenth of the
+iterations the error is taken over sequences that stand for all, and the iterate with the least
+error is kept: the start, if that is it.
 
-It goes on from what another algorithm made of the layer's linears: its scales are the ranges, and a weight that it did not
-round to the nearest point (gptq, yaqa) is taken from where it would be, at the edge of what is rounded to its point. From
-rtn, which does not move any, this is the paper's algorithm.
+It goes on from what another algorithm made of the layer's linears: its scales are the ranges, and a
+weight that it did not round to the nearest point (gptq, yaqa) is taken from where it would be, at
+the edge of what is rounded to its point. From rtn, which does not move any, this is the paper's
+algorithm.
 
-Every sum has one order: within a sequence torch's, on one thread, over sequences that of the samples.
-Source: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs",
-arXiv:2309.05516, equations 2 to 5 and algorithm 1.
+Every sum has one order: within a sequence torch's, on one thread, over sequences that of the
+samples. Source: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent for the
+Quantization of LLMs", arXiv:2309.05516, equations 2 to 5 and algorithm 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +48,15 @@ SUPPORTS = Supports(
     shared_scale=SHARED_SCALE,
     block_scales=BLOCK_SCALES,
     mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),
-    chosen_schemes=Refusal(remedy=f"choose with gptq, and give the recipe.yaml that it writes `algorithm: {NAME}`"),
+    chosen_schemes=Refusal(
+        remedy=f"choose with gptq, and give the recipe.yaml that it writes `algorithm: {NAME}`"
+    ),
     layer_inputs=Refusal(
         remedy="it learns on quantized inputs towards original outputs: leave quantized_inputs out",
     ),
-    mixtures=Refusal(why="; experts' rounding is not learned", remedy="use gptq for mixtures", unsupported=True),
+    mixtures=Refusal(
+        why="; experts' rounding is not learned", remedy="use gptq for mixtures", unsupported=True
+    ),
     ranks=Refusal(remedy="quantize with one process, or use gptq"),
 )
 
@@ -60,9 +68,9 @@ _CHECKED = 32  # sequences of which it is
 def working_bytes(weights: int, scales: int, *, widest: int, workers: int = 1) -> int:
     """Return the most memory that `refine` takes beyond the layer, its runs, what it starts from and results, in bytes.
 
-    Of each weight four float32 (in steps, its offset, as it is rounded, its gradient summed up) and two qvalues (the best
-    ones, and those that take their place); of each scale eight; for each worker the gradients of a sequence, or the units that
-    autograd remembers of some rows.
+    Of each weight four float32 (in steps, its offset, as it is rounded, its gradient summed up) and
+    two qvalues (the best ones, and those that take their place); of each scale eight; for each
+    worker the gradients of a sequence, or the units that autograd remembers of some rows.
 
     Args:
         weights: of all linears that are quantized.
@@ -81,7 +89,9 @@ def runs(samples: int, *, iterations: int, sequences: int) -> int:
         iterations: as `refine` takes them.
         sequences: likewise.
     """
-    return 3 * iterations * min(sequences, samples) + (1 + min(_CHECKS, iterations)) * min(_CHECKED, samples)
+    return 3 * iterations * min(sequences, samples) + (1 + min(_CHECKS, iterations)) * min(
+        _CHECKED, samples
+    )
 
 
 def refine(
@@ -100,7 +110,8 @@ def refine(
     Args:
         block: the layer and its text.
         weights: linear -> [O, I], any float dtype, finite; not modified.
-        starts: linear -> what another algorithm made of it, int, with scales per channel or per group.
+        starts: linear -> what another algorithm made of it, int, with scales per channel or per
+            group.
         scale_dtypes: linear -> the dtype in which the layout stores its scales.
         iterations: steps, at least 1.
         sequences: of the text in each step, at least 1.
@@ -108,9 +119,10 @@ def refine(
         tell: is told how far it is.
 
     Returns:
-        name -> the quantized weight; decisions: `iterations`, `best_iteration` (0 is the start), `block_loss_start` and
-        `block_loss` (squared error of the layer's output over its target's squares), `moved` and `rescaled` (qvalues and
-        scales, or zero points, that are not those of the start).
+        name -> the quantized weight; decisions: `iterations`, `best_iteration` (0 is the start),
+        `block_loss_start` and `block_loss` (squared error of the layer's output over its target's
+        squares), `moved` and `rescaled` (qvalues and scales, or zero points, that are not those of
+        the start).
 
     Raises:
         UsageError: iterations or sequences below 1.
@@ -118,11 +130,19 @@ def refine(
         StatisticsError: the block puts out NaN or Inf; its number of samples is 0.
     """
     if iterations < 1 or sequences < 1:
-        raise UsageError(f"signround: {iterations} iterations of {sequences} sequences", "give at least 1 of each")
+        raise UsageError(
+            f"signround: {iterations} iterations of {sequences} sequences",
+            "give at least 1 of each",
+        )
     if block.samples < 1:
         raise StatisticsError("signround: no calibration sequence", "measure with calibration text")
-    linears = {name: Learned.of(name, weights[name], start, scale_dtype=scale_dtypes[name]) for name, start in starts.items()}
-    values = {name: weights[name].new_empty(weights[name].shape, dtype=torch.float32) for name in linears}
+    linears = {
+        name: Learned.of(name, weights[name], start, scale_dtype=scale_dtypes[name])
+        for name, start in starts.items()
+    }
+    values = {
+        name: weights[name].new_empty(weights[name].shape, dtype=torch.float32) for name in linears
+    }
     for value in values.values():
         value.requires_grad_()
     order, checked = turns(block.samples, sequences), spread(block.samples, _CHECKED)
@@ -141,13 +161,22 @@ def refine(
             continue
         _, loss = _losses(block, values, checked, workers)
         if loss < least:
-            best, least, kept = {name: linear.made(workers) for name, linear in linears.items()}, loss, iteration + 1
+            best, least, kept = (
+                {name: linear.made(workers) for name, linear in linears.items()},
+                loss,
+                iteration + 1,
+            )
     told: dict[str, Any] = {"iterations": iterations, "best_iteration": kept}
     told |= {"block_loss_start": first / (power or 1.0), "block_loss": least / (power or 1.0)}
-    return {name: GroupResult(weight=made, decisions={**told, **_changes(made, starts[name])}) for name, made in best.items()}
+    return {
+        name: GroupResult(weight=made, decisions={**told, **_changes(made, starts[name])})
+        for name, made in best.items()
+    }
 
 
-def _step_all(linears: Mapping[str, Learned], gradients: Sequence[Tensor], *, rate: float, workers: Workers) -> None:
+def _step_all(
+    linears: Mapping[str, Learned], gradients: Sequence[Tensor], *, rate: float, workers: Workers
+) -> None:
     """Take a step in every linear, by the gradients by their weights."""
 
     def unit(part: tuple[Learned, Tensor, slice]) -> None:
@@ -155,10 +184,14 @@ def _step_all(linears: Mapping[str, Learned], gradients: Sequence[Tensor], *, ra
         linear.step_(rows, gradient[rows], rate=rate)
 
     each = zip(linears.values(), gradients, strict=True)
-    workers.map(unit, [(linear, gradient, rows) for linear, gradient in each for rows in linear.units])
+    workers.map(
+        unit, [(linear, gradient, rows) for linear, gradient in each for rows in linear.units]
+    )
 
 
-def _round_all(linears: Mapping[str, Learned], values: Mapping[str, Tensor], workers: Workers) -> None:
+def _round_all(
+    linears: Mapping[str, Learned], values: Mapping[str, Tensor], workers: Workers
+) -> None:
     """Write every linear's weight, as it is rounded now, into `values`."""
 
     def unit(part: tuple[str, slice]) -> None:
@@ -169,14 +202,17 @@ def _round_all(linears: Mapping[str, Learned], values: Mapping[str, Tensor], wor
     workers.map(unit, [(name, rows) for name, linear in linears.items() for rows in linear.units])
 
 
-def _gradients(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> list[Tensor]:
+def _gradients(
+    block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers
+) -> list[Tensor]:
     """Return the gradients of the squared error of some sequences, summed in their order, by every weight."""
     leaves = list(values.values())
 
     def one(number: int) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             loss = (run(number) - block.target(number)).square().sum()
-            return torch.autograd.grad(loss, leaves, materialize_grads=True)  # zeros of what only chooses, such as an indexer
+            # zeros of what only chooses, such as an indexer
+            return torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     total: list[Tensor] = []
     with block.running(values) as run:
@@ -189,7 +225,9 @@ def _gradients(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Seque
     return total
 
 
-def _losses(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> tuple[float, float]:
+def _losses(
+    block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers
+) -> tuple[float, float]:
     """Return the sum of the target's squares over some sequences, and that of the squared error."""
 
     def one(number: int) -> tuple[float, float]:

@@ -2,9 +2,9 @@
 
     scale = stored(range * multiplier),    qvalue = clip(round(weight / scale + offset) + zero_point)
 
-An offset for each weight, and for each scale a multiplier of its range, of either end where it is not symmetric. Gradients pass
-round() and stored() as if these were not there.
-Source: Cheng et al. 2023, arXiv:2309.05516, equations 2 to 5.
+An offset for each weight, and for each scale a multiplier of its range, of either end where it is
+not symmetric. Gradients pass round() and stored() as if these were not there. Source: Cheng et al.
+2023, arXiv:2309.05516, equations 2 to 5.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,8 @@ from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.errors import SchemeError
 
 _LEAST = 2.0**-6  # of a multiplier: a range of zero has no scale
-_EDGE = 0.499  # of a step: how far from its point a weight is taken that is not rounded to the nearest
+# of a step: how far from its point a weight is taken that is not rounded to the nearest
+_EDGE = 0.499
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,14 @@ class Learned:
     """One linear on its way.
 
     Attributes:
-        start: what it begins with, int with scales per channel or per group: its scales are the ranges.
+        start: what it begins with, int with scales per channel or per group: its scales are the
+            ranges.
         scale_dtype: the dtype in which the layout stores scales.
-        steps: [O, G, g] float32, the weight in steps of the start's scale; one that was not rounded to the nearest point is
-            `_EDGE` from its own.
+        steps: [O, G, g] float32, the weight in steps of the start's scale; one that was not rounded
+            to the nearest point is `_EDGE` from its own.
         offset: [O, G, g] float32.
-        high, low: [O, G] float32, the multipliers of either end of the range; `low` is not read where it is symmetric.
+        high, low: [O, G] float32, the multipliers of either end of the range; `low` is not read
+            where it is symmetric.
     """
 
     start: QTensor
@@ -43,10 +46,13 @@ class Learned:
     low: Tensor
 
     @classmethod
-    def of(cls, name: str, weight: Tensor, start: QTensor, *, scale_dtype: torch.dtype) -> "Learned":
+    def of(
+        cls, name: str, weight: Tensor, start: QTensor, *, scale_dtype: torch.dtype
+    ) -> "Learned":
         """Return what is learned of a weight [O, I] before the first step; it stands for `start`, bit by bit.
 
-        A weight that was not rounded to its nearest point is taken from the edge of what is rounded to the point it has.
+        A weight that was not rounded to its nearest point is taken from the edge of what is rounded
+        to the point it has.
 
         Args:
             name: for messages.
@@ -60,13 +66,18 @@ class Learned:
         scheme = start.scheme
         if scheme.kind != "int" or scheme.granularity not in ("per_channel", "per_group"):
             raise SchemeError(
-                f"{name}: signround with {scheme.kind} {scheme.granularity}", "choose integers with scales per channel or group"
+                f"{name}: signround with {scheme.kind} {scheme.granularity}",
+                "choose integers with scales per channel or group",
             )
         group_size = weight.shape[1] // start.scale.shape[1]
         steps = weight.new_empty(weight.shape, dtype=torch.float32)
         for rows in groups.row_units(weight):
             part = start.rows(rows)
-            zero = 0 if part.zero_point is None else groups.expand(part.zero_point.float(), weight.shape[1])
+            zero = (
+                0
+                if part.zero_point is None
+                else groups.expand(part.zero_point.float(), weight.shape[1])
+            )
             exact = weight[rows].float() / groups.expand(part.scale, weight.shape[1])
             point = part.qvalue.float() - zero  # [R, I]
             nearest = (exact.round() + zero).clamp_(scheme.qmin, scheme.qmax).sub_(zero) == point
@@ -98,7 +109,11 @@ class Learned:
         scheme, start = self.start.scheme, self.start.rows(rows)
         share = high
         if start.zero_point is not None:
-            above, below = scheme.qmax - start.zero_point.float(), scheme.qmin - start.zero_point.float()  # the range, in steps
+            # the range, in steps
+            above, below = (
+                scheme.qmax - start.zero_point.float(),
+                scheme.qmin - start.zero_point.float(),
+            )
             share = (high * above - low * below) / (scheme.qmax - scheme.qmin)
         exact = start.scale * share
         scale = _passing(affine.stored(exact.detach(), self.scale_dtype), exact)
@@ -132,8 +147,12 @@ class Learned:
         views = self.learned(rows)
         with torch.enable_grad():
             leaves = [view.detach().clone().requires_grad_() for view in views]
-            found = torch.autograd.grad(self.real(rows, *leaves), leaves, gradient, allow_unused=True)
-        for view, slope, (least, most) in zip(views, found, ((-0.5, 0.5), (_LEAST, 1.0), (_LEAST, 1.0)), strict=True):
+            found = torch.autograd.grad(
+                self.real(rows, *leaves), leaves, gradient, allow_unused=True
+            )
+        for view, slope, (least, most) in zip(
+            views, found, ((-0.5, 0.5), (_LEAST, 1.0), (_LEAST, 1.0)), strict=True
+        ):
             if slope is not None:  # a symmetric range has no end of its own below
                 view.sub_(slope.sign_(), alpha=rate).clamp_(least, most)
 

@@ -1,13 +1,14 @@
 """YAQA: round so that the model's own output changes least, with error feedback over the columns and over the rows.
 
-GPTQ makes the error of one linear's output small, every output counting alike. What counts is how far the output of the whole
-model moves, and near the original model that is its KL divergence
+GPTQ makes the error of one linear's output small, every output counting alike. What counts is how
+far the output of the whole model moves, and near the original model that is its KL divergence
 
     1/2 sum_t g_t^T E x_t x_t^T E^T g_t  ~  1/2 tr(G E H E^T),    G = mean over t of g_t g_t^T,    H = sum over t of x_t x_t^T
 
-with g_t the gradient of the model's own loss by the linear's output (quantflow/measuring/backward.py) and E = W - Q. The
-outputs of queries and keys, and what is written to the residual stream, are far from alike: an error in one of them can make
-up for that in another, as one of a column can for that of another in GPTQ.
+with g_t the gradient of the model's own loss by the linear's output
+(quantflow/measuring/backward.py) and E = W - Q. The outputs of queries and keys, and what is
+written to the residual stream, are far from alike: an error in one of them can make up for that in
+another, as one of a column can for that of another in GPTQ.
 
 Two steps:
 
@@ -22,9 +23,10 @@ weights
 
 Values of e2m1 are worked with as integers, in halves (quantflow/algorithms/yaqa/points.py).
 
-Both use damped G and H. G is known in blocks of at most 2048 outputs (quantflow/numerics/output_blocks.py); between blocks it
-is zero, so their rows are rounded by themselves, and each block of each linear is a unit that workers run.
-Sources: Tseng, Sun, De Sa 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, for the objective and the feedback on
+Both use damped G and H. G is known in blocks of at most 2048 outputs
+(quantflow/numerics/output_blocks.py); between blocks it is zero, so their rows are rounded by
+themselves, and each block of each linear is a unit that workers run. Sources: Tseng, Sun, De Sa
+2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, for the objective and the feedback on
 both sides; Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent, there with G = 1.
 """
 
@@ -35,7 +37,15 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms.yaqa import descent, points, wavefront
-from quantflow.algorithms.yaqa.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
+from quantflow.algorithms.yaqa.descent import (
+    Problem,
+    Side,
+    apart,
+    descend_,
+    loss_of,
+    of_rows,
+    rescaled,
+)
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
@@ -59,7 +69,9 @@ ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
     float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,
-    rotations=Refusal(remedy="gradients are those by the outputs as they are: leave it out, or use gptq"),
+    rotations=Refusal(
+        remedy="gradients are those by the outputs as they are: leave it out, or use gptq"
+    ),
     mixtures=Refusal(
         why="; gradients of experts that each see other tokens are not measured",
         remedy="use gptq for mixtures",
@@ -70,14 +82,16 @@ SUPPORTS = Supports(
 # Constants, since they order the sums and so are part of the result.
 _ROWS = 8  # of a block, rounded side by side
 _SWEEPS = 2
-_GRADIENT_DAMPINGS = (0.03, 0.3, 3.0)  # a gradient counts for one draw of a label: its sum is noisier than an input's
+# a gradient counts for one draw of a label: its sum is noisier than an input's
+_GRADIENT_DAMPINGS = (0.03, 0.3, 3.0)
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
-    4 I^2 for the factor of the group's Hessian. For each worker a block of outputs, O of at most 2048: the factor of its G and
-    a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues twice, and what either step takes.
+    4 I^2 for the factor of the group's Hessian. For each worker a block of outputs, O of at most
+    2048: the factor of its G and a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues twice,
+    and what either step takes.
 
     Args:
         features: I, in_features of the group.
@@ -87,7 +101,10 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     del in_place
     rows = min(rows, output_blocks.MOST)
-    steps = max(descent.working_bytes_of(features, rows), wavefront.working_bytes_of(features, rows, length=_ROWS))
+    steps = max(
+        descent.working_bytes_of(features, rows),
+        wavefront.working_bytes_of(features, rows, length=_ROWS),
+    )
     unit = 4 * rows * (rows + _ROWS) + 2 * rows * features + steps
     return 4 * features * features + workers * max(unit, output_errors.working_bytes(features))
 
@@ -106,36 +123,53 @@ def quantize_group(
     Args:
         weights: name -> [O, I], any float dtype; not modified.
         scheme: its `weights` are int or e2m1, per channel or per group.
-        statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows; and for
-            every weight `<name>|gradient_sum` [O, W], the sum of g^T g over the gradients of the loss by its output, in blocks.
+        statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count`
+            [], how many rows; and for every weight `<name>|gradient_sum` [O, W], the sum of g^T g
+            over the gradients of the loss by its output, in blocks.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run blocks of outputs; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: those of gptq, `gradient_damping` as `damping`, of G, the largest of its
-        blocks; `sweeps` (how many are in the result, at most), `moved` (weights that they changed), and `loss_start` and
-        `loss` (tr(G E H E^T) after the first step and in the end, over tr(G W H W^T)).
+        name -> the quantized weight; decisions: those of gptq, `gradient_damping` as `damping`, of
+        G, the largest of its blocks; `sweeps` (how many are in the result, at most), `moved`
+        (weights that they changed), and `loss_start` and `loss` (tr(G E H E^T) after the first step
+        and in the end, over tr(G W H W^T)).
 
     Raises:
-        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not divide in_features.
+        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not
+            divide in_features.
         InputError: a weight is empty or holds NaN or Inf.
-        StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of x^T x.
+        StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of
+            x^T x.
     """
     del in_place
     if not points.known(scheme.weights):
-        raise SchemeError(f"scheme {scheme.name}: yaqa with kind={scheme.weights.kind!r}", "use rtn for float8")
+        raise SchemeError(
+            f"scheme {scheme.name}: yaqa with kind={scheme.weights.kind!r}", "use rtn for float8"
+        )
     if scheme.weights.granularity == "per_tensor":
-        raise SchemeError(f"scheme {scheme.name}: yaqa with one scale per tensor", "use gptq, or a scale per channel or group")
+        raise SchemeError(
+            f"scheme {scheme.name}: yaqa with one scale per tensor",
+            "use gptq, or a scale per channel or group",
+        )
     if not weights:
         return {}
     hessian_sum, tokens = checked_hessian(statistics, weights, algorithm=NAME)
-    gradients = {name: _checked_gradient(name, weight.shape[0], statistics) for name, weight in weights.items()}
+    gradients = {
+        name: _checked_gradient(name, weight.shape[0], statistics)
+        for name, weight in weights.items()
+    }
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
     sign = either_sign(scheme)
     grids = weight_grids(
-        weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
+        weights,
+        scheme.weights,
+        scale_dtype=scale_dtype,
+        importance=importance,
+        either_sign=sign,
+        workers=workers,
     )
     size = points.unit(scheme.weights)
     in_points = {name: replace(grid, scale=grid.scale / size) for name, grid in grids.items()}
@@ -148,7 +182,13 @@ def quantize_group(
         members = torch.arange(block.start, block.stop)
         sums = output_blocks.block_of(gradients[name], block).float()
         parts = apart(len(members), _ROWS)
-        rows = feedback_of(sums, name=name, statistic=GRADIENT_SUM.name, dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
+        rows = feedback_of(
+            sums,
+            name=name,
+            statistic=GRADIENT_SUM.name,
+            dampings=_GRADIENT_DAMPINGS,
+            order=torch.cat(parts),
+        )
         problem = Problem(
             weight=weights[name][block],
             grid=of_rows(in_points[name], members),
@@ -158,11 +198,20 @@ def quantize_group(
             inputs=inputs,
         )
         first = wavefront.round_rows(
-            problem.weight, problem.grid, scheme=problem.scheme, rows=rows, parts=parts, columns=columns
+            problem.weight,
+            problem.grid,
+            scheme=problem.scheme,
+            rows=rows,
+            parts=parts,
+            columns=columns,
         )
         return _descended(problem, first, damping=rows.share)
 
-    units = [(name, block) for name, weight in weights.items() for block in output_blocks.blocks(weight.shape[0])]
+    units = [
+        (name, block)
+        for name, weight in weights.items()
+        for block in output_blocks.blocks(weight.shape[0])
+    ]
     found: dict[str, list[_Found]] = {name: [] for name in weights}
     for (name, _), made in zip(units, workers.stream(unit, units), strict=True):
         found[name].append(made)
@@ -170,8 +219,13 @@ def quantize_group(
     joined = {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
     moment = output_errors.SecondMoment(upper=inputs.matrix, diagonal=inputs.matrix.diagonal())
     results = {name: result.weight for name, result in joined.items()}
-    errors = output_errors.compared(weights, results, moment, scale_dtype=scale_dtype, workers=workers)
-    return {name: replace(result, decisions={**result.decisions, **errors[name]}) for name, result in joined.items()}
+    errors = output_errors.compared(
+        weights, results, moment, scale_dtype=scale_dtype, workers=workers
+    )
+    return {
+        name: replace(result, decisions={**result.decisions, **errors[name]})
+        for name, result in joined.items()
+    }
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:
@@ -181,12 +235,15 @@ def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) ->
     wanted = (rows, output_blocks.width(rows))
     if tuple(gradient_sum.shape) != wanted:
         raise StatisticsError(
-            f"{name}: gradient_sum is {list(gradient_sum.shape)}, the weight has {rows} rows, in blocks {list(wanted)}",
+            f"{name}: gradient_sum is {list(gradient_sum.shape)}, the weight has {rows} rows, in "
+            f"blocks {list(wanted)}",
             "measure with this model",
         )
     diagonal = output_blocks.diagonal_of(gradient_sum)
     if not torch.isfinite(diagonal).all() or (diagonal < 0).any():
-        raise StatisticsError(f"{name}: gradient_sum holds NaN, Inf or a negative diagonal", "measure again")
+        raise StatisticsError(
+            f"{name}: gradient_sum holds NaN, Inf or a negative diagonal", "measure again"
+        )
     return gradient_sum
 
 
@@ -230,7 +287,9 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
     )
 
 
-def _joined(found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: Mapping[str, JSON]) -> GroupResult:
+def _joined(
+    found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: Mapping[str, JSON]
+) -> GroupResult:
     """Return what became of a linear, from what did of its blocks."""
     whole = sum(part.whole for part in found) or 1.0
     decisions = {

@@ -1,10 +1,12 @@
 """Descent from a rounded weight to a better one: steps of single weights, and scales that fit, under a loss with two sides.
 
-The loss of errors E = W - Q, [O, I], is tr(G E H E^T) with G [O, O] and H [I, I] symmetric and positive: how much an error is
-felt depends on those in the other rows and in the other columns. Half its gradient by Q is -G E H.
+The loss of errors E = W - Q, [O, I], is tr(G E H E^T) with G [O, O] and H [I, I] symmetric and
+positive: how much an error is felt depends on those in the other rows and in the other columns.
+Half its gradient by Q is -G E H.
 
 Rows are taken in blocks (`apart`) whose gradient is computed once and kept exact while they change.
-Source: Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent by columns, there with G = 1.
+Source: Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent by columns, there with G
+= 1.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ from quantflow.numerics.grid import Grid
 _ROWS = 128  # of a block; part of the result, because it orders what is done
 _COLUMNS = 64  # whose changes reach the gradient of the columns after them in one product; likewise
 Row = NDArray[np.float32]
-_FARTHEST = 2.0  # a scale that would grow or shrink by more is left: its weights are too few to say what it should be
+# a scale that would grow or shrink by more is left: its weights are too few to say what it should
+# be
+_FARTHEST = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,8 @@ class Problem:
     Attributes:
         weight: [O, I], any float dtype.
         grid: the scales of its points and zero points, one scale or more for each row.
-        scheme: of points that are known (quantflow/algorithms/yaqa/points.py), which qvalues here are.
+        scheme: of points that are known (quantflow/algorithms/yaqa/points.py), which qvalues here
+            are.
         scale_dtype: the dtype in which the layout stores scales.
         outputs: G.
         inputs: H.
@@ -63,8 +68,8 @@ class Problem:
 def working_bytes_of(features: int, rows: int) -> int:
     """Return the most memory that any function here takes beyond its arguments, in bytes.
 
-    Errors (4 O I); of a block of R <= 128 rows its part of G, and six tensors as large as its weights, and the equations for
-    at most one scale per 32 columns (4 R (I / 32)^2, twice).
+    Errors (4 O I); of a block of R <= 128 rows its part of G, and six tensors as large as its
+    weights, and the equations for at most one scale per 32 columns (4 R (I / 32)^2, twice).
     """
     block = min(rows, _ROWS)
     return 4 * (rows * features + block * (rows + 6 * features + 2 * (features // 32 + 1) ** 2))
@@ -73,7 +78,8 @@ def working_bytes_of(features: int, rows: int) -> int:
 def apart(rows: int, length: int) -> list[Tensor]:
     """Cut rows into blocks of at most `length` that lie as far apart as they can, int64 each.
 
-    Neighbours are the features of a head, whose gradients go together; those at equal distances are of different heads.
+    Neighbours are the features of a head, whose gradients go together; those at equal distances are
+    of different heads.
     """
     count = -(-rows // length)
     return [torch.arange(first, rows, count) for first in range(count)]
@@ -82,14 +88,21 @@ def apart(rows: int, length: int) -> list[Tensor]:
 def of_rows(grid: Grid, members: Tensor) -> Grid:
     """Return the grid of some rows.  members: [R] int64."""
     zero_point = None if grid.zero_point is None else grid.zero_point[members]
-    return Grid(scale=grid.scale[members], zero_point=zero_point, zero_groups=0, global_scale=grid.global_scale)
+    return Grid(
+        scale=grid.scale[members],
+        zero_point=zero_point,
+        zero_groups=0,
+        global_scale=grid.global_scale,
+    )
 
 
 def errors_of(problem: Problem, qvalue: Tensor, members: Tensor) -> Tensor:
     """Return weight - rounded weight of some rows, [R, I] float32.  qvalue: theirs, members: [R] int64."""
     grid, columns = of_rows(problem.grid, members), qvalue.shape[1]
     zero_point = None if grid.zero_point is None else groups.expand(grid.zero_point, columns)
-    return problem.weight[members].float() - affine.dequantize(qvalue, groups.expand(grid.scale, columns), zero_point)
+    return problem.weight[members].float() - affine.dequantize(
+        qvalue, groups.expand(grid.scale, columns), zero_point
+    )
 
 
 def all_errors(problem: Problem, qvalue: Tensor) -> Tensor:
@@ -105,7 +118,10 @@ def loss_of(problem: Problem, qvalue: Tensor | None) -> float:
     errors = problem.weight.float() if qvalue is None else all_errors(problem, qvalue)
     loss = 0.0
     for rows in groups.spans(len(errors), _ROWS):
-        behind = (problem.outputs.matrix[rows] @ errors).add_(errors[rows], alpha=problem.outputs.damping)  # [R, I]
+        # [R, I]
+        behind = (problem.outputs.matrix[rows] @ errors).add_(
+            errors[rows], alpha=problem.outputs.damping
+        )
         loss += float(behind.mul_(problem.inputs.times(errors[rows].T).T).sum(dtype=torch.float64))
     return loss
 
@@ -113,8 +129,8 @@ def loss_of(problem: Problem, qvalue: Tensor | None) -> float:
 def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
     """Return the problem with the scales for which the loss of `qvalue` [O, I] is smallest, as their layout stores them.
 
-    The rows of a block are fitted each by itself, by least squares; a block whose loss grows with that, because its rows are
-    felt together or its scales were rounded, keeps its own.
+    The rows of a block are fitted each by itself, by least squares; a block whose loss grows with
+    that, because its rows are felt together or its scales were rounded, keeps its own.
     """
     scale, zero_point = problem.grid.scale.clone(), problem.grid.zero_point
     if zero_point is not None and problem.scheme.minima:
@@ -128,13 +144,17 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
             points -= groups.expand(grid.zero_point.float(), points.shape[1])
         size = points.shape[1] // scale.shape[1]
         split = groups.to_groups(points, size)  # [R, G, g]
-        wanted = (groups.to_groups(gradient.T, size) * split).sum(dim=-1) / coupling.diagonal()[:, None]  # [R, G]
+        # [R, G]
+        wanted = (groups.to_groups(gradient.T, size) * split).sum(dim=-1) / coupling.diagonal()[
+            :, None
+        ]
         moved = scale[rows] + torch.linalg.solve(_moments(problem.inputs, split), wanted)
         growth = moved / scale[rows]
         fits = (growth > 1 / _FARTHEST) & (growth < _FARTHEST)
         new = _stored(torch.where(fits, moved, scale[rows]), problem)
         change = points * groups.expand(new - scale[rows], points.shape[1])
-        if zero_point is not None and problem.scheme.minima:  # they move with their scales, and are stored
+        # they move with their scales, and are stored
+        if zero_point is not None and problem.scheme.minima:
             new_zero = affine.moved_zero_point(zero_point[rows], new, problem.scheme)
             change -= groups.expand(new * (new_zero - zero_point[rows]), points.shape[1])
         felt = coupling @ problem.inputs.times(change.T).T  # [R, I]
@@ -149,7 +169,12 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
 def _stored(scale: Tensor, problem: Problem) -> Tensor:
     """Return the scales of points as their layout stores them, [R, G]."""
     size, global_scale = unit(problem.scheme), problem.grid.global_scale
-    return affine.stored_scale(scale * size, problem.scheme, problem.scale_dtype, global_scale=global_scale) / size
+    return (
+        affine.stored_scale(
+            scale * size, problem.scheme, problem.scale_dtype, global_scale=global_scale
+        )
+        / size
+    )
 
 
 def _moments(inputs: Side, split: Tensor) -> Tensor:
@@ -185,11 +210,18 @@ def descend_(problem: Problem, qvalue: Tensor) -> None:
     errors = all_errors(problem, qvalue)
     for rows in apart(qvalue.shape[0], _ROWS):
         coupling, gradient = _gradient(problem, rows, errors)
-        scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])  # a step is a step wherever zero lies
+        # a step is a step wherever zero lies
+        scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])
         now = qvalue[rows].T.float().contiguous()  # [I, R]
         curves = (problem.inputs.matrix.diagonal() + problem.inputs.damping).tolist()
         change = _moves_(
-            now, gradient, scales=scales, coupling=coupling, matrix=problem.inputs.matrix, curves=curves, scheme=problem.scheme
+            now,
+            gradient,
+            scales=scales,
+            coupling=coupling,
+            matrix=problem.inputs.matrix,
+            curves=curves,
+            scheme=problem.scheme,
         )
         qvalue[rows] = now.T.to(torch.int8)
         errors[rows] -= change.T
@@ -207,15 +239,21 @@ def _moves_(
 ) -> Tensor:
     """Move the qvalues `now` [I, R] of a block, and return what that adds to the rounded weights, [I, R].
 
-    In a column the weight moves whose move gains most, then the next, until none gains. The gradient [I, R] by that column is
-    kept exact meanwhile, that by the others follows before they are looked at.
+    In a column the weight moves whose move gains most, then the next, until none gains. The
+    gradient [I, R] by that column is kept exact meanwhile, that by the others follows before they
+    are looked at.
     """
     change, group_size = torch.zeros_like(now), len(now) // len(scales)
     for columns in groups.spans(len(now), _COLUMNS):
         felt = torch.zeros(columns.stop - columns.start, now.shape[1])
         for i in range(columns.start, columns.stop):
             rows = (now[i], gradient[i], scales[i // group_size], change[i])
-            if _move_column_(*(row.numpy() for row in rows), coupling=coupling.numpy(), curve=curves[i], scheme=scheme):
+            if _move_column_(
+                *(row.numpy() for row in rows),
+                coupling=coupling.numpy(),
+                curve=curves[i],
+                scheme=scheme,
+            ):
                 torch.mv(coupling, change[i], out=felt[i - columns.start])
                 after = slice(i + 1, columns.stop)
                 gradient[after].addr_(matrix[i, after], felt[i - columns.start], alpha=-1)
@@ -224,7 +262,14 @@ def _moves_(
 
 
 def _move_column_(
-    at: Row, left: Row, scale: Row, change: Row, *, coupling: NDArray[np.float32], curve: float, scheme: TensorScheme
+    at: Row,
+    left: Row,
+    scale: Row,
+    change: Row,
+    *,
+    coupling: NDArray[np.float32],
+    curve: float,
+    scheme: TensorScheme,
 ) -> bool:
     """Move the weight of a column whose move gains most, then the next, until none gains; return whether one moved.
 

@@ -1,7 +1,8 @@
 """The points that a weight is rounded to, as small integers: of integers they are the qvalues, of e2m1 twice the values.
 
-The halves of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives; the scale of a half is half the scale. Both steps of YAQA
-work with int8 and with steps between points, which of e2m1 are wider further out.
+The halves of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives; the scale of a half is half the
+scale. Both steps of YAQA work with int8 and with steps between points, which of e2m1 are wider
+further out.
 """
 
 import numpy as np

@@ -1,14 +1,15 @@
 """Error feedback over columns and rows at once: rows make up for other rows too, and many weights are rounded side by side.
 
-With G = (I + M)^T D (I + M) by rows as H by columns (quantflow/numerics/feedback.py), M strictly lower triangular where the
-last row is rounded first, and F = E + M E, which holds of every row what the errors of those rounded before it leave it with,
+With G = (I + M)^T D (I + M) by rows as H by columns (quantflow/numerics/feedback.py), M strictly
+lower triangular where the last row is rounded first, and F = E + M E, which holds of every row what
+the errors of those rounded before it leave it with,
 
     tr(G E H E^T) = sum_ij D_i D'_j * |F_ij + sum_{k before j} F_ik U_kj|^2.
 
-So a row aims at w plus what it is owed, and is rounded column by column for that. A weight waits for the same column of the
-rows before it and for the columns before it of its own row, for nothing else: blocks of rows and of columns make tiles, and
-all tiles on a diagonal are rounded together. There are as many steps as blocks of rows and columns together, not times each
-other.
+So a row aims at w plus what it is owed, and is rounded column by column for that. A weight waits
+for the same column of the rows before it and for the columns before it of its own row, for nothing
+else: blocks of rows and of columns make tiles, and all tiles on a diagonal are rounded together.
+There are as many steps as blocks of rows and columns together, not times each other.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ Tile = tuple[slice, slice]  # places of its rows, places of its columns
 def working_bytes_of(features: int, rows: int, *, length: int) -> int:
     """Return the most memory that `round_rows` takes beyond its arguments and its result, in bytes.
 
-    Errors twice, qvalues, and on a diagonal of tiles eight tensors as large as these, and what their columns pass on.
+    Errors twice, qvalues, and on a diagonal of tiles eight tensors as large as these, and what
+    their columns pass on.
 
     Args:
         features: columns of the weight.
@@ -40,7 +42,13 @@ def working_bytes_of(features: int, rows: int, *, length: int) -> int:
 
 
 def round_rows(
-    weight: Tensor, grid: Grid, *, scheme: TensorScheme, rows: Feedback, parts: Sequence[Tensor], columns: Feedback
+    weight: Tensor,
+    grid: Grid,
+    *,
+    scheme: TensorScheme,
+    rows: Feedback,
+    parts: Sequence[Tensor],
+    columns: Feedback,
 ) -> Tensor:
     """Round a weight, each column making up for the errors of those before it and each row for those of the rows before it.
 
@@ -49,9 +57,10 @@ def round_rows(
         grid: the scales of its points and zero points, one or more for each row.
         scheme: of the weight.
         rows: of the outputs, in the order of `parts`; its factor is overwritten.
-        parts: the rows in blocks, int64 each, from the last to be rounded to the first; in a block none makes up for another.
-        columns: of the inputs, with what is below its factor's diagonal above it too (`mirror_`): there a column's part is
-            contiguous.
+        parts: the rows in blocks, int64 each, from the last to be rounded to the first; in a block
+            none makes up for another.
+        columns: of the inputs, with what is below its factor's diagonal above it too (`mirror_`):
+            there a column's part is contiguous.
 
     Returns:
         The points (quantflow/algorithms/yaqa/points.py), [O, I] int8.
@@ -60,7 +69,9 @@ def round_rows(
     down, across = len(wave.down), len(wave.across)
     for diagonal in range(down + across - 1):
         first, last = max(0, diagonal - across + 1), min(diagonal, down - 1)
-        wave.round_([(wave.down[block], wave.across[diagonal - block]) for block in range(first, last + 1)])
+        wave.round_(
+            [(wave.down[block], wave.across[diagonal - block]) for block in range(first, last + 1)]
+        )
     qvalue = torch.empty_like(wave.qvalue)
     qvalue[rows.order] = wave.qvalue.index_select(1, torch.argsort(columns.order))
     return qvalue
@@ -70,7 +81,8 @@ class _Wave:
     """A weight that is being rounded, rows and columns in their places: the last place is rounded first.
 
     Attributes:
-        down, across: the places of the blocks of rows and of columns, in the order in which they are rounded.
+        down, across: the places of the blocks of rows and of columns, in the order in which they
+            are rounded.
         qvalue: [O, I] int8, in places.
     """
 
@@ -87,16 +99,21 @@ class _Wave:
         """Put everything into its place."""
         outputs, inputs = weight.shape
         stops = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
-        self.down = [slice(start, stop) for start, stop in zip(stops[:-1], stops[1:], strict=True)][::-1]
+        self.down = [slice(start, stop) for start, stop in zip(stops[:-1], stops[1:], strict=True)][
+            ::-1
+        ]
         self.across = [slice(max(0, stop - _COLUMNS), stop) for stop in range(inputs, 0, -_COLUMNS)]
         self.qvalue = torch.empty(outputs, inputs, dtype=torch.int8)
         self._scheme, self._upper = scheme, columns.lower
         self._height = max(map(len, parts))
         self._scales = grid.scale[rows.order].T.contiguous()  # [G, O]
-        self._zero_points = None if grid.zero_point is None else grid.zero_point[rows.order].T.float().contiguous()
+        self._zero_points = (
+            None if grid.zero_point is None else grid.zero_point[rows.order].T.float().contiguous()
+        )
         self._groups = columns.order // (inputs // grid.scale.shape[1])  # [I]
         self._errors = torch.empty(inputs, outputs)
-        self._left = torch.empty(outputs, inputs)  # the weights, then what is left of what they aimed at
+        # the weights, then what is left of what they aimed at
+        self._left = torch.empty(outputs, inputs)
         for block, part in zip(self.down[::-1], parts, strict=True):
             self._left[block] = weight[part].index_select(1, columns.order).float()
         self._owed = _owed_(rows.lower, self.down)
@@ -107,13 +124,18 @@ class _Wave:
         real, wanted, target = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
         scales, points = torch.ones(shape), torch.zeros(shape)
         zero_points = None if self._zero_points is None else torch.zeros(shape)
-        reach = torch.zeros(_COLUMNS, _COLUMNS, 1, len(tiles))  # how the error of a column reaches another
+        # how the error of a column reaches another
+        reach = torch.zeros(_COLUMNS, _COLUMNS, 1, len(tiles))
         for index, tile in enumerate(tiles):
             (rows, columns), (at, to) = tile, _inside(tile)
             weights = self._left[rows, columns].T
-            aim = torch.addmm(weights, self._errors[columns, rows.stop :], self._owed[rows, rows.stop :].T)
+            aim = torch.addmm(
+                weights, self._errors[columns, rows.stop :], self._owed[rows, rows.stop :].T
+            )
             real[at, to, index], wanted[at, to, index] = weights, aim
-            target[at, to, index] = aim.addmm_(self._upper[columns, columns.stop :], self._left[rows, columns.stop :].T)
+            target[at, to, index] = aim.addmm_(
+                self._upper[columns, columns.stop :], self._left[rows, columns.stop :].T
+            )
             group = self._groups[columns]
             scales[at, to, index] = self._scales[:, rows].index_select(0, group)
             if zero_points is not None and self._zero_points is not None:
@@ -138,7 +160,9 @@ class _Wave:
 def _inside(tile: Tile) -> Tile:
     """Return which columns and rows of a tile of full size a tile has."""
     rows, columns = tile
-    return slice(_COLUMNS - (columns.stop - columns.start), _COLUMNS), slice(0, rows.stop - rows.start)
+    return slice(_COLUMNS - (columns.stop - columns.start), _COLUMNS), slice(
+        0, rows.stop - rows.start
+    )
 
 
 def _owed_(lower: Tensor, blocks: Sequence[slice]) -> Tensor:
@@ -146,5 +170,7 @@ def _owed_(lower: Tensor, blocks: Sequence[slice]) -> Tensor:
     for block in blocks:
         within = lower[block, block].tril(-1) + torch.eye(block.stop - block.start)
         part = lower[block.stop :, block]
-        lower[block, block.stop :] = torch.linalg.solve_triangular(within, part, upper=False, left=False, unitriangular=True).T
+        lower[block, block.stop :] = torch.linalg.solve_triangular(
+            within, part, upper=False, left=False, unitriangular=True
+        ).T
     return lower

@@ -16,7 +16,8 @@ from pathlib import Path
 from quantflow.errors import InputError
 from quantflow.files.rank_folders import MOST_RANKS
 
-GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}  # device -> the folder that vLLM's calibration keeps its files in
+# device -> the folder that vLLM's calibration keeps its files in
+GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
 _NAME = re.compile(
     r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
@@ -80,7 +81,9 @@ def holds_triples(path: Path) -> bool:
     return bool(_named(path))
 
 
-def find_triples(path: Path, *, method: str | None = None, partial: bool = False) -> dict[int, TripleFiles]:
+def find_triples(
+    path: Path, *, method: str | None = None, partial: bool = False
+) -> dict[int, TripleFiles]:
     """Return rank -> its files, complete and in order; files of other names are left alone.
 
     Args:
@@ -89,31 +92,47 @@ def find_triples(path: Path, *, method: str | None = None, partial: bool = False
         partial: whether ranks may be missing.
 
     Raises:
-        InputError: none are there; two prefixes, observers or world sizes; a rank is missing or beyond the world size.
+        InputError: none are there; two prefixes, observers or world sizes; a rank is missing or
+            beyond the world size.
     """
     found = _found(path, method=method)
     if not found:
         what = "measurement" if method is None else f"scales of {method}"
         scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
         beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
-        raise InputError(f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}", _MEASURE)
+        raise InputError(
+            f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}",
+            _MEASURE,
+        )
     for what, values in (
         ("prefixes", {name.prefix for name in found}),
         ("observers", {name.observer for name in found}),
         ("world sizes", {1 if name.world is None else name.world for name in found}),
-        ("kinds of names, with and without ranks,", {"_R_W" if name.rank is not None else "no rank" for name in found}),
+        (
+            "kinds of names, with and without ranks,",
+            {"_R_W" if name.rank is not None else "no rank" for name in found},
+        ),
     ):
         if len(values) > 1:
             listed = ", ".join(map(str, sorted(values, key=str)))
-            raise InputError(f"{path}: files of {len(values)} {what} {listed}", "give folder/prefix, or a folder of one run")
+            raise InputError(
+                f"{path}: files of {len(values)} {what} {listed}",
+                "give folder/prefix, or a folder of one run",
+            )
     (world,) = {1 if name.world is None else name.world for name in found}
     if world > MOST_RANKS:
-        raise InputError(f"{path}: files of a world of {world} ranks, {MOST_RANKS} are the most", _MEASURE)
+        raise InputError(
+            f"{path}: files of a world of {world} ranks, {MOST_RANKS} are the most", _MEASURE
+        )
     ranks = {name.rank or 0: files for name, files in found.items()}
     beyond = sorted(rank for rank in ranks if rank >= world)
     missing = [] if partial else sorted(set(range(world)) - set(ranks))
     if beyond or missing:
-        cause = f"rank {beyond[0]} of {world}" if beyond else f"no file of rank {_some(missing)} of {world}"
+        cause = (
+            f"rank {beyond[0]} of {world}"
+            if beyond
+            else f"no file of rank {_some(missing)} of {world}"
+        )
         raise InputError(f"{path}: {cause}", "give every rank of one run, 0 up to the world size")
     return dict(sorted(ranks.items()))
 
@@ -128,7 +147,10 @@ def device_folder(path: Path) -> Path:
         return path
     found = [path / name for name in GENERATIONS.values() if _inside(path / name)]
     if len(found) > 1:
-        raise InputError(f"{path}: holds measurements of two devices, {' and '.join(one.name for one in found)}", "give one")
+        raise InputError(
+            f"{path}: holds measurements of two devices, {' and '.join(one.name for one in found)}",
+            "give one",
+        )
     return found[0] if found else path
 
 
@@ -145,7 +167,8 @@ def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
     return [
         (*found, entry)
         for found, entry in parsed
-        if found is not None and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+        if found is not None
+        and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
     ]
 
 
@@ -156,7 +179,12 @@ def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
         if name.method == method and name.observer != "shape":
             files.setdefault(name, {})[ending] = entry
     return {
-        name: TripleFiles(name=name, npz=parts.get(".npz"), json=parts.get(".json"), mod_list=parts.get("_mod_list.json"))
+        name: TripleFiles(
+            name=name,
+            npz=parts.get(".npz"),
+            json=parts.get(".json"),
+            mod_list=parts.get("_mod_list.json"),
+        )
         for name, parts in files.items()
         if ".npz" in parts or ".json" in parts
     }

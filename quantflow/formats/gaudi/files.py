@@ -68,7 +68,10 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
 
     plain = [replace(triple, nodes=nodes(triple)) for triple in ranks]
     _write(plain, files, _optimum_habana(root, files, (gaudi_nodes.FUSED_ATTENTION,)))
-    fused = [replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL))) for triple in ranks]
+    fused = [
+        replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL)))
+        for triple in ranks
+    ]
     generation = GENERATIONS.get(files.device, files.device)
     layout = GaudiLayout(
         base=root / "vllm",
@@ -76,14 +79,23 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
         prefix="inc_output",
         config=f"{files.name}_{generation}.json",
         numbered=True,
-        unmeasured=(gaudi_nodes.FUSED_ATTENTION, "softmax", "batch2block_matmul", "block2batch_matmul"),
+        unmeasured=(
+            gaudi_nodes.FUSED_ATTENTION,
+            "softmax",
+            "batch2block_matmul",
+            "block2batch_matmul",
+        ),
     )
     _write(fused, files, layout)
 
 
-def write_theirs(root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, observer: str, keep_originals: bool) -> None:
+def write_theirs(
+    root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, observer: str, keep_originals: bool
+) -> None:
     """Write what Gaudi's toolkit measured, with attention's inputs postprocessed and scales."""
-    layout = replace(_optimum_habana(root, files, ()), numbered=gaudi_nodes.are_vllms(ranks[0].nodes))
+    layout = replace(
+        _optimum_habana(root, files, ()), numbered=gaudi_nodes.are_vllms(ranks[0].nodes)
+    )
     _write(ranks, files, layout, observer=observer, keep_originals=keep_originals)
 
 
@@ -99,7 +111,12 @@ def _optimum_habana(root: Path, files: GaudiFiles, unmeasured: tuple[str, ...]) 
 
 
 def _write(
-    ranks: Sequence[Triple], files: GaudiFiles, layout: GaudiLayout, *, observer: str = "maxabs", keep_originals: bool = False
+    ranks: Sequence[Triple],
+    files: GaudiFiles,
+    layout: GaudiLayout,
+    *,
+    observer: str = "maxabs",
+    keep_originals: bool = False,
 ) -> None:
     """Write maxima and scales of every rank, and the QUANT_CONFIG."""
     config, folder = files.config, layout.base / layout.data
@@ -108,9 +125,16 @@ def _write(
     scaled = has_scales(config, ranks=len(ranks))
     for rank, triple in enumerate(ranks):
         number = rank if layout.numbered or len(ranks) > 1 else None
-        name = FileName(prefix=layout.prefix, observer=observer, rank=number, world=None if number is None else len(ranks))
+        name = FileName(
+            prefix=layout.prefix,
+            observer=observer,
+            rank=number,
+            world=None if number is None else len(ranks),
+        )
         modules = triple.modules or tuple(sorted(triple.nodes))
-        whole = Triple(nodes=triple.nodes, local_rank=number, samples=triple.samples, modules=modules)
+        whole = Triple(
+            nodes=triple.nodes, local_rank=number, samples=triple.samples, modules=modules
+        )
         if keep_originals:
             write_triple(folder, replace(name, prefix=f"orig_{name.prefix}"), whole)
         nodes = gaudi_nodes.postprocess(triple.nodes)
@@ -124,21 +148,31 @@ def _write(
                 read_weight=files.read_weight,
             )
             method = config.scale_method.default.name.upper()
-            write_triple(folder, replace(name, method=method), Triple(nodes=scales, mode=SCALES, local_rank=number))
+            write_triple(
+                folder,
+                replace(name, method=method),
+                Triple(nodes=scales, mode=SCALES, local_rank=number),
+            )
     path = layout.base / layout.config
     disk.make_folder(path.parent)
-    table = config_table(config, dump_stats_path=f"./{layout.data}/{layout.prefix}", block=block, observer=observer)
+    table = config_table(
+        config, dump_stats_path=f"./{layout.data}/{layout.prefix}", block=block, observer=observer
+    )
     disk.write_file(path, readable_json(table))
 
 
 def has_scales(config: QuantConfig, *, ranks: int) -> bool:
     """Return whether the toolkit reads scales from files that can be written here.
 
-    It derives them itself when told so, and reads no file where all scales are fixed; of several ranks each has a part of
-    the channels.
+    It derives them itself when told so, and reads no file where all scales are fixed; of several
+    ranks each has a part of the channels.
     """
     measured = any(method.needs_measurement for method in config.scale_method.methods)
-    return measured and not config.effective_recalc_scales and (ranks == 1 or not needs_weights(config))
+    return (
+        measured
+        and not config.effective_recalc_scales
+        and (ranks == 1 or not needs_weights(config))
+    )
 
 
 def needs_weights(config: QuantConfig) -> bool:
@@ -155,11 +189,17 @@ def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> d
     }
 
 
-def config_table(config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs") -> dict[str, Any]:
+def config_table(
+    config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs"
+) -> dict[str, Any]:
     """Return the QUANT_CONFIG: what was given, with the path and the blocklist of these files."""
-    given = {key: getattr(config, key) for key in config.given - {"allowlist", "blocklist", "scale_method"}}
+    given = {
+        key: getattr(config, key)
+        for key in config.given - {"allowlist", "blocklist", "scale_method"}
+    }
     if config.effective_scale_format != config.scale_format:
-        given["scale_format"] = config.effective_scale_format  # what the toolkit makes of it, with a warning
+        # what the toolkit makes of it, with a warning
+        given["scale_format"] = config.effective_scale_format
     return {
         **config.unknown,
         **given,

@@ -8,10 +8,11 @@
 | A (v_cache)                 | A.v_cache input 0, A.matmul_av input 1  | A.attn.impl.v_cache, A.attn.impl.matmul_av        |
 | A (query)                   | A.matmul_qk input 0                     | A.attn.impl.matmul_qk                             |
 
-The first input of matmul_av are probabilities. Their maximum is 1, exactly: the first token of a sequence attends to itself
-alone. The second inputs of both products are set to what the caches saw, so that no value is rescaled on its way out of a
-cache (the toolkit's postprocessing does the same).
-Source: optimum-habana's modelling files and unify scripts, vllm-gaudi's attention layer; names only.
+The first input of matmul_av are probabilities. Their maximum is 1, exactly: the first token of a
+sequence attends to itself alone. The second inputs of both products are set to what the caches saw,
+so that no value is rescaled on its way out of a cache (the toolkit's postprocessing does the same).
+Source: optimum-habana's modelling files and unify scripts, vllm-gaudi's attention layer; names
+only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,8 @@ _TYPES = {
     FUSED_ATTENTION: ATTENTION,
     **dict.fromkeys(("batch2block_matmul", "block2batch_matmul"), BLOCKS),
 }
-# (inputs, outputs) of a module without weights -> its class: of those with one or two inputs the others have outputs.
+# (inputs, outputs) of a module without weights -> its class: of those with one or two inputs the
+# others have outputs.
 _BY_COUNTS = {(1, 0): CACHE, (2, 0): MATMUL, (3, 2): ATTENTION}
 
 
@@ -74,7 +76,10 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
             continue
         missing = [site for site in ("input", "weight") if site not in seen]
         if missing:
-            raise StatisticsError(f"{name}: the measurement has no amax of its {missing[0]}", "measure with --stats amax")
+            raise StatisticsError(
+                f"{name}: the measurement has no amax of its {missing[0]}",
+                "measure with --stats amax",
+            )
         outputs = (seen["output"],) if "output" in seen else ()
         nodes[name] = Node(inputs=(seen["input"],), outputs=outputs, weight=seen["weight"])
     return nodes
@@ -82,7 +87,11 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
 
 def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
     """Return the caches of an attention module, and its two products where their inputs are known."""
-    nodes = {f"{name}.{site}": Node(inputs=(seen[site],)) for site in ("k_cache", "v_cache") if site in seen}
+    nodes = {
+        f"{name}.{site}": Node(inputs=(seen[site],))
+        for site in ("k_cache", "v_cache")
+        if site in seen
+    }
     if "v_cache" in seen:
         nodes[f"{name}.matmul_av"] = Node(inputs=(torch.ones(1, 1), seen["v_cache"]))
     if "query" in seen and "k_cache" in seen:
@@ -93,8 +102,8 @@ def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
 def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return `<source name>|<site>|amax` for what our stages know of, and the names of the nodes that they do not.
 
-    Channels give `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts the one input; the
-    maximum of its weights belongs to none of them.
+    Channels give `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts
+    the one input; the maximum of its weights belongs to none of them.
     """
     statistics: dict[str, Tensor] = {}
     others = []
@@ -111,7 +120,9 @@ def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple
             others.append(node)
         else:
             for part in _FUSED.get(leaf, (leaf,)):
-                statistics |= _maxima(f"{owner}.{part}" if owner else part, "input", content.inputs[0])
+                statistics |= _maxima(
+                    f"{owner}.{part}" if owner else part, "input", content.inputs[0]
+                )
             if leaf not in _FUSED:
                 statistics |= _maxima(node, "weight", content.weight)
                 statistics |= _maxima(node, "output", content.outputs[0]) if content.outputs else {}
@@ -138,7 +149,9 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
         if cache is None or not cache.inputs:
             continue
         if len(node.inputs) < 2:
-            raise StatisticsError(f"{name}: {len(node.inputs)} inputs, a product has two", "measure again")
+            raise StatisticsError(
+                f"{name}: {len(node.inputs)} inputs, a product has two", "measure again"
+            )
         found[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
     return found
 
@@ -151,7 +164,10 @@ def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> di
         but: last parts of the names of nodes that keep theirs.
     """
     kept = tuple(but)
-    return {name: node if name.rpartition(".")[2] in kept else replace(node, outputs=()) for name, node in nodes.items()}
+    return {
+        name: node if name.rpartition(".")[2] in kept else replace(node, outputs=())
+        for name, node in nodes.items()
+    }
 
 
 def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
@@ -174,8 +190,12 @@ def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
 def _larger(left: Node, right: Node) -> Node:
     return Node(
         inputs=tuple(torch.maximum(a, b) for a, b in zip(left.inputs, right.inputs, strict=True)),
-        outputs=tuple(torch.maximum(a, b) for a, b in zip(left.outputs, right.outputs, strict=True)),
-        weight=None if left.weight is None or right.weight is None else torch.maximum(left.weight, right.weight),
+        outputs=tuple(
+            torch.maximum(a, b) for a, b in zip(left.outputs, right.outputs, strict=True)
+        ),
+        weight=None
+        if left.weight is None or right.weight is None
+        else torch.maximum(left.weight, right.weight),
     )
 
 
@@ -195,17 +215,26 @@ def layer_type(name: str, node: Node) -> str:
     leaf = name.rpartition(".")[2]
     if leaf in _TYPES:
         return _TYPES[leaf]
-    return LINEAR if node.weight is not None else _BY_COUNTS.get((len(node.inputs), len(node.outputs)), "")
+    return (
+        LINEAR
+        if node.weight is not None
+        else _BY_COUNTS.get((len(node.inputs), len(node.outputs)), "")
+    )
 
 
 def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
     """Return the maxima that the scales of a module's inputs are made of, none of a softmax; None of an unknown module.
 
-    Some are of outputs: the last input of fused attention is the softmax inside it, and what is multiplied by a matrix of zeros
-    and ones holds numbers that nobody reads. Of a mixture (`dynamic_moe`) the files do not say how many experts a card has.
+    Some are of outputs: the last input of fused attention is the softmax inside it, and what is
+    multiplied by a matrix of zeros and ones holds numbers that nobody reads. Of a mixture
+    (`dynamic_moe`) the files do not say how many experts a card has.
     """
     kind, inputs, outputs = layer_type(name, node), node.inputs, node.outputs
-    if kind in (LINEAR, CACHE) and len(inputs) == 1 and (kind == LINEAR) == (node.weight is not None):
+    if (
+        kind in (LINEAR, CACHE)
+        and len(inputs) == 1
+        and (kind == LINEAR) == (node.weight is not None)
+    ):
         return inputs
     if kind == MATMUL and len(inputs) == 2:
         return inputs

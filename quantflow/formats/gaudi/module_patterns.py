@@ -1,7 +1,8 @@
 """Which modules a QUANT_CONFIG quantizes: its allow and block lists, with patterns that are explained before they are used.
 
-An empty allowlist takes every module; else a module is taken when its class is among `types` or any pattern of `names` is
-found in its path. The blocklist is asked afterwards in the same way, so it wins.
+An empty allowlist takes every module; else a module is taken when its class is among `types` or any
+pattern of `names` is found in its path. The blocklist is asked afterwards in the same way, so it
+wins.
 """
 
 import re
@@ -46,7 +47,8 @@ def module_list(key: str, value: object) -> ModuleList:
     """Read `allowlist` or `blocklist`.
 
     Raises:
-        UsageError: it is no table of `names` and `types`, or a pattern says something else than it looks like.
+        UsageError: it is no table of `names` and `types`, or a pattern says something else than it
+            looks like.
     """
     if not isinstance(value, Mapping):
         raise UsageError(f"{key}: {value!r} is no table", 'write {"types": [], "names": []}')
@@ -56,7 +58,9 @@ def module_list(key: str, value: object) -> ModuleList:
     lists: dict[str, tuple[str, ...]] = {}
     for part, items in value.items():
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            raise UsageError(f"{key}.{part}: {items!r} is no list of text", f'write "{part}": ["..."]')
+            raise UsageError(
+                f"{key}.{part}: {items!r} is no list of text", f'write "{part}": ["..."]'
+            )
         lists[part] = tuple(items)
     for pattern in lists.get("names", ()):
         _check_pattern(key, pattern)
@@ -77,7 +81,8 @@ def _check_pattern(key: str, pattern: str) -> None:
     for found in _CLASS_OF_NUMBERS.finditer(pattern):
         if max(len(found[1]), len(found[2])) > 1:
             raise UsageError(
-                f"{key}.names: pattern {pattern!r}: {found[0]} is one character, not a number: {_characters(found)}",
+                f"{key}.names: pattern {pattern!r}: {found[0]} is one character, not a number: "
+                f"{_characters(found)}",
                 f"write {_meant(pattern, found)!r}",
             )
     try:

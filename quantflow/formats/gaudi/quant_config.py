@@ -1,9 +1,10 @@
 """QUANT_CONFIG: the JSON that says how Gaudi's toolkit measures and quantizes, every key with its default.
 
-Words are matched without regard to case, booleans may be the texts "True" and "False", `whitelist` and `blacklist` are the
-old names of the lists, and keys that nobody knows are kept and reported. A mistake is told in the toolkit's own words, so
-that it can be looked up. What a key means for quantflow stands in `Use`; what means nothing here is said in one line.
-Source: neural_compressor.torch.algorithms.fp8_quant._quant_common.quant_config, release 3.10.
+Words are matched without regard to case, booleans may be the texts "True" and "False", `whitelist`
+and `blacklist` are the old names of the lists, and keys that nobody knows are kept and reported. A
+mistake is told in the toolkit's own words, so that it can be looked up. What a key means for
+quantflow stands in `Use`; what means nothing here is said in one line. Source:
+neural_compressor.torch.algorithms.fp8_quant._quant_common.quant_config, release 3.10.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,12 @@ from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.files.canonical import read_json
 from quantflow.formats.gaudi.file_names import OBSERVERS
 from quantflow.formats.gaudi.module_patterns import ModuleList, module_list
-from quantflow.formats.gaudi.scale_methods import DEFAULT_METHOD, MethodConfig, method_config, spelled
+from quantflow.formats.gaudi.scale_methods import (
+    DEFAULT_METHOD,
+    MethodConfig,
+    method_config,
+    spelled,
+)
 from quantflow.shipped import SHIPPED
 
 WORDS: Mapping[str, tuple[str, ...]] = {
@@ -30,17 +36,43 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 LEGACY = {"whitelist": "allowlist", "blacklist": "blocklist"}
 FILLED_IN = ("world_size", "local_rank", "global_rank", "device_type")
-STORED = ("method", "dump_stats_xlsx_path", "quantize_weight")  # in the toolkit's own files, and read by nothing
+# in the toolkit's own files, and read by nothing
+STORED = ("method", "dump_stats_xlsx_path", "quantize_weight")
 VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
     "measure": ("mode", "observer", "measure_exclude", "dump_stats_path"),
     "quantize": (
-        *("mode", "fp8_config", "allowlist", "blocklist", "scale_method", "hp_dtype", "device_for_scales", "dump_stats_path"),
+        *(
+            "mode",
+            "fp8_config",
+            "allowlist",
+            "blocklist",
+            "scale_method",
+            "hp_dtype",
+            "device_for_scales",
+            "dump_stats_path",
+        ),
         "ignore_modules_wo_measures",
     ),
     "export": (
-        *("mode", "observer", "measure_exclude", "allowlist", "blocklist", "scale_method", "fp8_config", "hp_dtype"),
-        *("device_for_scales", "dump_stats_path", "recalc_scales", "scale_format", "use_qdq", "fake_quant"),
+        *(
+            "mode",
+            "observer",
+            "measure_exclude",
+            "allowlist",
+            "blocklist",
+            "scale_method",
+            "fp8_config",
+            "hp_dtype",
+        ),
+        *(
+            "device_for_scales",
+            "dump_stats_path",
+            "recalc_scales",
+            "scale_format",
+            "use_qdq",
+            "fake_quant",
+        ),
         *("dynamic_quantization", "ignore_modules_wo_measures", "seperate_measure_files"),
     ),
 }
@@ -87,31 +119,49 @@ class QuantConfig:
             UsageError: naming them.
         """
         if self.mod_dict:
-            raise UsageError("mod_dict: is not empty", "leave it out; the toolkit asserts that it stays empty")
+            raise UsageError(
+                "mod_dict: is not empty", "leave it out; the toolkit asserts that it stays empty"
+            )
         if self.hp_dtype not in ARITHMETICS:
             raise UsageError(f"hp_dtype {self.hp_dtype!r} is unknown", "use BF16, FP16 or FP32")
         dynamic = [method.name for method in self.scale_method.methods if method.dynamic]
         if self.dynamic_quantization:
             static = [method.name for method in self.scale_method.methods if not method.dynamic]
             if self.mode not in ("QUANTIZE", "LOAD", "AUTO"):
-                raise UsageError(f"dynamic_quantization with mode {self.mode}", "use it with QUANTIZE or LOAD")
+                raise UsageError(
+                    f"dynamic_quantization with mode {self.mode}", "use it with QUANTIZE or LOAD"
+                )
             if self.use_qdq or self.fake_quant:
-                raise UsageError("dynamic_quantization with use_qdq or fake_quant", "use one of them")
+                raise UsageError(
+                    "dynamic_quantization with use_qdq or fake_quant", "use one of them"
+                )
             if self.row_parallel_linear_allreduce_quantization:
-                raise UsageError("dynamic_quantization with row_parallel_linear_allreduce_quantization", "use one of them")
+                raise UsageError(
+                    "dynamic_quantization with row_parallel_linear_allreduce_quantization",
+                    "use one of them",
+                )
             if static:
                 raise UsageError(
                     f"dynamic_quantization with scale method {static[0]}",
                     "use act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw or maxabs_pcs_pow2",
                 )
         elif dynamic:
-            raise UsageError(f"scale method {dynamic[0]} without dynamic_quantization", 'add "dynamic_quantization": true')
+            raise UsageError(
+                f"scale method {dynamic[0]} without dynamic_quantization",
+                'add "dynamic_quantization": true',
+            )
 
     @property
     def effective_scale_format(self) -> str:
         """SCALAR or CONST; scales per channel, fake_quant and dynamic quantization force CONST."""
-        per_channel = any(method.weight.granularity == "PCS" for method in self.scale_method.methods)
-        return "CONST" if per_channel or self.fake_quant or self.dynamic_quantization else self.scale_format
+        per_channel = any(
+            method.weight.granularity == "PCS" for method in self.scale_method.methods
+        )
+        return (
+            "CONST"
+            if per_channel or self.fake_quant or self.dynamic_quantization
+            else self.scale_format
+        )
 
     @property
     def spelled_scale_method(self) -> Any:
@@ -135,7 +185,8 @@ class QuantConfig:
         hardware = self.scale_method.plain and self.scale_method.default.name == "maxabs_hw"
         if (wanted, device) != ("gaudi2", "gaudi3") or not hardware:
             raise UsageError(
-                f"device_for_scales {self.device_for_scales} on {device} with {self.scale_method.default.name}",
+                f"device_for_scales {self.device_for_scales} on {device} with "
+                f"{self.scale_method.default.name}",
                 "only GAUDI2 on gaudi3 with maxabs_hw can differ; leave it out",
             )
         return wanted
@@ -153,7 +204,9 @@ def read_quant_config(path: Path) -> QuantConfig:
     except InputError as error:
         raise InputError(f"QUANT_CONFIG: Can't load {path}! {error.cause}", error.remedy) from error
     if not isinstance(value, dict):
-        raise UsageError(f"QUANT_CONFIG {path}: holds {type(value).__name__}, a table is needed", "write {...}")
+        raise UsageError(
+            f"QUANT_CONFIG {path}: holds {type(value).__name__}, a table is needed", "write {...}"
+        )
     try:
         return quant_config(value)
     except UsageError as error:
@@ -172,7 +225,10 @@ def find_quant_config(name: str) -> Path:
     found = shipped.get(name.removesuffix(".json"))
     if found is None:
         word = nearest(Path(name).stem, list(shipped))
-        raise UsageError(f"QUANT_CONFIG: Can't open {name}! No such file, and no shipped preset of that name", word)
+        raise UsageError(
+            f"QUANT_CONFIG: Can't open {name}! No such file, and no shipped preset of that name",
+            word,
+        )
     return found
 
 
@@ -207,12 +263,16 @@ def _value(key: str, value: Any) -> Any:
         return method_config(value)
     kind = {item.name: item.type for item in fields(QuantConfig)}[key]
     if kind is bool:
-        spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        spelled = (
+            {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        )
         if not isinstance(spelled, bool):
             raise _invalid(key, value, ["TRUE", "FALSE"])
         return spelled
     if kind is int and (type(value) is not int or value < 0):
-        raise UsageError(f"Invalid '{key}' value in custom config ('{value}')", "give a whole number, 0 or more")
+        raise UsageError(
+            f"Invalid '{key}' value in custom config ('{value}')", "give a whole number, 0 or more"
+        )
     if kind is str and (not isinstance(value, str) or not value):
         raise UsageError(f"Invalid '{key}' value in custom config ('{value}')", "give a path")
     if kind not in (bool, int, str) and not isinstance(value, Mapping):
@@ -230,7 +290,10 @@ def _word(key: str, value: Any) -> str | None:
 
 
 def _invalid(key: str, value: Any, valid: "list[str] | tuple[str, ...]") -> UsageError:
-    return UsageError(f"Invalid '{key}' value in custom config ('{value}'). Enter one of {list(valid)}", f"mend {key}")
+    return UsageError(
+        f"Invalid '{key}' value in custom config ('{value}'). Enter one of {list(valid)}",
+        f"mend {key}",
+    )
 
 
 def require_mode(config: QuantConfig, verb: str) -> None:
@@ -245,11 +308,13 @@ def require_mode(config: QuantConfig, verb: str) -> None:
         runs = " or ".join(f"`quantflow {name}`" for name in fitting)
         remedy = f"run {runs}" if fitting else "take QUANT_CONFIG out of the environment"
         raise UsageError(
-            f"{verb}: QUANT_CONFIG has mode {config.mode}, {verb} needs {VERBS[verb]}", f"{remedy}, or give the other file"
+            f"{verb}: QUANT_CONFIG has mode {config.mode}, {verb} needs {VERBS[verb]}",
+            f"{remedy}, or give the other file",
         )
     if verb == "measure" and config.observer not in ("maxabs", "maxabs_per_channel"):
         raise UnsupportedError(
-            f"QUANT_CONFIG: observer {config.observer} keeps {'shapes' if config.observer == 'shape' else 'whole tensors'}",
+            f"QUANT_CONFIG: observer {config.observer} keeps "
+            f"{'shapes' if config.observer == 'shape' else 'whole tensors'}",
             "use maxabs or maxabs_per_channel",
         )
 
@@ -257,7 +322,11 @@ def require_mode(config: QuantConfig, verb: str) -> None:
 def without_meaning(config: QuantConfig, verb: str) -> list[str]:
     """Return the keys of a file that `verb` does not use, where their values are not the defaults, and unknown ones."""
     defaults = QuantConfig()
-    unused = [key for key in sorted(config.given) if key not in USED[verb] and getattr(config, key) != getattr(defaults, key)]
+    unused = [
+        key
+        for key in sorted(config.given)
+        if key not in USED[verb] and getattr(config, key) != getattr(defaults, key)
+    ]
     return [*unused, *sorted(set(config.unknown) - set(STORED))]
 
 

@@ -1,10 +1,12 @@
 """Gaudi's npz files without unpickling: a reader that can build tables, lists, numbers, text and arrays, and nothing else.
 
-Such a file is a zip with one member, `arr_0.npy`: a zero-dimensional object array, that is, a pickled dictionary of arrays.
-A pickle is a program for a small machine that may call any Python function. Here the machine gets six names, none of
-which is numpy's or codecs' own: each stands for a few lines of this file that take plain data apart. A pickle that asks for
-anything else is refused before anything was called. What is written is emitted opcode by opcode, so that equal content has
-equal bytes whatever the versions of Python and numpy are; the old spelling `numpy.core` loads in all of them.
+Such a file is a zip with one member, `arr_0.npy`: a zero-dimensional object array, that is, a
+pickled dictionary of arrays. A pickle is a program for a small machine that may call any Python
+function. Here the machine gets six names, none of which is numpy's or codecs' own: each stands for
+a few lines of this file that take plain data apart. A pickle that asks for anything else is refused
+before anything was called. What is written is emitted opcode by opcode, so that equal content has
+equal bytes whatever the versions of Python and numpy are; the old spelling `numpy.core` loads in
+all of them.
 """
 
 import io
@@ -27,10 +29,12 @@ MAX_BYTES = 1 << 30
 MAX_VALUES = 10_000_000
 MAX_DIRECTORY = 1 << 16  # bytes of a zip's list of files, which has one
 _KINDS = "fiub"  # floats, integers, booleans
-_END = struct.Struct("<4s4H2LH")  # of a zip: signature, disk, disk, entries, entries, bytes of the list, offset, comment
+# of a zip: signature, disk, disk, entries, entries, bytes of the list, offset, comment
+_END = struct.Struct("<4s4H2LH")
 _ZIP_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError),
-    *(ValueError, struct.error, OverflowError, MemoryError),  # names that are not UTF-8, numbers that are none
+    # names that are not UTF-8, numbers that are none
+    *(ValueError, struct.error, OverflowError, MemoryError),
 )
 _REMEDY = "give the file as Gaudi's toolkit wrote it, from a source that you trust"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
@@ -48,7 +52,12 @@ class _Dtype:
         self.order = "="
 
     def __setstate__(self, state: object) -> None:
-        if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "=") or any(state[2:5]):
+        if (
+            not isinstance(state, tuple)
+            or len(state) < 5
+            or state[1] not in ("<", ">", "|", "=")
+            or any(state[2:5])
+        ):
             raise _Refused(f"a dtype with the state {state!r}")
         self.order = state[1]
 
@@ -85,14 +94,21 @@ class _Array:
         kind = dtype.resolve() if isinstance(dtype, _Dtype) else _Array
         if kind is None and shape == () and isinstance(data, list) and len(data) == 1:
             return resolved(data[0])
-        numbers = isinstance(kind, np.dtype) and isinstance(data, bytes) and all(type(size) is int for size in shape)
+        numbers = (
+            isinstance(kind, np.dtype)
+            and isinstance(data, bytes)
+            and all(type(size) is int for size in shape)
+        )
         if not numbers or len(shape) > 8 or any(size < 0 for size in shape):
             raise _Refused(f"an array of shape {shape!r} that holds no numbers")
         try:
-            array = np.frombuffer(data, dtype=kind).reshape(shape, order="F" if column_major else "C")
+            array = np.frombuffer(data, dtype=kind).reshape(
+                shape, order="F" if column_major else "C"
+            )
         except ValueError as error:
             raise _Refused(f"an array of shape {shape!r} with {len(data)} bytes") from error
-        return array.astype(array.dtype.newbyteorder("="))  # a copy of its own, in this machine's order
+        # a copy of its own, in this machine's order
+        return array.astype(array.dtype.newbyteorder("="))
 
 
 class _Call:
@@ -141,7 +157,10 @@ def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
         ("numpy", "dtype"): _Dtype,
         ("_codecs", "encode"): _encode,
     }
-    spelled = {"numpy.core.multiarray": "numpy.multiarray", "numpy._core.multiarray": "numpy.multiarray"}
+    spelled = {
+        "numpy.core.multiarray": "numpy.multiarray",
+        "numpy._core.multiarray": "numpy.multiarray",
+    }
     return known.get((spelled.get(module, module), name))
 
 
@@ -194,9 +213,13 @@ def loads(data: bytes, *, name: str) -> Any:
         scan(data, _Refused)
         return _Resolver()(_Restricted(io.BytesIO(data)).load())
     except _Refused as error:
-        raise InputError(f"{name}: the pickle asks for {error}; nothing of it was run", _REMEDY) from error
+        raise InputError(
+            f"{name}: the pickle asks for {error}; nothing of it was run", _REMEDY
+        ) from error
     except Exception as error:  # a damaged pickle fails in any way that its opcodes can
-        raise InputError(f"{name}: no pickle of plain data ({type(error).__name__}: {error})", _REMEDY) from error
+        raise InputError(
+            f"{name}: no pickle of plain data ({type(error).__name__}: {error})", _REMEDY
+        ) from error
 
 
 def read_npz(path: Path) -> Any:
@@ -212,11 +235,21 @@ def read_npz(path: Path) -> Any:
                 names = archive.namelist()
                 size = archive.getinfo(MEMBER).file_size if names == [MEMBER] else 0
                 if names != [MEMBER] or size > MAX_BYTES:
-                    raise InputError(f"{path}: holds {names[:4]}, one {MEMBER} of at most 1 GiB is expected", _REMEDY)
-                if archive.getinfo(MEMBER).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise InputError(f"{path}: {MEMBER} is compressed in a way that numpy does not write", _REMEDY)
+                    raise InputError(
+                        f"{path}: holds {names[:4]}, one {MEMBER} of at most 1 GiB is expected",
+                        _REMEDY,
+                    )
+                if archive.getinfo(MEMBER).compress_type not in (
+                    zipfile.ZIP_STORED,
+                    zipfile.ZIP_DEFLATED,
+                ):
+                    raise InputError(
+                        f"{path}: {MEMBER} is compressed in a way that numpy does not write",
+                        _REMEDY,
+                    )
                 with archive.open(MEMBER) as member:
-                    data = member.read(size)  # without a number all is unpacked, whatever size the file gives
+                    # without a number all is unpacked, whatever size the file gives
+                    data = member.read(size)
         except _ZIP_ERRORS as error:
             raise InputError(f"{path}: not a whole npz file ({error})", _REMEDY) from error
     stream = io.BytesIO(data)
@@ -224,7 +257,9 @@ def read_npz(path: Path) -> Any:
         layout: Any = np.lib.format
         readers = {(1, 0): layout.read_array_header_1_0, (2, 0): layout.read_array_header_2_0}
         shape, _, dtype = readers[layout.read_magic(stream)](stream)
-    except Exception as error:  # numpy evaluates the header, which fails in any way that Python text can
+    except (
+        Exception
+    ) as error:  # numpy evaluates the header, which fails in any way that Python text can
         raise InputError(f"{path}: {MEMBER} is no array ({error})", _REMEDY) from error
     if shape != () or dtype != np.dtype(object):
         raise InputError(f"{path}: {MEMBER} is {dtype} {list(shape)}, a table is expected", _REMEDY)
@@ -252,7 +287,8 @@ def npz_bytes(table: Mapping[str, Any]) -> bytes:
     """Return the file that `numpy.load(..., allow_pickle=True)["arr_0"].item()` reads as `table`; equal tables, equal bytes.
 
     Args:
-        table: dictionaries with text or whole numbers as keys, lists, None, booleans, numbers, text and arrays of numbers.
+        table: dictionaries with text or whole numbers as keys, lists, None, booleans, numbers, text
+            and arrays of numbers.
 
     Raises:
         TypeError: the table holds something else.
@@ -270,7 +306,17 @@ def npz_bytes(table: Mapping[str, Any]) -> bytes:
 
 def dumps(value: Any) -> bytes:
     """Return the pickle (protocol 3) of a zero-dimensional object array that holds `value`."""
-    state = b"(" + _emit(1) + b")" + _dtype("O8", "|", 63) + b"\x89" + b"](" + _emit(value) + b"e" + b"t"
+    state = (
+        b"("
+        + _emit(1)
+        + b")"
+        + _dtype("O8", "|", 63)
+        + b"\x89"
+        + b"]("
+        + _emit(value)
+        + b"e"
+        + b"t"
+    )
     return b"\x80\x03" + _RECONSTRUCT + state + b"b."
 
 

@@ -1,8 +1,8 @@
 """`scale_method` of a QUANT_CONFIG: a method by its name, or the dictionary form that mixes them.
 
-The dictionary form names a method for single nodes, decoder layers and module types; the most particular one that fits is
-taken: nodes, layers, layer_types, default. The methods are rows of quantflow/core/scale_rules.py.
-Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
+The dictionary form names a method for single nodes, decoder layers and module types; the most
+particular one that fits is taken: nodes, layers, layer_types, default. The methods are rows of
+quantflow/core/scale_rules.py. Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
 import re
@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from quantflow.core.scale_rules import SCALE_METHODS, Granularity, Rounding, Rule, ScaleMethod, Value
+from quantflow.core.scale_rules import (
+    SCALE_METHODS,
+    Granularity,
+    Rounding,
+    Rule,
+    ScaleMethod,
+    Value,
+)
 from quantflow.errors import UsageError
 
 _PARTS = ("weight", "activation")
@@ -20,7 +27,8 @@ _FIELDS = {
     "rounding_method": ("ScaleRoundMethod", get_args(Rounding)),
 }
 _LAYER = re.compile(r"layers[./](\d+)(?:[./]|$)")
-_BARE = Rule(granularity="PTS", value="MAXABS", rounding="IDENTITY")  # the default of a dictionary that says nothing else
+# the default of a dictionary that says nothing else
+_BARE = Rule(granularity="PTS", value="MAXABS", rounding="IDENTITY")
 DEFAULT_METHOD = "maxabs_hw"
 
 
@@ -45,7 +53,12 @@ class MethodConfig:
     @property
     def methods(self) -> tuple[ScaleMethod, ...]:
         """Every method that is named, the default first."""
-        return (self.default, *self.nodes.values(), *self.layers.values(), *self.layer_types.values())
+        return (
+            self.default,
+            *self.nodes.values(),
+            *self.layers.values(),
+            *self.layer_types.values(),
+        )
 
     def method(self, node: str, layer_type: str) -> ScaleMethod:
         """Return the method of a node: its own, its layer's, its type's, or the default."""
@@ -61,7 +74,8 @@ def method_config(value: object) -> MethodConfig:
     """Read `scale_method`: a name in any case, or the dictionary form.
 
     Raises:
-        UsageError: an unknown name or key, no default, or a combination that is none of SCALE_METHODS.
+        UsageError: an unknown name or key, no default, or a combination that is none of
+            SCALE_METHODS.
     """
     if isinstance(value, str):
         return MethodConfig(default=_named(value))
@@ -69,19 +83,31 @@ def method_config(value: object) -> MethodConfig:
         raise UsageError(f"scale_method: {value!r} is neither a name nor a table", _names())
     unknown = sorted(set(value) - {"default", "nodes", "layers", "layer_types"})
     if unknown:
-        raise UsageError(f"scale_method: key {unknown[0]!r} is unknown", "use default, nodes, layers, layer_types")
+        raise UsageError(
+            f"scale_method: key {unknown[0]!r} is unknown",
+            "use default, nodes, layers, layer_types",
+        )
     if "default" not in value:
-        raise UsageError("Scale method config should contain a default scale method.", "add a `default` with both parts")
+        raise UsageError(
+            "Scale method config should contain a default scale method.",
+            "add a `default` with both parts",
+        )
     tables = {key: value.get(key) or {} for key in ("nodes", "layers", "layer_types")}
     for key, table in tables.items():
         if not isinstance(table, Mapping):
-            raise UsageError(f"scale_method: {key} is {table!r}", "write a table of names and methods")
+            raise UsageError(
+                f"scale_method: {key} is {table!r}", "write a table of names and methods"
+            )
         for name in table if key == "layers" else ():
             if not str(name).isdecimal():
-                raise UsageError(f"scale_method: layers has the key {name!r}", "use the number of the decoder layer")
+                raise UsageError(
+                    f"scale_method: layers has the key {name!r}",
+                    "use the number of the decoder layer",
+                )
     default = _combined(value["default"], "default")
     made = {
-        key: {name: _combined(item, f"{key}.{name}", default) for name, item in table.items()} for key, table in tables.items()
+        key: {name: _combined(item, f"{key}.{name}", default) for name, item in table.items()}
+        for key, table in tables.items()
     }
     return MethodConfig(
         default=default,
@@ -101,7 +127,11 @@ def spelled(config: MethodConfig) -> Any:
         "layers": config.layers,
         "layer_types": config.layer_types,
     }
-    made = {key: {str(name): _parts(method) for name, method in table.items()} for key, table in tables.items() if table}
+    made = {
+        key: {str(name): _parts(method) for name, method in table.items()}
+        for key, table in tables.items()
+        if table
+    }
     return {"default": _parts(config.default), **made}
 
 
@@ -116,7 +146,9 @@ def _named(name: str) -> ScaleMethod:
     method = SCALE_METHODS.get(name.lower())
     if method is None:
         raise UsageError(
-            f"Invalid 'scale_method' value in custom config ('{name}'). Enter one of {list(SCALE_METHODS)}", _names()
+            f"Invalid 'scale_method' value in custom config ('{name}'). Enter one of "
+            f"{list(SCALE_METHODS)}",
+            _names(),
         )
     return method
 
@@ -128,7 +160,9 @@ def _names() -> str:
 def _combined(value: object, where: str, default: ScaleMethod | None = None) -> ScaleMethod:
     """Return the method whose row has these two parts, with the back-offs given; what is missing is the default's."""
     if not isinstance(value, Mapping) or set(value) - set(_PARTS):
-        raise UsageError(f"scale_method.{where}: {value!r}", "give a table with `weight` and `activation`")
+        raise UsageError(
+            f"scale_method.{where}: {value!r}", "give a table with `weight` and `activation`"
+        )
     bases = {
         "weight": _BARE if default is None else default.weight,
         "activation": _BARE if default is None else default.activation,
@@ -149,27 +183,34 @@ def _combined(value: object, where: str, default: ScaleMethod | None = None) -> 
 def _part(part: object, where: str, base: Rule) -> tuple[tuple[str, ...], float]:
     """Return ((granularity, scale_value_type, rounding_method), backoff) of one part, checked; missing ones are `base`'s."""
     if not isinstance(part, Mapping):
-        raise UsageError(f"scale_method.{where}: {part!r} is no table", f"give {', '.join(_FIELDS)}")
+        raise UsageError(
+            f"scale_method.{where}: {part!r} is no table", f"give {', '.join(_FIELDS)}"
+        )
     unknown = sorted(set(part) - {*_FIELDS, "backoff", "params"})
     if unknown:
         raise UsageError(
-            f"scale_method.{where}: key {unknown[0]!r} is unknown", f"use {', '.join(_FIELDS)}, backoff and params"
+            f"scale_method.{where}: key {unknown[0]!r} is unknown",
+            f"use {', '.join(_FIELDS)}, backoff and params",
         )
     if part.get("params"):
         raise UsageError(
-            f"scale_method.{where}: params {part['params']!r} are not known here", "leave them out: each method has its own"
+            f"scale_method.{where}: params {part['params']!r} are not known here",
+            "leave them out: each method has its own",
         )
     words = []
     for (key, (kind, valid)), usual in zip(_FIELDS.items(), _spelled(base), strict=True):
         word = str(part.get(key, usual)).upper()
         if word not in valid:
             raise UsageError(
-                f"Invalid input '{part[key]}' for {kind}. Enter one of {list(valid)}", f"mend scale_method.{where}.{key}"
+                f"Invalid input '{part[key]}' for {kind}. Enter one of {list(valid)}",
+                f"mend scale_method.{where}.{key}",
             )
         words.append(word)
     backoff = part.get("backoff", base.backoff)
     if isinstance(backoff, bool) or not isinstance(backoff, int | float) or not 0 < backoff <= 1:
-        raise UsageError(f"scale_method.{where}: backoff {backoff!r}", "give a number above 0, at most 1")
+        raise UsageError(
+            f"scale_method.{where}: backoff {backoff!r}", "give a number above 0, at most 1"
+        )
     return tuple(words), float(backoff)
 
 

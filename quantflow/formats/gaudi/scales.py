@@ -16,7 +16,13 @@ from torch import Tensor
 from quantflow.core.device_scales import ARITHMETICS, Target, scale_from_amax, weight_scale
 from quantflow.core.scale_rules import ScaleMethod
 from quantflow.errors import InputError, QuantflowError, StatisticsError, UsageError
-from quantflow.formats.gaudi.gaudi_nodes import ATTENTION, CACHE, SOFTMAX, layer_type, maxima_of_inputs
+from quantflow.formats.gaudi.gaudi_nodes import (
+    ATTENTION,
+    CACHE,
+    SOFTMAX,
+    layer_type,
+    maxima_of_inputs,
+)
 from quantflow.formats.gaudi.scale_methods import MethodConfig
 from quantflow.formats.gaudi.triple import Node
 
@@ -36,7 +42,8 @@ def scales_from(
         methods: which method each node has.
         target: the device.
         arithmetic: a key of quantflow.core.device_scales.ARITHMETICS.
-        read_weight: return the weight of a linear, [O, I]; called where a method needs more than a maximum.
+        read_weight: return the weight of a linear, [O, I]; called where a method needs more than a
+            maximum.
 
     Raises:
         StatisticsError: a maximum that is no maximum; names the node.
@@ -48,11 +55,22 @@ def scales_from(
     for name, node in nodes.items():
         method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if method.dynamic:
-            raise UsageError(f"{name}: scale method {method.name} computes scales at run time", "choose a static method")
+            raise UsageError(
+                f"{name}: scale method {method.name} computes scales at run time",
+                "choose a static method",
+            )
         if maxima is None:
             continue
         try:
-            found[name] = _scales(name, node, maxima, method, target=target, arithmetic=arithmetic, read_weight=read_weight)
+            found[name] = _scales(
+                name,
+                node,
+                maxima,
+                method,
+                target=target,
+                arithmetic=arithmetic,
+                read_weight=read_weight,
+            )
         except StatisticsError as error:
             raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
     return found
@@ -92,16 +110,20 @@ def _scales(
         scale = weight_scale(weight, method.weight, target=target, arithmetic=arithmetic)
         columns = torch.ones(weight.shape[1]) if scale.ndim else None
     else:
-        scale = scale_from_amax(node.weight.max(), method.weight, target=target, arithmetic=arithmetic)
+        scale = scale_from_amax(
+            node.weight.max(), method.weight, target=target, arithmetic=arithmetic
+        )
     output = activation(node.outputs[0]) if len(node.outputs) == 2 else product(scale, inputs[0])
     return Node(inputs=inputs, outputs=(output,), weight=scale, weight_inputs=columns)
 
 
-def near_steps(nodes: Mapping[str, Node], methods: MethodConfig, *, target: Target, within: float = 0.05) -> list[str]:
+def near_steps(
+    nodes: Mapping[str, Node], methods: MethodConfig, *, target: Target, within: float = 0.05
+) -> list[str]:
     """Return nodes whose input maximum is at most `within` above a step of its scale.
 
-    A maximum of 61 instead of 60 takes Gaudi2's scale from 1 to 16: a slightly tighter maximum, from other text or another
-    clipping, would keep four binades of small values.
+    A maximum of 61 instead of 60 takes Gaudi2's scale from 1 to 16: a slightly tighter maximum,
+    from other text or another clipping, would keep four binades of small values.
     """
     found = []
     for name, node in nodes.items():
@@ -110,7 +132,8 @@ def near_steps(nodes: Mapping[str, Node], methods: MethodConfig, *, target: Targ
             continue
         try:
             here, below = (
-                scale_from_amax(maxima[0].max() * factor, method.activation, target=target) for factor in (1.0, 1 - within)
+                scale_from_amax(maxima[0].max() * factor, method.activation, target=target)
+                for factor in (1.0, 1 - within)
             )
         except QuantflowError:
             continue

@@ -1,14 +1,15 @@
 """What Gaudi's toolkit measured, and the scales it derived: read strictly, written so that equal content has equal bytes.
 
-One rank has three files (see inc_names.py). The npz is what the toolkit reads back, the json says the same to people, the
-mod_list names every module that was looked at:
+One rank has three files (see inc_names.py). The npz is what the toolkit reads back, the json says
+the same to people, the mod_list names every module that was looked at:
 
     {"GlobalRank": null, "LocalRank": 3, "Mode": "DynamicRange", "NumSamples"?: 16,
      "Nodes": {module path: {"inputs": [[C, 1], ...], "outputs"?: [...], "params"?: {"weight": [C, 1]}}}}
 
-In a measurement every array holds absolute maxima, [1, 1] of a whole tensor or [C, 1] per channel. In a file of scales
-(Mode "Scale") inputs and outputs are numbers, and the weight is a number or {"0": [O], "1": [I]}, of output and input
-channels. `input` and `output` are accepted for `inputs` and `outputs`, and one array for a list of one.
+In a measurement every array holds absolute maxima, [1, 1] of a whole tensor or [C, 1] per channel.
+In a file of scales (Mode "Scale") inputs and outputs are numbers, and the weight is a number or
+{"0": [O], "1": [I]}, of output and input channels. `input` and `output` are accepted for `inputs`
+and `outputs`, and one array for a list of one.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ class Node:
     """One module.
 
     Attributes:
-        inputs, outputs: per tensor [C, 1] in a measurement; [] or per channel [C] among scales. float32.
+        inputs, outputs: per tensor [C, 1] in a measurement; [] or per channel [C] among scales.
+            float32.
         weight: likewise, [C, 1]; among scales [] or [O].
         weight_inputs: scale of each input channel [I], where scales are per channel.
     """
@@ -52,7 +54,9 @@ class Node:
         found = {f"input {index}": value for index, value in enumerate(self.inputs)}
         found |= {f"output {index}": value for index, value in enumerate(self.outputs)}
         found |= {} if self.weight is None else {"weight": self.weight}
-        return found | ({} if self.weight_inputs is None else {"weight of input channels": self.weight_inputs})
+        return found | (
+            {} if self.weight_inputs is None else {"weight of input channels": self.weight_inputs}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,8 +84,10 @@ def read_triple(files: TripleFiles) -> Triple:
     The npz counts; a json beside it has to say the same, or one of the two was changed.
 
     Raises:
-        InputError: a file is damaged, its pickle asks for more than arrays, the files contradict each other or their names.
-        StatisticsError: a value is NaN, infinite or negative, or a scale that is not positive; names the node.
+        InputError: a file is damaged, its pickle asks for more than arrays, the files contradict
+            each other or their names.
+        StatisticsError: a value is NaN, infinite or negative, or a scale that is not positive;
+            names the node.
     """
     triples = []
     for path, read in ((files.npz, read_npz), (files.json, read_json)):
@@ -92,7 +98,10 @@ def read_triple(files: TripleFiles) -> Triple:
         _refuse_disagreement(path, triple, other_path, other)
     rank = files.name.rank
     if triple.local_rank not in (None, -1, rank):
-        raise InputError(f"{path}: LocalRank is {triple.local_rank}, the name says {rank}", "give the file its own name")
+        raise InputError(
+            f"{path}: LocalRank is {triple.local_rank}, the name says {rank}",
+            "give the file its own name",
+        )
     modules = () if files.mod_list is None else _modules(files.mod_list)
     strangers = sorted(set(triple.nodes) - set(modules)) if modules else []
     if strangers:
@@ -100,7 +109,13 @@ def read_triple(files: TripleFiles) -> Triple:
             f"{path}: node {strangers[0]} is not in {files.mod_list} ({len(strangers)} such)",
             "the two were written by different versions of the toolkit; measure again with one",
         )
-    return Triple(nodes=triple.nodes, mode=triple.mode, local_rank=triple.local_rank, samples=triple.samples, modules=modules)
+    return Triple(
+        nodes=triple.nodes,
+        mode=triple.mode,
+        local_rank=triple.local_rank,
+        samples=triple.samples,
+        modules=modules,
+    )
 
 
 def write_triple(folder: Path, name: FileName, triple: Triple) -> None:
@@ -112,7 +127,11 @@ def write_triple(folder: Path, name: FileName, triple: Triple) -> None:
     """
     for node, content in triple.nodes.items():
         _check_values(node, content, mode=triple.mode, name=name.stem)
-    table: dict[str, Any] = {"GlobalRank": None, "LocalRank": triple.local_rank, "Mode": triple.mode}
+    table: dict[str, Any] = {
+        "GlobalRank": None,
+        "LocalRank": triple.local_rank,
+        "Mode": triple.mode,
+    }
     if triple.samples is not None:
         table["NumSamples"] = triple.samples
     arrays = {node: _table(content, arrays=True) for node, content in sorted(triple.nodes.items())}
@@ -146,7 +165,10 @@ def _parse(value: Any, path: Path) -> Triple:
         raise InputError(f"{path}: no table with Nodes", "give a file that Gaudi's toolkit wrote")
     mode = value.get("Mode")
     if mode not in (MEASUREMENT, SCALES):
-        raise InputError(f"{path}: Mode is {mode!r}, {MEASUREMENT} or {SCALES} is needed", "give a file with maxima or scales")
+        raise InputError(
+            f"{path}: Mode is {mode!r}, {MEASUREMENT} or {SCALES} is needed",
+            "give a file with maxima or scales",
+        )
     nodes = {}
     for name, content in value["Nodes"].items():
         nodes[name] = _node(content, mode=mode, where=f"{path}: {name}")
@@ -154,7 +176,9 @@ def _parse(value: Any, path: Path) -> Triple:
     for key in ("LocalRank", "NumSamples"):
         if value.get(key) is not None and type(value[key]) is not int:
             raise InputError(f"{path}: {key} is {value[key]!r}, a whole number is needed", _AGAIN)
-    return Triple(nodes=nodes, mode=mode, local_rank=value.get("LocalRank"), samples=value.get("NumSamples"))
+    return Triple(
+        nodes=nodes, mode=mode, local_rank=value.get("LocalRank"), samples=value.get("NumSamples")
+    )
 
 
 def _node(content: Any, *, mode: str, where: str) -> Node:
@@ -162,7 +186,10 @@ def _node(content: Any, *, mode: str, where: str) -> Node:
         raise InputError(f"{where}: {type(content).__name__} instead of a table", _AGAIN)
     parts = {_ALIASES.get(key, key): item for key, item in content.items()}
     if set(parts) - {"inputs", "outputs", "params"} or len(parts) < len(content):
-        raise InputError(f"{where}: holds {sorted(map(str, content))}, inputs, outputs and params are known", _AGAIN)
+        raise InputError(
+            f"{where}: holds {sorted(map(str, content))}, inputs, outputs and params are known",
+            _AGAIN,
+        )
     params = parts.get("params") or {}
     if not isinstance(params, dict) or set(params) - {"weight"}:
         held = sorted(map(str, params)) if isinstance(params, dict) else str(params)[:60]
@@ -171,7 +198,9 @@ def _node(content: Any, *, mode: str, where: str) -> Node:
     if isinstance(weight, dict):
         weight = {str(key): item for key, item in weight.items()}
         if set(weight) != {"0", "1"} or mode != SCALES:
-            raise InputError(f"{where}: weight is a table of {sorted(weight)}, scales have 0 and 1", _AGAIN)
+            raise InputError(
+                f"{where}: weight is a table of {sorted(weight)}, scales have 0 and 1", _AGAIN
+            )
         weight, weight_inputs = weight["0"], _scale(weight["1"], f"{where}: weight")
     one = _maxima if mode == MEASUREMENT else _scale
     return Node(
@@ -206,7 +235,9 @@ def _maxima(value: Any, where: str) -> Tensor:
     """Return absolute maxima, [C, 1]."""
     array = _numbers(value, where)
     if array.ndim != 2 or array.shape[1] != 1 or not len(array):
-        raise InputError(f"{where}: an array {list(array.shape)}, [1, 1] or [C, 1] is needed", _AGAIN)
+        raise InputError(
+            f"{where}: an array {list(array.shape)}, [1, 1] or [C, 1] is needed", _AGAIN
+        )
     return torch.from_numpy(array)
 
 
@@ -231,8 +262,14 @@ def _check_values(node: str, content: Node, *, mode: str, name: str) -> None:
     for what, value in content.tensors.items():
         bad = ~torch.isfinite(value) | (value < 0 if mode == MEASUREMENT else value <= 0)
         if bad.any():
-            expected = "a maximum is finite and not negative" if mode == MEASUREMENT else "a scale is finite and positive"
-            raise StatisticsError(f"{name}: {node}: {what} holds {value[bad].flatten()[0].item()}; {expected}", _AGAIN)
+            expected = (
+                "a maximum is finite and not negative"
+                if mode == MEASUREMENT
+                else "a scale is finite and positive"
+            )
+            raise StatisticsError(
+                f"{name}: {node}: {what} holds {value[bad].flatten()[0].item()}; {expected}", _AGAIN
+            )
 
 
 def _modules(path: Path) -> tuple[str, ...]:
@@ -246,14 +283,23 @@ def _refuse_disagreement(path: Path, triple: Triple, other_path: Path, other: Tr
     what = f"{path} and {other_path.name}"
     heads = [(one.mode, one.local_rank) for one in (triple, other)]
     if heads[0] != heads[1]:
-        raise InputError(f"{what}: Mode and LocalRank are {heads[0]} and {heads[1]}", "remove the one that is wrong")
+        raise InputError(
+            f"{what}: Mode and LocalRank are {heads[0]} and {heads[1]}",
+            "remove the one that is wrong",
+        )
     for node in sorted({*triple.nodes, *other.nodes}):
         if node not in triple.nodes or node not in other.nodes:
-            raise InputError(f"{what}: node {node} is in one of them alone", "remove the one that is wrong")
+            raise InputError(
+                f"{what}: node {node} is in one of them alone", "remove the one that is wrong"
+            )
         ours, theirs = triple.nodes[node].tensors, other.nodes[node].tensors
-        differing = [key for key in {**ours, **theirs} if not _equal(ours.get(key), theirs.get(key))]
+        differing = [
+            key for key in {**ours, **theirs} if not _equal(ours.get(key), theirs.get(key))
+        ]
         if differing:
-            raise InputError(f"{what}: {node}: {differing[0]} differs", "remove the one that is wrong")
+            raise InputError(
+                f"{what}: {node}: {differing[0]} differs", "remove the one that is wrong"
+            )
 
 
 def _equal(left: Tensor | None, right: Tensor | None) -> bool:

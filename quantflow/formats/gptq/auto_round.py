@@ -1,8 +1,9 @@
 """AutoRound's own format: GPTQ's tensors without g_idx, and a scheme for each linear.
 
-config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has what differs of some: their bits,
-group size and symmetry, or 16 bits where they are not quantized. `block_name_to_quantize` names the decoder layers, so that a
-head counts only where `extra_config` names it. The end of `packing_format` says how zero points are stored:
+config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has what
+differs of some: their bits, group size and symmetry, or 16 bits where they are not quantized.
+`block_name_to_quantize` names the decoder layers, so that a head counts only where `extra_config`
+names it. The end of `packing_format` says how zero points are stored:
 
 | `packing_format`     | zero points are stored           | written here for                                               |
 |----------------------|----------------------------------|----------------------------------------------------------------|
@@ -10,7 +11,8 @@ head counts only where `extra_config` names it. The end of `packing_format` says
 | auto_round:gptqmodel | as they are, as in its version 2 | other weights: AutoRound reads auto_gptq as symmetric on a CPU |
 | auto_round:auto_awq  | as AWQ's layout has them         | nothing; quantflow/formats/awq.py reads it                     |
 
-Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and `inference/backend.py`.
+Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and
+`inference/backend.py`.
 """
 
 import re
@@ -29,7 +31,8 @@ from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import AUTO_ROUND, SAME_NAMES, Infos
 
 NAME = "auto_round"
-_LESS = {"auto_gptq": 1, "gptqmodel": 0}  # the end of `packing_format` -> what zero points are stored less
+# the end of `packing_format` -> what zero points are stored less
+_LESS = {"auto_gptq": 1, "gptqmodel": 0}
 _PLAIN = {"bits": 16, "data_type": "float"}  # the rule of a linear that is not quantized
 
 
@@ -68,11 +71,15 @@ class AutoRoundLayout:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
         return self._tensors(scheme).tensor_names(name, scheme)
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`."""
         return self._tensors(linear.scheme).encode(name, linear, scale_dtype=scale_dtype)
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         return self._tensors(scheme).decode(name, tensors, scheme)
 
@@ -90,7 +97,9 @@ class AutoRoundLayout:
         if len(packings) > 1:
             first, second = packings.values()
             cause = f"{first} and {second}: one has zero points, the other none; {NAME} stores those of all linears in one way"
-            raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears symmetric")
+            raise UnsupportedError(
+                cause, "keep it as compressed-tensors, or quantize all linears symmetric"
+            )
         rules = {name: _rule(scheme.weights) for name, scheme in schemes.items()}
         counted = Counter(tuple(rule.items()) for name, rule in rules.items() if _block(name))
         base = dict(counted.most_common(1)[0][0]) if counted else next(iter(rules.values()))
@@ -127,7 +136,12 @@ def _packing(weights: TensorScheme) -> str:
 
 
 def _rule(weights: TensorScheme) -> dict[str, Any]:
-    return {"bits": weights.num_bits, "group_size": weights.group_size or -1, "sym": weights.symmetric, "data_type": "int"}
+    return {
+        "bits": weights.num_bits,
+        "group_size": weights.group_size or -1,
+        "sym": weights.symmetric,
+        "data_type": "int",
+    }
 
 
 def _block(name: str) -> str | None:
@@ -142,7 +156,11 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> AutoRoundLayout | None
         config: of config.json.
         infos: headers of all tensors.
     """
-    _, colon, packing = str(config.get("packing_format") or config.get("backend") or "").rpartition(":")
+    _, colon, packing = str(config.get("packing_format") or config.get("backend") or "").rpartition(
+        ":"
+    )
     if config.get("quant_method") not in AUTO_ROUND or not colon or packing not in _LESS:
         return None
-    return AutoRoundLayout(packing=packing, has_order=any(name.endswith(".g_idx") for name in infos))
+    return AutoRoundLayout(
+        packing=packing, has_order=any(name.endswith(".g_idx") for name in infos)
+    )

@@ -11,14 +11,16 @@ A linear called NAME, of bits b and G = I / group_size groups, is stored as
 | NAME.scales  | [G, O]                   | scale                                                                            |
 | NAME.g_idx   | int32 [I]                | the group of each input                                                          |
 
-Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words. Version 1 (`checkpoint_format`
-gptq) stores zero points less one, and so holds no zero point of the lowest code: programs that mask read 2 ** b - 1 as 0, the
-others as 2 ** b. Such a tensor is refused, both ways. Version 2 (gptq_v2) stores them as they are.
-Symmetric weights have zero points in the middle, and qzeros say so.
+Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words. Version
+1 (`checkpoint_format` gptq) stores zero points less one, and so holds no zero point of the lowest
+code: programs that mask read 2 ** b - 1 as 0, the others as 2 ** b. Such a tensor is refused, both
+ways. Version 2 (gptq_v2) stores them as they are. Symmetric weights have zero points in the middle,
+and qzeros say so.
 
-With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in the order of their groups,
-and `QuantizedLinear.order` is the order in which inputs come. A linear of several groups without g_idx is refused then.
-Source: github.com/ModelCloud/GPTQModel, `gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
+With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in
+the order of their groups, and `QuantizedLinear.order` is the order in which inputs come. A linear
+of several groups without g_idx is refused then. Source: github.com/ModelCloud/GPTQModel,
+`gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
 """
 
 import re
@@ -86,7 +88,11 @@ class GPTQLayout:
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
-        if weights.kind != "int" or weights.num_bits not in BITS or weights.granularity not in ("per_group", "per_channel"):
+        if (
+            weights.kind != "int"
+            or weights.num_bits not in BITS
+            or weights.granularity not in ("per_group", "per_channel")
+        ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
             return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 or 8 bits per group"
         whole = packing.elements_of_whole_words(weights.num_bits)
@@ -100,17 +106,24 @@ class GPTQLayout:
         del scheme
         return tuple(f"{name}.{part}" for part in (_PARTS if self.has_order else _PARTS[:-1]))
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`."""
         weight, bits = linear.weight, linear.weight.scheme.num_bits
         weight.validate(name)
         columns, groups = weight.qvalue.shape[1], weight.scale.shape[1]
-        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        zero_point = (
+            torch.zeros_like(weight.scale, dtype=torch.int8)
+            if weight.zero_point is None
+            else weight.zero_point
+        )
         low = zero_point == weight.scheme.qmin
         if self.stored_less and low.any():
             row, group = low.nonzero()[0].tolist()
             cause = (
-                f"{name}: {int(low.sum())} of {low.numel()} zero points would change, the first (row {row}, group {group}) "
+                f"{name}: {int(low.sum())} of {low.numel()} zero points would change, the first "
+                f"(row {row}, group {group}) "
                 f"from 0 to {2**bits}: version 1 stores them less one"
             )
             raise UnsupportedError(cause, f"export with --format {NAME_V2}")
@@ -118,7 +131,8 @@ class GPTQLayout:
         qvalue = weight.qvalue
         if linear.order is not None and not (self.has_order and self.reordered):
             raise UnsupportedError(
-                f"{name}: its groups are of inputs that do not stand together", "keep it in a layout with g_idx and desc_act"
+                f"{name}: its groups are of inputs that do not stand together",
+                "keep it in a layout with g_idx and desc_act",
             )
         if linear.order is not None:
             natural = torch.argsort(linear.order)  # where each input stands
@@ -131,14 +145,19 @@ class GPTQLayout:
         }
         return {key: tensors[key] for key in self.tensor_names(name, linear.scheme)}
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights, words = scheme.weights, torch.int32
         bits = weights.num_bits
         packed = tensors.get(f"{name}.qweight")
         if packed is None or packed.ndim != 2:
             shape = "missing" if packed is None else f"is {list(packed.shape)}"
-            raise InputError(f"{name}.qweight: {shape}, [words, out_features] is needed", "download the folder again")
+            raise InputError(
+                f"{name}.qweight: {shape}, [words, out_features] is needed",
+                "download the folder again",
+            )
         rows, columns = packed.shape[1], packed.shape[0] * 32 // bits
         packed = tensor(tensors, f"{name}.qweight", (words,), (columns * bits // 32, rows))
         try:
@@ -148,15 +167,21 @@ class GPTQLayout:
         qvalue = packing.unpack(packed.T.contiguous(), bits, columns)
         scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
         stored = tensor(tensors, f"{name}.qzeros", (words,), (groups, rows * bits // 32))
-        zero_point = self._zero_point(f"{name}.qzeros", packing.unpack(stored, bits, rows).T.contiguous(), weights)
+        zero_point = self._zero_point(
+            f"{name}.qzeros", packing.unpack(stored, bits, rows).T.contiguous(), weights
+        )
         order = None
         if self.has_order:
             key = f"{name}.g_idx"
-            order = order_of(key, tensor(tensors, key, (torch.int32, torch.int64), (columns,)), groups=groups)
+            order = order_of(
+                key, tensor(tensors, key, (torch.int32, torch.int64), (columns,)), groups=groups
+            )
             if order is not None and not self.reordered:
                 raise InputError(
-                    f"{key}: groups of inputs that do not stand together, config.json says desc_act false",
-                    "set desc_act to true if the program that wrote the folder did; or download it again",
+                    f"{key}: groups of inputs that do not stand together, config.json says "
+                    "desc_act false",
+                    "set desc_act to true if the program that wrote the folder did; or download "
+                    "it again",
                 )
         if order is not None:
             qvalue = qvalue[:, order].contiguous()
@@ -169,10 +194,10 @@ class GPTQLayout:
             middle = -self.stored_less
             if (other := stored[stored != middle]).numel():
                 half = 1 << (weights.num_bits - 1)
-                cause = (
-                    f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                cause = f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                raise InputError(
+                    cause, "set sym and checkpoint_format as the program that wrote the folder did"
                 )
-                raise InputError(cause, "set sym and checkpoint_format as the program that wrote the folder did")
             return None
         if self.stored_less and (stored == weights.qmax).any():
             largest = 2**weights.num_bits - 1
@@ -201,7 +226,12 @@ class GPTQLayout:
             "desc_act": self.reordered,
             "lm_head": bool(head),
             "pack_dtype": "int32",
-            "dynamic": {f"-:^{re.escape(name)}$": {} for name in ignore if name not in ("lm_head", "embed_out")} or None,
+            "dynamic": {
+                f"-:^{re.escape(name)}$": {}
+                for name in ignore
+                if name not in ("lm_head", "embed_out")
+            }
+            or None,
             "meta": {"quantizer": ["quantflow"]},
         }
 
@@ -213,7 +243,10 @@ class GPTQLayout:
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
+        bits, group_size = (
+            number(config, "bits", "w_bit"),
+            number(config, "group_size", "q_group_size"),
+        )
         base = {
             "bits": bits,
             "group_size": group_size,
@@ -231,7 +264,8 @@ class GPTQLayout:
             if self.reordered and several and f"{name}.g_idx" not in infos:
                 raise InputError(
                     f"{name}.g_idx: missing, config.json says desc_act true",
-                    "download the folder again; or set desc_act to false if its groups are of inputs that stand together",
+                    "download the folder again; or set desc_act to false if its groups are of "
+                    "inputs that stand together",
                 )
         return found
 
@@ -246,7 +280,9 @@ def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]
     for pattern, rule in _table(config.get("dynamic"), "dynamic").items():
         if not pattern.startswith("-:"):
             try:
-                found.append((Pattern(pattern.removeprefix("+:")), _table(rule, f"dynamic: {pattern}")))
+                found.append(
+                    (Pattern(pattern.removeprefix("+:")), _table(rule, f"dynamic: {pattern}"))
+                )
             except InputError as error:
                 raise InputError(f"config.json: dynamic: {error.cause}", error.remedy) from error
     return found
@@ -259,11 +295,15 @@ def _table(value: Any, where: str) -> dict[str, Any]:
         InputError: it is something else.
     """
     if value is not None and not isinstance(value, dict):
-        raise InputError(f"config.json: {where} is {str(value)[:80]!r}, a table is needed", "repair it")
+        raise InputError(
+            f"config.json: {where} is {str(value)[:80]!r}, a table is needed", "repair it"
+        )
     return value or {}
 
 
-def _rule(config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str, Any]]], name: str) -> dict[str, Any]:
+def _rule(
+    config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str, Any]]], name: str
+) -> dict[str, Any]:
     """Return what the configuration says of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
 
     Args:
@@ -276,11 +316,16 @@ def _rule(config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str,
         InputError: a value of another kind, or a pattern that takes too long.
     """
     found = next((rule for pattern, rule in patterns if pattern.match(name)), {})
-    found = found or _table(_table(config.get("extra_config"), "extra_config").get(name), f"extra_config: {name}")
+    found = found or _table(
+        _table(config.get("extra_config"), "extra_config").get(name), f"extra_config: {name}"
+    )
     words = {key: value for key, value in found.items() if key in _KNOWN_RULE}
     for key, value in words.items():
         if type(value) is not (bool if key == "sym" else int):
-            raise InputError(f"config.json: {name}: {key} is {value!r}", "repair it, or download the folder again")
+            raise InputError(
+                f"config.json: {name}: {key} is {value!r}",
+                "repair it, or download the folder again",
+            )
     return words
 
 
@@ -300,9 +345,14 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:
     version = config.get("checkpoint_format") or config.get("format") or NAME
     if version not in (NAME, NAME_V2):
         raise UnsupportedError(
-            f"config.json: checkpoint_format {version!r}, {NAME} and {NAME_V2} are known", f"pack the folder as {NAME}"
+            f"config.json: checkpoint_format {version!r}, {NAME} and {NAME_V2} are known",
+            f"pack the folder as {NAME}",
         )
     if config.get("pack_dtype") not in (None, "int32"):
-        raise UnsupportedError(f"config.json: pack_dtype {config['pack_dtype']!r}, int32 is known", "pack it in int32")
+        raise UnsupportedError(
+            f"config.json: pack_dtype {config['pack_dtype']!r}, int32 is known", "pack it in int32"
+        )
     reordered = flag(config, "desc_act", default=False)
-    return GPTQLayout(stored_less=1 if version == NAME else 0, has_order=has_order, reordered=reordered)
+    return GPTQLayout(
+        stored_less=1 if version == NAME else 0, has_order=has_order, reordered=reordered
+    )

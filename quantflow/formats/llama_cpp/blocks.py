@@ -1,6 +1,7 @@
 """Tensors that a GGUF file stores in blocks of few bits, as real numbers: `gguf`, llama.cpp's own package, knows each type.
 
-A block is so many neighbouring elements of a row; rows are read and dequantized by themselves, so that memory holds some rows.
+A block is so many neighbouring elements of a row; rows are read and dequantized by themselves, so
+that memory holds some rows.
 """
 
 import functools
@@ -61,7 +62,8 @@ def read_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
     else:
         stored = torch.empty((stop - start, width), dtype=torch.uint8)
         read_into(path, stored, info.offset + start * width, name=info.name)
-        with np.errstate(all="ignore"):  # what is not finite is refused below, with the tensor's name
+        # what is not finite is refused below, with the tensor's name
+        with np.errstate(all="ignore"):
             values = dequantize(stored.numpy(), GGMLQuantizationType[info.dtype])
         rows = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
     check_finite(rows, name=info.name, path=path)

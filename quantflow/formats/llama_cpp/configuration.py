@@ -1,7 +1,7 @@
 """What a GGUF file says of a model's architecture, as config.json: the way back from quantflow.formats.llama_cpp.metadata.
 
-Every field of the architecture is understood or the file is refused by the field's name: one that was passed over could be
-another rotation or another mask, and nothing would say so.
+Every field of the architecture is understood or the file is refused by the field's name: one that
+was passed over could be another rotation or another mask, and nothing would say so.
 """
 
 from collections.abc import Mapping
@@ -70,7 +70,8 @@ _KNOWN = {
     "expert_count",
     "expert_used_count",
 }
-# Llama 3.1's and 3.2's: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
+# Llama 3.1's and 3.2's: factor, low_freq_factor, high_freq_factor,
+# original_max_position_embeddings.
 _LLAMA3 = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
@@ -94,7 +95,9 @@ def config_from(header: Header, path: Path, *, factors: Tensor | None = None) ->
     fields = _Fields(path=path, values=_fields_of(header, name, path))
     for count in ("expert_count", "expert_used_count"):
         if experts := fields.get(count, 0):
-            raise UnsupportedError(f"{path}: {name}.{count} is {experts}: experts are not read from GGUF", _CONVERT)
+            raise UnsupportedError(
+                f"{path}: {name}.{count} is {experts}: experts are not read from GGUF", _CONVERT
+            )
     heads, hidden = fields.count("attention.head_count"), fields.count("embedding_length")
     size = fields.count("attention.key_length", hidden // heads)
     if fields.count("attention.value_length", size) != size:
@@ -119,13 +122,23 @@ def config_from(header: Header, path: Path, *, factors: Tensor | None = None) ->
     rotated = fields.count("rope.dimension_count", size)
     rope = _rope(fields, factors)
     if family.model_type == "gpt_neox":
-        config |= {"hidden_act": "gelu", "use_parallel_residual": bool(fields.get("use_parallel_residual", True))}
+        config |= {
+            "hidden_act": "gelu",
+            "use_parallel_residual": bool(fields.get("use_parallel_residual", True)),
+        }
         rope["partial_rotary_factor"] = rotated / size
     elif rotated != size:
-        raise UnsupportedError(f"{path}: {rotated} of {size} features of a head are rotated", _CONVERT)
+        raise UnsupportedError(
+            f"{path}: {rotated} of {size} features of a head are rotated", _CONVERT
+        )
     else:
-        config |= {"hidden_act": "silu", "num_key_value_heads": fields.count("attention.head_count_kv", heads)}
-        config |= {"head_dim": size} if size * heads != hidden or family.model_type == "qwen3" else {}
+        config |= {
+            "hidden_act": "silu",
+            "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        }
+        config |= (
+            {"head_dim": size} if size * heads != hidden or family.model_type == "qwen3" else {}
+        )
         config |= _variant(header, fields, family)
     config["rope_parameters"] = rope
     if factors is not None:
@@ -140,10 +153,16 @@ def _fields_of(header: Header, architecture: str, path: Path) -> dict[str, Any]:
         UnsupportedError: one is not known here.
     """
     prefix = f"{architecture}."
-    found = {key.removeprefix(prefix): value for key, (_, value) in header.metadata.items() if key.startswith(prefix)}
+    found = {
+        key.removeprefix(prefix): value
+        for key, (_, value) in header.metadata.items()
+        if key.startswith(prefix)
+    }
     for key, value in found.items():
         if key not in _KNOWN:
-            raise UnsupportedError(f"{path}: field {prefix}{key} = {str(value)[:60]!r} is not understood", _CONVERT)
+            raise UnsupportedError(
+                f"{path}: field {prefix}{key} = {str(value)[:60]!r} is not understood", _CONVERT
+            )
     return found
 
 
@@ -156,8 +175,15 @@ def _variant(header: Header, fields: "_Fields", family: _Family) -> dict[str, An
             raise UnsupportedError(cause, _CONVERT)
         return {}
     if window:
-        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": int(window)}
-    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_bias": "blk.0.ffn_up.bias" in header.tensors}
+        return {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": int(window),
+        }
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+    }
 
 
 def _rope(fields: "_Fields", factors: Tensor | None) -> dict[str, Any]:
@@ -166,7 +192,10 @@ def _rope(fields: "_Fields", factors: Tensor | None) -> dict[str, Any]:
     Raises:
         UnsupportedError: a scaling that is not read.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.real("rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": fields.real("rope.freq_base", 10000.0),
+    }
     kind = fields.get("rope.scaling.type", "none")
     if kind == "linear" and factors is None:
         rope |= {"rope_type": "linear", "factor": fields.real("rope.scaling.factor")}
@@ -186,12 +215,21 @@ def _llama3(config: Mapping[str, Any], size: int, factors: Tensor, path: Path) -
         UnsupportedError: no released model's.
     """
     for factor, low, high, original in _LLAMA3:
-        rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        rope = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+        }
         rope |= {"original_max_position_embeddings": original}
         words = {**config, "num_key_value_heads": None, "head_dim": size}
         words["rope_parameters"] = {**config["rope_parameters"], **rope}
         expected = rope_factors(SimpleNamespace(**words))
-        if expected is not None and expected.shape == factors.shape and torch.allclose(expected, factors, rtol=1e-5, atol=0):
+        if (
+            expected is not None
+            and expected.shape == factors.shape
+            and torch.allclose(expected, factors, rtol=1e-5, atol=0)
+        ):
             return rope
     cause = f"{path}: {ROPE_FACTORS} {factors[:3].tolist()} ... {factors[-1].item():.6g} is no Llama 3's"
     raise UnsupportedError(cause, _CONVERT)
@@ -210,12 +248,17 @@ class _Fields:
     def count(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{self.path}: {name} is {str(value)[:60]}, a positive whole number is needed", _DAMAGED)
+            raise InputError(
+                f"{self.path}: {name} is {str(value)[:60]}, a positive whole number is needed",
+                _DAMAGED,
+            )
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
         """Return a float32 as the shortest decimal number that is it: 1e-05, not 9.999999747378752e-06."""
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{self.path}: {name} is {str(value)[:60]}, a number is needed", _DAMAGED)
+            raise InputError(
+                f"{self.path}: {name} is {str(value)[:60]}, a number is needed", _DAMAGED
+            )
         return float(str(np.float32(value)))

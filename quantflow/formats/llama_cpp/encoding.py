@@ -1,6 +1,7 @@
 """A quantized weight as llama.cpp's blocks, byte for byte: no value changes on the way.
 
-A block's bytes, for elements e_0, e_1, ... of a row, those of symmetric types raised to begin at 0; d, m, dmin float16:
+A block's bytes, for elements e_0, e_1, ... of a row, those of symmetric types raised to begin at 0;
+d, m, dmin float16:
 
     Q4_0   d | nibbles                                           18 of 32     nibbles: e_i low, e_(i+16) high, 16 bytes
     Q4_1   d | m | nibbles                                       20 of 32     m: the negative of the minimum
@@ -14,8 +15,9 @@ A block's bytes, for elements e_0, e_1, ... of a row, those of symmetric types r
     Q5_K   d | dmin | steps | fifths, as thirds | nibbles of 64  176 of 256
     Q6_K   nibbles of 128 | quarters of the high bits | steps | d    210 of 256
 
-Quarters are four elements of 2 bits that stand 32 apart in 128, the first lowest. Nibbles of 64 or of 128 are those of e_i and
-of the element half as far on. How steps of 6 bits are packed say `_steps_q3` and `_steps_and_minima`.
+Quarters are four elements of 2 bits that stand 32 apart in 128, the first lowest. Nibbles of 64 or
+of 128 are those of e_i and of the element half as far on. How steps of 6 bits are packed say
+`_steps_q3` and `_steps_and_minima`.
 
 The way back is `gguf`'s own dequantization (quantflow/formats/llama_cpp/blocks.py).
 Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`.
@@ -63,7 +65,10 @@ def encode(name: str, weight: QTensor) -> Tensor:
     """
     kind = weight.scheme.block
     if kind is None:
-        raise SchemeError(f"{name}: weights of no type of llama.cpp's", f"quantize with one of {', '.join(BLOCK_TYPES)}")
+        raise SchemeError(
+            f"{name}: weights of no type of llama.cpp's",
+            f"quantize with one of {', '.join(BLOCK_TYPES)}",
+        )
     weight.validate(name)
     unsigned = (weight.qvalue - weight.scheme.qmin).view(torch.uint8)  # int8 wraps where it has to
     unsigned = unsigned.view(len(unsigned), -1, kind.elements)  # [O, B, e]
@@ -147,7 +152,9 @@ def _steps_and_minima(steps: Tensor, minima: Tensor) -> Tensor:
     """Return 8 integers of 6 bits of scales and 8 of minima in 12 bytes, [O, B, 12] uint8."""
     scale, minimum = steps.to(torch.uint8), minima.to(torch.uint8)
     (first, last), (first_m, last_m) = scale.chunk(2, dim=-1), minimum.chunk(2, dim=-1)
-    return torch.cat([first | last >> 4 << 6, first_m | last_m >> 4 << 6, last & 15 | (last_m & 15) << 4], dim=-1)
+    return torch.cat(
+        [first | last >> 4 << 6, first_m | last_m >> 4 << 6, last & 15 | (last_m & 15) << 4], dim=-1
+    )
 
 
 def _q4(block: _Block) -> list[Tensor]:
@@ -155,7 +162,10 @@ def _q4(block: _Block) -> list[Tensor]:
 
 
 def _iq4_nl(block: _Block) -> list[Tensor]:
-    return [*_own(block), _halves(blocks.codes(block.weight.qvalue, block.kind).view_as(block.unsigned))]
+    return [
+        *_own(block),
+        _halves(blocks.codes(block.weight.qvalue, block.kind).view_as(block.unsigned)),
+    ]
 
 
 def _q5(block: _Block) -> list[Tensor]:
@@ -183,13 +193,22 @@ def _q4_k(block: _Block) -> list[Tensor]:
 
 def _q5_k(block: _Block) -> list[Tensor]:
     (d, steps), (dmin, minima) = _steps(block), _minimum_steps(block)
-    parts = [_steps_and_minima(steps, minima), _bits(block.unsigned >> 4), _halves(block.unsigned & 15, 64)]
+    parts = [
+        _steps_and_minima(steps, minima),
+        _bits(block.unsigned >> 4),
+        _halves(block.unsigned & 15, 64),
+    ]
     return [d, dmin, *parts]
 
 
 def _q6_k(block: _Block) -> list[Tensor]:
     d, steps = _steps(block)
-    return [_halves(block.unsigned & 15, 128), _quarters(block.unsigned >> 4), steps.to(torch.int8), d]
+    return [
+        _halves(block.unsigned & 15, 128),
+        _quarters(block.unsigned >> 4),
+        steps.to(torch.int8),
+        d,
+    ]
 
 
 _PARTS: Mapping[str, Callable[[_Block], list[Tensor]]] = MappingProxyType(

@@ -7,10 +7,11 @@
     a tensor: name, u32 dimensions, u64 each, the fastest first, u32 type, u64 offset from the beginning of the data
     data      each tensor at a multiple of 32 bytes, in the order of the header, without gaps; the file ends at one too
 
-Metadata is name -> (kind, value), a kind as in `KINDS`, in brackets for an array: `("u32", 7)`, `("[string]", ["a", "b"])`.
-Tensors of plain numbers are named as safetensors names them: F32, F16 and BF16. Those of blocks of few bits have llama.cpp's
-names; `encoding` makes them. A reader says which types it knows: `blocks` has those that can be dequantized.
-Source: github.com/ggml-org/ggml, docs/gguf.md.
+Metadata is name -> (kind, value), a kind as in `KINDS`, in brackets for an array: `("u32", 7)`,
+`("[string]", ["a", "b"])`. Tensors of plain numbers are named as safetensors names them: F32, F16
+and BF16. Those of blocks of few bits have llama.cpp's names; `encoding` makes them. A reader says
+which types it knows: `blocks` has those that can be dequantized. Source: github.com/ggml-org/ggml,
+docs/gguf.md.
 """
 
 import math
@@ -40,13 +41,15 @@ KINDS = {
     "f32": (6, "f"), "bool": (7, "?"), "string": (8, ""), "u64": (10, "Q"), "i64": (11, "q"), "f64": (12, "d"),
 }  # fmt: skip
 ARRAY = 9
-TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # dtype -> (its number, bytes of an element)
+# dtype -> (its number, bytes of an element)
+TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}
 # What general.file_type says of a file whose matrices have, most of them, that type.
 FILE_TYPES = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
     "Q2_K": 10, "Q3_K": 11, "Q3_K_M": 12, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25,
 }  # fmt: skip
-QUANTIZATION_VERSION = 2  # what general.quantization_version says of blocks as they are written here
+# what general.quantization_version says of blocks as they are written here
+QUANTIZATION_VERSION = 2
 _ALIGNMENT_KEY = "general.alignment"
 _SPLIT_COUNT, _SPLIT_NUMBER = "split.count", "split.no"
 _DAMAGED = "write the file again"
@@ -66,7 +69,8 @@ class Type:
 PLAIN: Mapping[int, Type] = {  # a type's number -> the type
     number: Type(name=name, elements=1, nbytes=nbytes) for name, (number, nbytes) in TYPES.items()
 }
-BLOCKS: Mapping[str, tuple[int, Type]] = {  # name -> a type's number, and the type; those that are written
+# name -> a type's number, and the type; those that are written
+BLOCKS: Mapping[str, tuple[int, Type]] = {
     kind.name: (number, kind)
     for number, kind in (
         (2, Type(name="Q4_0", elements=32, nbytes=18)),
@@ -94,7 +98,8 @@ class GGUFLayout:
 
     Attributes:
         header: the file's first bytes, padded to where the data begins.
-        tensors: name -> place, in the order of the file; the slowest dimension first, offsets from the beginning of the FILE.
+        tensors: name -> place, in the order of the file; the slowest dimension first, offsets from
+            the beginning of the FILE.
         nbytes: the size of the whole file.
     """
 
@@ -116,13 +121,16 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
 
     Args:
         metadata: name -> (kind, value), in the order of the file.
-        specs: name -> (a key of TYPES or BLOCKS; shape, slowest dimension first), in the order of the file.
+        specs: name -> (a key of TYPES or BLOCKS; shape, slowest dimension first), in the order of
+            the file.
 
     Raises:
         InputError: naming the field or the tensor that the format cannot hold.
     """
     if _ALIGNMENT_KEY in metadata:
-        raise InputError(f"{_ALIGNMENT_KEY}: given, {ALIGNMENT} is the only one that is written", "leave it out")
+        raise InputError(
+            f"{_ALIGNMENT_KEY}: given, {ALIGNMENT} is the only one that is written", "leave it out"
+        )
     head = [b"GGUF", struct.pack("<IQQ", LAYOUT_VERSION, len(specs), len(metadata))]
     head += [_string(key) + _value(key, kind, value) for key, (kind, value) in metadata.items()]
     offset, spans = 0, {}
@@ -135,13 +143,21 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
     header = b"".join(head)
     header += bytes(-len(header) % ALIGNMENT)
     tensors = {
-        name: TensorInfo(name=name, dtype=dtype, shape=tuple(shape), offset=len(header) + spans[name][0], nbytes=spans[name][1])
+        name: TensorInfo(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            offset=len(header) + spans[name][0],
+            nbytes=spans[name][1],
+        )
         for name, (dtype, shape) in specs.items()
     }
     return GGUFLayout(header=header, tensors=tensors, nbytes=len(header) + offset)
 
 
-def write(path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterable[Buffer]]) -> None:
+def write(
+    path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterable[Buffer]]
+) -> None:
     """Write a file, a piece of a tensor at a time, and wait until it is on the disk.
 
     Args:
@@ -165,7 +181,10 @@ def write(path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterab
                 with disk.naming(path):
                     disk.write_all(descriptor, view)
             if done != info.nbytes:
-                raise InputError(f"{info.name}: {info.nbytes} bytes, its pieces have {done}", "report this defect of quantflow")
+                raise InputError(
+                    f"{info.name}: {info.nbytes} bytes, its pieces have {done}",
+                    "report this defect of quantflow",
+                )
             with disk.naming(path):
                 disk.write_all(descriptor, bytes(_padded(done) - done))
         with disk.naming(path):
@@ -183,18 +202,23 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
 
     Args:
         path: the file.
-        types: number -> type, of the tensors that the caller can read; their names become the tensors' dtypes.
+        types: number -> type, of the tensors that the caller can read; their names become the
+            tensors' dtypes.
 
     Raises:
-        InputError: naming the file: unreadable, truncated, longer than its tensors, or any violation of the format.
-        UnsupportedError: another version, order of bytes or alignment, or a tensor of another type than `types` has.
+        InputError: naming the file: unreadable, truncated, longer than its tensors, or any
+            violation of the format.
+        UnsupportedError: another version, order of bytes or alignment, or a tensor of another type
+            than `types` has.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(len(POINTER_START))
         refuse_pointer(head, path)
         if not head.startswith(b"GGUF"):
-            raise InputError(f"{path}: begins with {head[:4]!r}, not with b'GGUF'", "give a GGUF file")
+            raise InputError(
+                f"{path}: begins with {head[:4]!r}, not with b'GGUF'", "give a GGUF file"
+            )
         file.seek(4)
         cursor = _Cursor(path=path, file=file, size=size, types=types)
         (version,) = cursor.unpack("I")
@@ -217,7 +241,10 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
                 raise InputError(f"{path}: field {key!r} stands twice", _DAMAGED)
             metadata[key] = cursor.value(key)
         if metadata.get(_ALIGNMENT_KEY, ("u32", ALIGNMENT))[1] != ALIGNMENT:
-            raise UnsupportedError(f"{path}: alignment {metadata[_ALIGNMENT_KEY][1]}, {ALIGNMENT} is known", "write it again")
+            raise UnsupportedError(
+                f"{path}: alignment {metadata[_ALIGNMENT_KEY][1]}, {ALIGNMENT} is known",
+                "write it again",
+            )
         entries = [cursor.tensor() for _ in range(count)]
         begin = _padded(file.tell())
     return Header(metadata=metadata, tensors=_placed(path, entries, begin=begin, size=size))
@@ -254,7 +281,9 @@ def part_of(metadata: Metadata, path: Path) -> ModelPart | None:
     for key in (_SPLIT_COUNT, _SPLIT_NUMBER):
         kind, value = metadata.get(key, ("u16", None))
         if value is not None and type(value) is not int:
-            raise InputError(f"{path}: {key} is {value!r} of kind {kind}, an integer is needed", _DAMAGED)
+            raise InputError(
+                f"{path}: {key} is {value!r} of kind {kind}, an integer is needed", _DAMAGED
+            )
         numbers[key] = value
     count, number = numbers[_SPLIT_COUNT], numbers[_SPLIT_NUMBER]
     if count is None or count < 2:
@@ -262,7 +291,9 @@ def part_of(metadata: Metadata, path: Path) -> ModelPart | None:
     return ModelPart(number=None if number is None else number + 1, count=count)
 
 
-def _placed(path: Path, entries: list[TensorInfo], *, begin: int, size: int) -> dict[str, TensorInfo]:
+def _placed(
+    path: Path, entries: list[TensorInfo], *, begin: int, size: int
+) -> dict[str, TensorInfo]:
     """Check that the tensors follow each other and fill the file from `begin` on; return them with offsets in the file."""
     tensors: dict[str, TensorInfo] = {}
     position = begin
@@ -270,8 +301,13 @@ def _placed(path: Path, entries: list[TensorInfo], *, begin: int, size: int) -> 
         if info.name in tensors:
             raise InputError(f"{path}: tensor {info.name!r} stands twice", _DAMAGED)
         if begin + info.offset != position:
-            raise InputError(f"{path}: tensor {info.name!r} at {begin + info.offset}, expected {position}", _DAMAGED)
-        tensors[info.name] = TensorInfo(name=info.name, dtype=info.dtype, shape=info.shape, offset=position, nbytes=info.nbytes)
+            raise InputError(
+                f"{path}: tensor {info.name!r} at {begin + info.offset}, expected {position}",
+                _DAMAGED,
+            )
+        tensors[info.name] = TensorInfo(
+            name=info.name, dtype=info.dtype, shape=info.shape, offset=position, nbytes=info.nbytes
+        )
         position += _padded(info.nbytes)
     if position != size:
         raise InputError(f"{path}: {size} bytes where the header describes {position}", _DAMAGED)
@@ -291,11 +327,17 @@ class _Cursor:
     def spend(self, count: int) -> None:
         self.left[0] -= count
         if self.left[0] < 0:
-            raise InputError(f"{self.path}: more than {MAX_ITEMS} fields, items and tensors", "give a GGUF file of a model")
+            raise InputError(
+                f"{self.path}: more than {MAX_ITEMS} fields, items and tensors",
+                "give a GGUF file of a model",
+            )
 
     def take(self, nbytes: int) -> bytes:
         if nbytes > self.size - self.file.tell():
-            raise InputError(f"{self.path}: truncated, {nbytes} bytes at {self.file.tell()} of {self.size}", _DAMAGED)
+            raise InputError(
+                f"{self.path}: truncated, {nbytes} bytes at {self.file.tell()} of {self.size}",
+                _DAMAGED,
+            )
         return self.file.read(nbytes)
 
     def unpack(self, code: str) -> tuple[Any, ...]:
@@ -306,7 +348,9 @@ class _Cursor:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise InputError(f"{self.path}: the string {data[:40]!r} is not UTF-8", _DAMAGED) from error
+            raise InputError(
+                f"{self.path}: the string {data[:40]!r} is not UTF-8", _DAMAGED
+            ) from error
 
     def kind(self, key: str) -> str:
         (number,) = self.unpack("I")
@@ -326,7 +370,10 @@ class _Cursor:
     def items(self, kind: str, count: int) -> list[Any]:
         least = 8 if kind == "string" else struct.calcsize(KINDS[kind][1])
         if count * least > self.size - self.file.tell():
-            raise InputError(f"{self.path}: truncated, {count} items at {self.file.tell()} of {self.size}", _DAMAGED)
+            raise InputError(
+                f"{self.path}: truncated, {count} items at {self.file.tell()} of {self.size}",
+                _DAMAGED,
+            )
         self.spend(count)
         if kind == "string":
             return [self.string() for _ in range(count)]
@@ -337,12 +384,19 @@ class _Cursor:
         name = self.string()
         (count,) = self.unpack("I")
         if not 1 <= count <= MAX_DIMENSIONS:
-            raise InputError(f"{self.path}: tensor {name!r} has {count} dimensions, 1 to {MAX_DIMENSIONS} are known", _DAMAGED)
+            raise InputError(
+                f"{self.path}: tensor {name!r} has {count} dimensions, 1 to {MAX_DIMENSIONS} are "
+                "known",
+                _DAMAGED,
+            )
         shape = self.unpack(f"{count}Q")[::-1]
         number, offset = self.unpack("IQ")
         if number not in self.types:
             known = ", ".join(f"{number} ({kind.name})" for number, kind in self.types.items())
-            raise UnsupportedError(f"{self.path}: tensor {name!r} has type {number}, known: {known}", "read it with llama.cpp")
+            raise UnsupportedError(
+                f"{self.path}: tensor {name!r} has type {number}, known: {known}",
+                "read it with llama.cpp",
+            )
         kind = self.types[number]
         _require_shape(name, shape)
         if shape[-1] % kind.elements:
@@ -356,7 +410,9 @@ def _string(text: str) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate
-        raise InputError(f"{text!r}: cannot be written as UTF-8", "mend it where it comes from") from error
+        raise InputError(
+            f"{text!r}: cannot be written as UTF-8", "mend it where it comes from"
+        ) from error
     return struct.pack("<Q", len(data)) + data
 
 
@@ -374,7 +430,9 @@ def _value(key: str, kind: str, value: Any) -> bytes:
     try:
         return head + struct.pack(f"<{len(items)}{code}", *items)
     except (struct.error, OverflowError) as error:
-        raise InputError(f"{key}: {str(value)[:60]} is no {kind} ({error})", "use a kind that holds it") from error
+        raise InputError(
+            f"{key}: {str(value)[:60]} is no {kind} ({error})", "use a kind that holds it"
+        ) from error
 
 
 def _number(dtype: str) -> int:
@@ -398,10 +456,14 @@ def _require_shape(name: str, shape: tuple[int, ...]) -> None:
     """Refuse a shape that the format cannot hold, or a name that llama.cpp does not take."""
     if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 1:
         raise InputError(
-            f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or more", "leave it out"
+            f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or more",
+            "leave it out",
         )
     if len(name.encode()) > MAX_NAME_BYTES:
-        raise InputError(f"{name}: {len(name.encode())} bytes of name, llama.cpp takes {MAX_NAME_BYTES}", "shorten it")
+        raise InputError(
+            f"{name}: {len(name.encode())} bytes of name, llama.cpp takes {MAX_NAME_BYTES}",
+            "shorten it",
+        )
     if math.prod(shape) >= 2**62:
         raise InputError(f"{name}: shape {list(shape)} is larger than any file", _DAMAGED)
 

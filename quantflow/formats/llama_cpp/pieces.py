@@ -1,10 +1,11 @@
 """A tokenizer of sentence pieces as llama.cpp's metadata: BPE over characters, with bytes for what the vocabulary lacks.
 
-tokenizer.json ranks merges of two tokens; llama.cpp scores tokens and merges any two whose text is one, the best score
-first. Both do the same when the merges are every way to make a token of two, the ways of one token beside each other in
-rank, as the conversion from SentencePiece writes them; this is checked. The score is the rank, negated. One thing differs:
-llama.cpp puts its space before a text that begins with one too, some versions of transformers do not.
-Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, llm_tokenizer_spm.
+tokenizer.json ranks merges of two tokens; llama.cpp scores tokens and merges any two whose text is
+one, the best score first. Both do the same when the merges are every way to make a token of two,
+the ways of one token beside each other in rank, as the conversion from SentencePiece writes them;
+this is checked. The score is the rank, negated. One thing differs: llama.cpp puts its space before
+a text that begins with one too, some versions of transformers do not. Source:
+github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, llm_tokenizer_spm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quantflow.errors import UnsupportedError
-from quantflow.formats.llama_cpp.tokens import BYTE, ELSEWHERE, NORMAL, UNKNOWN, special_tokens, tokens
+from quantflow.formats.llama_cpp.tokens import (
+    BYTE,
+    ELSEWHERE,
+    NORMAL,
+    UNKNOWN,
+    special_tokens,
+    tokens,
+)
 
 SPACE = "\u2581"
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -42,9 +50,13 @@ def pieces(
     """
     prefix = _space_prefix(table, folder=folder)
     texts, types = tokens(table, size=size, folder=folder)
-    lacking = next((name for name in map(_byte, range(256)) if name not in table["model"]["vocab"]), None)
+    lacking = next(
+        (name for name in map(_byte, range(256)) if name not in table["model"]["vocab"]), None
+    )
     if lacking is not None:
-        raise UnsupportedError(f"{folder}: its tokenizer falls back to bytes and has no {lacking}", ELSEWHERE)
+        raise UnsupportedError(
+            f"{folder}: its tokenizer falls back to bytes and has no {lacking}", ELSEWHERE
+        )
     for value in range(256):
         types[table["model"]["vocab"][_byte(value)]] = BYTE
     if special["unknown"] is not None:
@@ -73,21 +85,32 @@ def _space_prefix(table: Mapping[str, Any], *, folder: Path) -> bool:
         UnsupportedError: spaces are handled in another way than llama.cpp's, or merges are.
     """
     model, pre, normalizer = table["model"], table["pre_tokenizer"], table["normalizer"]
-    odd = [f"{key}={model[key]!r}" for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+    odd = [
+        f"{key}={model[key]!r}"
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        if model.get(key)
+    ]
     odd += ["ignore_merges=True"] if model.get("ignore_merges") else []
     if odd or model["type"] != "BPE":
         raise UnsupportedError(
-            f"{folder}: its tokenizer is {model['type']} with byte fallback and {', '.join(odd) or 'no merges'}", ELSEWHERE
+            f"{folder}: its tokenizer is {model['type']} with byte fallback and "
+            f"{', '.join(odd) or 'no merges'}",
+            ELSEWHERE,
         )
     if pre is None and normalizer is not None:
         steps = normalizer.get("normalizers", [normalizer])
         if steps in ([_REPLACE], [_PREPEND, _REPLACE]):
             return len(steps) == 2
     marked = {"type": "Metaspace", "replacement": SPACE, "split": False}
-    if normalizer is None and pre is not None and all(pre.get(key) == value for key, value in marked.items()):
+    if (
+        normalizer is None
+        and pre is not None
+        and all(pre.get(key) == value for key, value in marked.items())
+    ):
         return bool(pre.get("prepend_scheme", "always") != "never")
     raise UnsupportedError(
-        f"{folder}: its tokenizer marks spaces by normalizer {normalizer} and pre_tokenizer {pre}, llama.cpp does not",
+        f"{folder}: its tokenizer marks spaces by normalizer {normalizer} and pre_tokenizer "
+        f"{pre}, llama.cpp does not",
         ELSEWHERE,
     )
 
@@ -96,7 +119,8 @@ def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[st
     """Return token -> score, from merges by rank.
 
     Raises:
-        UnsupportedError: the merges are not every way to make their tokens, or not in the order of tokens.
+        UnsupportedError: the merges are not every way to make their tokens, or not in the order of
+            tokens.
     """
     pairs = [tuple(item.split(" ")) if isinstance(item, str) else tuple(item) for item in merges]
     scores: dict[str, float] = {}
@@ -114,5 +138,7 @@ def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[st
             pair = (text[:cut], text[cut:])
             if pair[0] in normal and pair[1] in normal and pair not in known:
                 cause = f"{folder}: its tokenizer never merges {pair[0]!r} with {pair[1]!r}"
-                raise UnsupportedError(f"{cause}, llama.cpp would, for {text!r} is a token", ELSEWHERE)
+                raise UnsupportedError(
+                    f"{cause}, llama.cpp would, for {text!r} is a token", ELSEWHERE
+                )
     return scores

@@ -1,9 +1,9 @@
 """A model in llama.cpp's words: names and order of rows of each family that both sides know.
 
-llama.cpp rotates neighbouring rows of a head together for its architecture `llama`, transformers rows that stand half a
-head apart; so those of q and k are written in another order. GPT-NeoX keeps q, k and v of a head together in one linear,
-llama.cpp wants all of q, then all of k, then all of v. Nothing else is moved. What a configuration asks for and llama.cpp
-would not do is refused by name.
+llama.cpp rotates neighbouring rows of a head together for its architecture `llama`, transformers
+rows that stand half a head apart; so those of q and k are written in another order. GPT-NeoX keeps
+q, k and v of a head together in one linear, llama.cpp wants all of q, then all of k, then all of v.
+Nothing else is moved. What a configuration asks for and llama.cpp would not do is refused by name.
 Source: github.com/ggml-org/llama.cpp, the converter's LlamaModel, Qwen2Model and GPTNeoXModel.
 """
 
@@ -30,7 +30,8 @@ class Architecture:
     Attributes:
         name: as `general.architecture` has it.
         layers: where the decoder layers are in the checkpoint.
-        inside, outside: module of the checkpoint, in a layer or in the model -> (llama.cpp's, sizes of its weight).
+        inside, outside: module of the checkpoint, in a layer or in the model -> (llama.cpp's, sizes
+            of its weight).
         biased: modules, of both kinds, that have a bias in every model.
         may_be_biased: modules that llama.cpp runs with and without.
         orders: module of a layer -> the order of its rows, where it is not the checkpoint's.
@@ -66,7 +67,8 @@ class Place:
     heads: int = 0
 
 
-# Sizes: h hidden, q and k all heads of queries and keys, d one head, f feed-forward, v vocabulary, x all of q, k and v.
+# Sizes: h hidden, q and k all heads of queries and keys, d one head, f feed-forward, v vocabulary,
+# x all of q, k and v.
 _LLAMA = {
     "input_layernorm": ("attn_norm", "h"),
     "self_attn.q_proj": ("attn_q", "qh"),
@@ -121,7 +123,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(
         name="qwen3",
         layers="model.layers",
-        inside={**_LLAMA, "self_attn.q_norm": ("attn_q_norm", "d"), "self_attn.k_norm": ("attn_k_norm", "d")},
+        inside={
+            **_LLAMA,
+            "self_attn.q_norm": ("attn_q_norm", "d"),
+            "self_attn.k_norm": ("attn_k_norm", "d"),
+        },
         outside=_LLAMA_OUTSIDE,
         orders={},
         activation=("silu",),
@@ -142,7 +148,8 @@ def architecture_for(config: Any) -> Architecture:
     """Return llama.cpp's architecture for a configuration of transformers.
 
     Raises:
-        UnsupportedError: the family has none here, or an activation that llama.cpp would not compute.
+        UnsupportedError: the family has none here, or an activation that llama.cpp would not
+            compute.
     """
     found = ARCHITECTURES.get(config.model_type)
     if found is None:
@@ -152,7 +159,8 @@ def architecture_for(config: Any) -> Architecture:
         )
     if config.hidden_act not in found.activation:
         raise UnsupportedError(
-            f"config.json: hidden_act {config.hidden_act!r}, llama.cpp computes {found.activation[0]!r} for {found.name}",
+            f"config.json: hidden_act {config.hidden_act!r}, llama.cpp computes "
+            f"{found.activation[0]!r} for {found.name}",
             "run this model with transformers",
         )
     return found
@@ -166,7 +174,8 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
         shapes: source name -> shape, of every tensor of the checkpoint.
 
     Raises:
-        InputError: a tensor that is missing, that belongs nowhere, or that has another shape than config.json says.
+        InputError: a tensor that is missing, that belongs nowhere, or that has another shape than
+            config.json says.
         UnsupportedError: the family, or a bias that llama.cpp's architecture has not.
     """
     architecture, sizes = architecture_for(config), sizes_of(config)
@@ -174,11 +183,37 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
     for source, (name, letters, module) in _modules(config).items():
         shape = tuple(sizes[letter] for letter in letters)
         order = architecture.orders.get(module, "stored")
-        heads = 0 if order == "stored" else sizes["k" if module.endswith("k_proj") else "q"] // sizes["d"]
-        found.append(Place(name=f"{name}.weight", source=f"{source}.weight", shape=shape, order=order, heads=heads))
-        if module in architecture.biased or (module in architecture.may_be_biased and f"{source}.bias" in shapes):
-            found.append(Place(name=f"{name}.bias", source=f"{source}.bias", shape=shape[:1], order=order, heads=heads))
-    dropped = {f"{module}.weight" for module, (name, _) in architecture.outside.items() if name == "output" and _tied(config)}
+        heads = (
+            0
+            if order == "stored"
+            else sizes["k" if module.endswith("k_proj") else "q"] // sizes["d"]
+        )
+        found.append(
+            Place(
+                name=f"{name}.weight",
+                source=f"{source}.weight",
+                shape=shape,
+                order=order,
+                heads=heads,
+            )
+        )
+        if module in architecture.biased or (
+            module in architecture.may_be_biased and f"{source}.bias" in shapes
+        ):
+            found.append(
+                Place(
+                    name=f"{name}.bias",
+                    source=f"{source}.bias",
+                    shape=shape[:1],
+                    order=order,
+                    heads=heads,
+                )
+            )
+    dropped = {
+        f"{module}.weight"
+        for module, (name, _) in architecture.outside.items()
+        if name == "output" and _tied(config)
+    }
     _check(found, shapes, architecture=architecture, dropped=dropped)
     return tuple(found)
 
@@ -190,11 +225,18 @@ def source_names(config: Any) -> dict[str, str]:
         UnsupportedError: the family has no architecture here.
     """
     kinds = ("weight", "bias")
-    return {f"{name}.{kind}": f"{module}.{kind}" for module, (name, _, _) in _modules(config).items() for kind in kinds}
+    return {
+        f"{name}.{kind}": f"{module}.{kind}"
+        for module, (name, _, _) in _modules(config).items()
+        for kind in kinds
+    }
 
 
 def _tied(config: Any) -> bool:
-    return bool(getattr(config, "tie_word_embeddings", False)) and architecture_for(config).name != "gptneox"
+    return (
+        bool(getattr(config, "tie_word_embeddings", False))
+        and architecture_for(config).name != "gptneox"
+    )
 
 
 def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
@@ -206,7 +248,11 @@ def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
             modules[module] = (name, letters, module)
     for index in range(config.num_hidden_layers):
         for module, (name, letters) in architecture.inside.items():
-            modules[f"{architecture.layers}.{index}.{module}"] = (f"blk.{index}.{name}", letters, module)
+            modules[f"{architecture.layers}.{index}.{module}"] = (
+                f"blk.{index}.{name}",
+                letters,
+                module,
+            )
     return modules
 
 
@@ -236,7 +282,10 @@ def sizes_of(config: Any) -> dict[str, int]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size % 2:
-        raise UnsupportedError(f"config.json: heads of {size}, llama.cpp rotates pairs", "run this model with transformers")
+        raise UnsupportedError(
+            f"config.json: heads of {size}, llama.cpp rotates pairs",
+            "run this model with transformers",
+        )
     keys = (getattr(config, "num_key_value_heads", None) or heads) * size
     return {
         "h": config.hidden_size,
@@ -249,18 +298,33 @@ def sizes_of(config: Any) -> dict[str, int]:
     }
 
 
-def _check(found: list[Place], shapes: Mapping[str, tuple[int, ...]], *, architecture: Architecture, dropped: set[str]) -> None:
+def _check(
+    found: list[Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    architecture: Architecture,
+    dropped: set[str],
+) -> None:
     """Refuse a checkpoint that holds more, less or something else than the file will say."""
     for place in found:
         if place.source not in shapes:
-            raise InputError(f"{place.source}: not in the checkpoint, {architecture.name} needs it", _REPAIR)
+            raise InputError(
+                f"{place.source}: not in the checkpoint, {architecture.name} needs it", _REPAIR
+            )
         if tuple(shapes[place.source]) != place.shape:
             raise InputError(
-                f"{place.source}: {list(shapes[place.source])} in the checkpoint, config.json says {list(place.shape)}", _REPAIR
+                f"{place.source}: {list(shapes[place.source])} in the checkpoint, config.json "
+                f"says {list(place.shape)}",
+                _REPAIR,
             )
     for name in sorted(shapes.keys() - {place.source for place in found} - dropped):
         if _COMPUTED.fullmatch(name):
             continue
         if name.endswith(".bias"):
-            raise UnsupportedError(f"{name}: llama.cpp's {architecture.name} has no such bias", "run it with transformers")
-        raise InputError(f"{name}: in the checkpoint, {architecture.name} has no place for it", _REPAIR)
+            raise UnsupportedError(
+                f"{name}: llama.cpp's {architecture.name} has no such bias",
+                "run it with transformers",
+            )
+        raise InputError(
+            f"{name}: in the checkpoint, {architecture.name} has no place for it", _REPAIR
+        )

@@ -1,9 +1,9 @@
 """A tokenizer as llama.cpp's metadata, by the table of tokenizer.json as transformers loads it; here byte-level BPE.
 
-llama.cpp knows pre-tokenizers by name alone, each with its own regular expression. A tokenizer that splits text like none
-of those below is refused: under another's name it would give other tokens, and nothing would say so. The one exception is
-NFC, which llama.cpp does not apply: text that is not in it already can differ there.
-Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
+llama.cpp knows pre-tokenizers by name alone, each with its own regular expression. A tokenizer that
+splits text like none of those below is refused: under another's name it would give other tokens,
+and nothing would say so. The one exception is NFC, which llama.cpp does not apply: text that is not
+in it already can differ there. Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 """
 
 import json
@@ -20,7 +20,8 @@ from quantflow.models.tokenizer import load_tokenizer
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS = "each digit alone"
-# (what splits before the byte level, the byte level's own expression, whole words first) -> llama.cpp's name
+# (what splits before the byte level, the byte level's own expression, whole words first) ->
+# llama.cpp's name
 PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool, bool], str] = {
     ((), True, False): "gpt-2",
     ((DIGITS,), True, False): "smollm",
@@ -42,17 +43,23 @@ def vocabulary(folder: Path, config: Any) -> dict[str, tuple[str, Any]]:
     """
     tokenizer: Any = load_tokenizer(folder)
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise UnsupportedError(f"{folder}: its tokenizer is {type(tokenizer).__name__}, without a table", ELSEWHERE)
+        raise UnsupportedError(
+            f"{folder}: its tokenizer is {type(tokenizer).__name__}, without a table", ELSEWHERE
+        )
     special = {
         "bos": _first(tokenizer.bos_token_id, config.bos_token_id),
         "eos": _first(tokenizer.eos_token_id, config.eos_token_id),
         "unknown": tokenizer.unk_token_id,
         "padding": tokenizer.pad_token_id,
     }
-    plain, whole = (tokens_of(tokenizer, "a", where=str(folder), special=added) for added in (False, True))
+    plain, whole = (
+        tokens_of(tokenizer, "a", where=str(folder), special=added) for added in (False, True)
+    )
     table = json.loads(tokenizer.backend_tokenizer.to_str())
     convert = pieces if table["model"].get("byte_fallback") else byte_level
-    found = convert(table, size=config.vocab_size, special=special, around=_around(plain, whole), folder=folder)
+    found = convert(
+        table, size=config.vocab_size, special=special, around=_around(plain, whole), folder=folder
+    )
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
@@ -82,9 +89,13 @@ def byte_level(
     """
     pre = pre_tokenizer(table, folder=folder)
     texts, types = tokens(table, size=size, folder=folder)
-    merges = [item if isinstance(item, str) else " ".join(item) for item in table["model"]["merges"]]
+    merges = [
+        item if isinstance(item, str) else " ".join(item) for item in table["model"]["merges"]
+    ]
     if any(item.count(" ") != 1 for item in merges):
-        raise UnsupportedError(f"{folder}: merges of tokens with spaces inside, llama.cpp splits them there", ELSEWHERE)
+        raise UnsupportedError(
+            f"{folder}: merges of tokens with spaces inside, llama.cpp splits them there", ELSEWHERE
+        )
     return {
         "tokenizer.ggml.model": ("string", "gpt2"),
         "tokenizer.ggml.pre": ("string", pre),
@@ -108,15 +119,27 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
         cause = f"{folder}: its tokenizer is {found}, written to GGUF is BPE at byte level or with byte fallback"
         raise UnsupportedError(cause, ELSEWHERE)
     normalizer = table["normalizer"] or {"type": "NFC"}
-    odd = [f"{key}={model[key]!r}" for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+    odd = [
+        f"{key}={model[key]!r}"
+        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        if model.get(key)
+    ]
     odd += [f"normalizer {normalizer['type']}"] if normalizer != {"type": "NFC"} else []
     odd += ["add_prefix_space=True"] if steps[-1].get("add_prefix_space") else []
     if odd:
-        raise UnsupportedError(f"{folder}: its tokenizer has {', '.join(odd)}, llama.cpp has no such thing", ELSEWHERE)
-    key = (tuple(map(_split, steps[:-1])), bool(steps[-1].get("use_regex", True)), bool(model.get("ignore_merges")))
+        raise UnsupportedError(
+            f"{folder}: its tokenizer has {', '.join(odd)}, llama.cpp has no such thing", ELSEWHERE
+        )
+    key = (
+        tuple(map(_split, steps[:-1])),
+        bool(steps[-1].get("use_regex", True)),
+        bool(model.get("ignore_merges")),
+    )
     if key not in PRE_TOKENIZERS:
         cause = f"{folder}: its tokenizer splits text by {json.dumps(pre)[:200]} (ignore_merges {key[2]})"
-        raise UnsupportedError(f"{cause}, known are {', '.join(PRE_TOKENIZERS.values())}", ELSEWHERE)
+        raise UnsupportedError(
+            f"{cause}, known are {', '.join(PRE_TOKENIZERS.values())}", ELSEWHERE
+        )
     return PRE_TOKENIZERS[key]
 
 
@@ -124,7 +147,11 @@ def _split(step: Mapping[str, Any]) -> str:
     """Return what a step splits by: a regular expression that keeps its matches, digits, or something unknown."""
     if step.get("type") == "Digits" and step.get("individual_digits"):
         return DIGITS
-    if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+    if (
+        step.get("type") == "Split"
+        and step.get("behavior") == "Isolated"
+        and not step.get("invert")
+    ):
         return str(step["pattern"].get("Regex"))
     return f"unknown: {json.dumps(step)}"
 

@@ -1,8 +1,9 @@
 """A GGUF file's tokenizer as Hugging Face's files: the way back from `tokenizer` (byte-level BPE) and `pieces`.
 
-llama.cpp names how a text is split before the merges; a name whose expression is not known here is refused, since another
-would give other tokens. Of sentence pieces a GGUF has scores and no merges: every way to make a token of two others becomes a
-merge, the best scores first, as transformers' own conversion from SentencePiece does.
+llama.cpp names how a text is split before the merges; a name whose expression is not known here is
+refused, since another would give other tokens. Of sentence pieces a GGUF has scores and no merges:
+every way to make a token of two others becomes a merge, the best scores first, as transformers' own
+conversion from SentencePiece does.
 """
 
 import json
@@ -10,7 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from quantflow.errors import InputError, UnsupportedError
@@ -52,18 +62,28 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
         tokenizer = _byte_level(texts, types, _field(metadata, "merges", path), pre, path)
     elif kind == "llama":
         pre = kind
-        scores, prefix = _field(metadata, "scores", path), _field(metadata, "add_space_prefix", path, True)
+        scores, prefix = (
+            _field(metadata, "scores", path),
+            _field(metadata, "add_space_prefix", path, True),
+        )
         tokenizer = _pieces(texts, types, scores, prefix=bool(prefix), path=path)
     else:
         cause = f"{path}: tokenizer.ggml.model {kind!r}, read from GGUF are gpt2 (byte-level BPE) and llama (sentence pieces)"
         raise UnsupportedError(cause, _CONVERT)
     ids = {name: _id(metadata, name, texts, path) for name in (*_SPECIAL, *_TURNS_END)}
-    before = ids["bos"] if _field(metadata, "add_bos_token", path, _BOS_UNLESS_TOLD.get(pre, False)) else None
+    before = (
+        ids["bos"]
+        if _field(metadata, "add_bos_token", path, _BOS_UNLESS_TOLD.get(pre, False))
+        else None
+    )
     after = ids["eos"] if _field(metadata, "add_eos_token", path, False) else None
     tokenizer.post_processor = _around(texts, before, after, byte_level=kind == "gpt2")
     words = {word: texts[ids[name]] for name, word in _SPECIAL.items() if ids[name] is not None}
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=context, clean_up_tokenization_spaces=False, **words
+        tokenizer_object=tokenizer,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        **words,
     )
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
@@ -79,12 +99,17 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
 def special_ids(metadata: Metadata, path: Path) -> dict[str, int]:
     """Return bos_token_id, eos_token_id and pad_token_id as config.json has them; those that the file names."""
     texts = _field(metadata, "tokens", path)
-    found = {f"{key}_token_id": _id(metadata, name, texts, path) for name, key in (("bos", "bos"), ("eos", "eos"))}
+    found = {
+        f"{key}_token_id": _id(metadata, name, texts, path)
+        for name, key in (("bos", "bos"), ("eos", "eos"))
+    }
     found["pad_token_id"] = _id(metadata, "padding", texts, path)
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _byte_level(texts: list[str], types: list[int], merges: list[str], pre: str, path: Path) -> Tokenizer:
+def _byte_level(
+    texts: list[str], types: list[int], merges: list[str], pre: str, path: Path
+) -> Tokenizer:
     """Return a byte-level BPE that splits text as llama.cpp's `pre` does.
 
     Raises:
@@ -92,7 +117,9 @@ def _byte_level(texts: list[str], types: list[int], merges: list[str], pre: str,
     """
     known = {name: key for key, name in PRE_TOKENIZERS.items()}
     if pre not in known:
-        raise UnsupportedError(f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(known)}", _CONVERT)
+        raise UnsupportedError(
+            f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(known)}", _CONVERT
+        )
     splits, own, whole = known[pre]
     steps: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
@@ -112,22 +139,38 @@ def _byte_level(texts: list[str], types: list[int], merges: list[str], pre: str,
     return tokenizer
 
 
-def _pieces(texts: list[str], types: list[int], scores: list[float], *, prefix: bool, path: Path) -> Tokenizer:
+def _pieces(
+    texts: list[str], types: list[int], scores: list[float], *, prefix: bool, path: Path
+) -> Tokenizer:
     """Return a BPE over characters with bytes for what the vocabulary lacks."""
     if len(scores) != len(texts):
         raise InputError(f"{path}: {len(texts)} tokens and {len(scores)} scores", _DAMAGED)
     vocabulary = _vocabulary(texts, types, path)
-    normal = {text: index for index, (text, kind) in enumerate(zip(texts, types, strict=True)) if kind == NORMAL}
+    normal = {
+        text: index
+        for index, (text, kind) in enumerate(zip(texts, types, strict=True))
+        if kind == NORMAL
+    }
     ways = []
     for text, index in normal.items():
         cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        pairs = sorted((pair for pair in cuts if pair[0] in normal and pair[1] in normal), key=lambda p: (normal[p[0]], p[1]))
+        pairs = sorted(
+            (pair for pair in cuts if pair[0] in normal and pair[1] in normal),
+            key=lambda p: (normal[p[0]], p[1]),
+        )
         ways += [(-scores[index], index, pair) for pair in pairs]
-    merges = [pair for _, _, pair in sorted(ways, key=lambda way: way[:2])]  # stable: the ways of a token stay together
+    # stable: the ways of a token stay together
+    merges = [pair for _, _, pair in sorted(ways, key=lambda way: way[:2])]
     unknown = next((text for text, kind in zip(texts, types, strict=True) if kind == UNKNOWN), None)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
     marks: list[Any] = [normalizers.Replace(" ", SPACE)]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *marks] if prefix else marks)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), *marks] if prefix else marks
+    )
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     _add(tokenizer, texts, types)
@@ -147,7 +190,9 @@ def _vocabulary(texts: list[str], types: list[int], path: Path) -> dict[str, int
         if kind == UNUSED:
             continue
         if text in found:
-            raise InputError(f"{path}: tokens {found[text]} and {index} are both {text!r}", _DAMAGED)
+            raise InputError(
+                f"{path}: tokens {found[text]} and {index} are both {text!r}", _DAMAGED
+            )
         found[text] = index
     return found
 
@@ -168,7 +213,9 @@ def _around(texts: list[str], before: int | None, after: int | None, *, byte_lev
         head, tail = ([] if index is None else [texts[index]] for index in (before, after))
         single = [*head, "$A", *tail]
         pair = [*single, *(f"{text}:1" for text in head), "$B:1", *(f"{text}:1" for text in tail)]
-        named = [(texts[index], index) for index in dict.fromkeys((before, after)) if index is not None]
+        named = [
+            (texts[index], index) for index in dict.fromkeys((before, after)) if index is not None
+        ]
         steps.append(processors.TemplateProcessing(single=single, pair=pair, special_tokens=named))
     return processors.Sequence(steps)
 
@@ -176,7 +223,9 @@ def _around(texts: list[str], before: int | None, after: int | None, *, byte_lev
 def _id(metadata: Metadata, name: str, texts: list[str], path: Path) -> int | None:
     value = metadata.get(f"{_GIVEN}.{name}_token_id", ("u32", None))[1]
     if value is not None and not (isinstance(value, int) and 0 <= value < len(texts)):
-        raise InputError(f"{path}: {_GIVEN}.{name}_token_id is {value}, there are {len(texts)} tokens", _DAMAGED)
+        raise InputError(
+            f"{path}: {_GIVEN}.{name}_token_id is {value}, there are {len(texts)} tokens", _DAMAGED
+        )
     return value
 
 
@@ -188,6 +237,7 @@ def _field(metadata: Metadata, name: str, path: Path, default: Any = _NO) -> Any
         return found[1]
     if default is _NO:
         raise InputError(
-            f"{path}: no field {_GIVEN}.{name}", "give a file with a tokenizer, or the model's Hugging Face folder"
+            f"{path}: no field {_GIVEN}.{name}",
+            "give a file with a tokenizer, or the model's Hugging Face folder",
         )
     return default

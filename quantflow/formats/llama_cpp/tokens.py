@@ -23,7 +23,9 @@ def tokens(table: Mapping[str, Any], *, size: int, folder: Path) -> tuple[list[s
     """
     known = {index: (text, NORMAL) for text, index in table["model"]["vocab"].items()}
     if len(known) != len(table["model"]["vocab"]):
-        raise InputError(f"{folder}: two tokens of its tokenizer have one id", "restore tokenizer.json")
+        raise InputError(
+            f"{folder}: two tokens of its tokenizer have one id", "restore tokenizer.json"
+        )
     for entry in table["added_tokens"]:
         known[entry["id"]] = (entry["content"], CONTROL if entry["special"] else USER_DEFINED)
     if max(known, default=0) >= size:
@@ -35,7 +37,9 @@ def tokens(table: Mapping[str, Any], *, size: int, folder: Path) -> tuple[list[s
     seen: set[str] = set()
     for text, _ in found:
         if text in seen:
-            raise InputError(f"{folder}: two ids of its tokenizer are {text!r}", "restore tokenizer.json")
+            raise InputError(
+                f"{folder}: two ids of its tokenizer are {text!r}", "restore tokenizer.json"
+            )
         seen.add(text)
     return [text for text, _ in found], [kind for _, kind in found]
 
@@ -60,10 +64,16 @@ def special_tokens(
     before, after = list(around[0]), list(around[1])
     if before not in ([], [special["bos"]]) or after not in ([], [special["eos"]]):
         raise UnsupportedError(
-            f"{folder}: its tokenizer puts {before} before and {after} after a text, llama.cpp bos and eos alone", ELSEWHERE
+            f"{folder}: its tokenizer puts {before} before and {after} after a text, llama.cpp "
+            "bos and eos alone",
+            ELSEWHERE,
         )
     return {
-        **{f"tokenizer.ggml.{name}_token_id": ("u32", value) for name, value in special.items() if value is not None},
+        **{
+            f"tokenizer.ggml.{name}_token_id": ("u32", value)
+            for name, value in special.items()
+            if value is not None
+        },
         "tokenizer.ggml.add_bos_token": ("bool", bool(before)),
         "tokenizer.ggml.add_eos_token": ("bool", bool(after)),
     }

@@ -2,11 +2,14 @@
 
 Beside what `quantflow.formats.compressed_tensors` knows, files by llm-compressor have
 
-- `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the weights have;
-- `quantization_status` frozen, in releases before `compressed`, or none, as vLLM reads them: the tensors say it;
-- `actorder` group, which is also called dynamic and true: NAME.weight_g_idx int32 [I] has the group of each input, whose
-  codes stand in the place of the input. `decode` puts groups side by side and returns the order of inputs. A linear of
-  several groups without it is refused: release 0.17 reads its groups as those of neighbours, release 0.20 no such folder.
+- `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the
+  weights have;
+- `quantization_status` frozen, in releases before `compressed`, or none, as vLLM reads them: the
+  tensors say it;
+- `actorder` group, which is also called dynamic and true: NAME.weight_g_idx int32 [I] has the group
+  of each input, whose codes stand in the place of the input. `decode` puts groups side by side and
+  returns the order of inputs. A linear of several groups without it is refused: release 0.17 reads
+  its groups as those of neighbours, release 0.20 no such folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,14 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import SAME_NAMES, Infos, order_of, require_same_scales, stored_scales, tensor
+from quantflow.formats.weight_layout import (
+    SAME_NAMES,
+    Infos,
+    order_of,
+    require_same_scales,
+    stored_scales,
+    tensor,
+)
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 
@@ -63,7 +73,9 @@ class CompressedTensorsLayout:
         names = compressed_tensors.tensor_names(name, scheme)
         return (*names, f"{name}.weight_g_idx") if name in self.ordered else names
 
-    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    def encode(
+        self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`."""
         if linear.order is not None:
             cause = f"{name}: its groups are of inputs that do not stand together, which no loader of the layout runs today"
@@ -78,7 +90,9 @@ class CompressedTensorsLayout:
         stored_scales(name, linear.weight.scale, scale_dtype)
         return compressed_tensors.encode(name, linear, scale_dtype=scale_dtype)
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    def decode(
+        self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
+    ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         linear = compressed_tensors.decode(name, tensors, scheme)
         if name not in self.ordered:
@@ -88,7 +102,9 @@ class CompressedTensorsLayout:
         order = order_of(key, group_of, groups=weight.scale.shape[1])
         if order is None:
             return linear
-        return replace(linear, weight=replace(weight, qvalue=weight.qvalue[:, order].contiguous()), order=order)
+        return replace(
+            linear, weight=replace(weight, qvalue=weight.qvalue[:, order].contiguous()), order=order
+        )
 
     def quantization_config(
         self,
@@ -99,7 +115,9 @@ class CompressedTensorsLayout:
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
-        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type, modules=modules)
+        return compressed_tensors.quantization_config(
+            schemes, ignore=ignore, model_type=model_type, modules=modules
+        )
 
     def schemes(
         self,
@@ -116,7 +134,11 @@ class CompressedTensorsLayout:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
         schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
         _require_orders(
-            config, compressed_tensors.groups_of_linears(words, tuple(schemes), modules=modules), schemes, shapes, infos
+            config,
+            compressed_tensors.groups_of_linears(words, tuple(schemes), modules=modules),
+            schemes,
+            shapes,
+            infos,
         )
         return schemes
 
@@ -177,7 +199,8 @@ def _require_orders(
             actorder = config["config_groups"][label]["weights"]["actorder"]
             raise InputError(
                 f"{key}: missing, config.json says actorder {actorder}",
-                "download the folder again; or set actorder to null if its groups are of inputs that stand together",
+                "download the folder again; or set actorder to null if its groups are of inputs "
+                "that stand together",
             )
 
 
@@ -186,4 +209,6 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> CompressedTensorsLayou
     if config.get("quant_method") != compressed_tensors.NAME:
         return None
     suffix = ".weight_g_idx"
-    return CompressedTensorsLayout(ordered=frozenset(name.removesuffix(suffix) for name in infos if name.endswith(suffix)))
+    return CompressedTensorsLayout(
+        ordered=frozenset(name.removesuffix(suffix) for name in infos if name.endswith(suffix))
+    )

@@ -36,8 +36,8 @@ def contributor(seen: Mapping[int, float]) -> int:
 def outliers(key: str, seen: Mapping[int, float]) -> list[Outlier]:
     """Return the ranks whose amax is OUTLIER_RATIO times the group's median or more.
 
-    Such a rank decides the scale of its whole group. A tensor that half of the ranks or more never saw (median 0) has
-    no scale to compare with and is left out.
+    Such a rank decides the scale of its whole group. A tensor that half of the ranks or more never
+    saw (median 0) has no scale to compare with and is left out.
 
     Args:
         key: `<source name>|<site>|amax`.

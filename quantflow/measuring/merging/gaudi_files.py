@@ -1,10 +1,11 @@
 """Gaudi's measurements of many ranks merged into those of fewer, maximum by maximum.
 
-Only statistics are merged; scales are derived again from the merged maxima, never from scales. Ranks have to have measured
-the same nodes, with arrays of the same shapes, or the merge is refused with the node and the rank.
+Only statistics are merged; scales are derived again from the merged maxima, never from scales.
+Ranks have to have measured the same nodes, with arrays of the same shapes, or the merge is refused
+with the node and the rank.
 
-The files do not say how the model was cut. What they say is enough for maxima: ranks whose weights have the same maxima, all
-of them, hold copies, and any other ranks hold parts.
+The files do not say how the model was cut. What they say is enough for maxima: ranks whose weights
+have the same maxima, all of them, hold copies, and any other ranks hold parts.
 
     inputs, weights     the maximum over the group, of copies and of parts
     outputs             likewise; but where ranks hold parts, a row-parallel linear's output was seen before the cards' products
@@ -62,7 +63,11 @@ class Merged:
 
 
 def unify_triples(
-    triples: Mapping[int, Triple], groups: Sequence[Sequence[int]], *, world: int | None = None, allow_missing: bool = False
+    triples: Mapping[int, Triple],
+    groups: Sequence[Sequence[int]],
+    *,
+    world: int | None = None,
+    allow_missing: bool = False,
 ) -> list[Merged]:
     """Merge the measurements of each group of ranks.
 
@@ -74,8 +79,8 @@ def unify_triples(
 
     Raises:
         UsageError: the groups do not hold every rank exactly once, or differ in size.
-        InputError: scales instead of maxima; ranks with other nodes or modules; a rank is missing that is not a copy of
-            another, or all of a group are.
+        InputError: scales instead of maxima; ranks with other nodes or modules; a rank is missing
+            that is not a copy of another, or all of a group are.
         StatisticsError: arrays of different shapes.
         UnsupportedError: a maximum per channel of ranks that hold parts.
     """
@@ -97,7 +102,11 @@ def unify_triples(
         triple, account = _merge(members, holds=holds, local_rank=-1 if len(groups) == 1 else index)
         missing = tuple(sorted(set(group) - set(members)))
         parts = len({holds[rank] for rank in members})
-        merged.append(Merged(triple=triple, ranks=tuple(members), missing=missing, parts=parts, account=account))
+        merged.append(
+            Merged(
+                triple=triple, ranks=tuple(members), missing=missing, parts=parts, account=account
+            )
+        )
     return merged
 
 
@@ -106,38 +115,67 @@ def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
     seen: dict[object, int] = {}
     found = {}
     for rank, triple in sorted(triples.items()):
-        weights = [node.weight for _, node in sorted(triple.nodes.items()) if node.weight is not None]
-        recognised = tuple(tuple(weight.flatten().tolist()) for weight in weights) or rank  # without weights nobody is a copy
+        weights = [
+            node.weight for _, node in sorted(triple.nodes.items()) if node.weight is not None
+        ]
+        # without weights nobody is a copy
+        recognised = tuple(tuple(weight.flatten().tolist()) for weight in weights) or rank
         found[rank] = seen.setdefault(recognised, len(seen))
     return found
 
 
 def _refuse_missing(
-    triples: Mapping[int, Triple], groups: Sequence[Sequence[int]], *, world: int, holds: Mapping[int, int], allowed: bool
+    triples: Mapping[int, Triple],
+    groups: Sequence[Sequence[int]],
+    *,
+    world: int,
+    holds: Mapping[int, int],
+    allowed: bool,
 ) -> None:
     missing = sorted(set(range(world)) - set(triples))
     if not missing:
         return
     if not allowed:
-        raise InputError(f"no file of rank {some(missing)} of {world}", "give every rank, or --allow-missing for copies")
+        raise InputError(
+            f"no file of rank {some(missing)} of {world}",
+            "give every rank, or --allow-missing for copies",
+        )
     if set(holds.values()) != {0} or len(triples) == 1:
-        why = "one rank alone is there" if len(triples) == 1 else "the others hold parts of the model, not copies"
-        raise InputError(f"no file of rank {some(missing)} of {world}, and {why}", "a part cannot be left out; give every rank")
+        why = (
+            "one rank alone is there"
+            if len(triples) == 1
+            else "the others hold parts of the model, not copies"
+        )
+        raise InputError(
+            f"no file of rank {some(missing)} of {world}, and {why}",
+            "a part cannot be left out; give every rank",
+        )
     for index, group in enumerate(groups):
         if not set(group) & set(triples):
-            raise InputError(f"group {index} ({some(group)}): none of its ranks is there", "measure them")
+            raise InputError(
+                f"group {index} ({some(group)}): none of its ranks is there", "measure them"
+            )
 
 
 def _refuse_other_nodes(one: tuple[int, Triple], other: tuple[int, Triple]) -> None:
     (rank, triple), (first, reference) = one, other
-    for what, ours, theirs in (("node", triple.nodes, reference.nodes), ("module", triple.modules, reference.modules)):
+    for what, ours, theirs in (
+        ("node", triple.nodes, reference.nodes),
+        ("module", triple.modules, reference.modules),
+    ):
         differing = sorted(set(ours) ^ set(theirs))
         if differing:
             here, there = (rank, first) if differing[0] in ours else (first, rank)
-            raise InputError(f"{what} {differing[0]}: on rank {here}, not on rank {there} ({len(differing)} such)", _SAME_RUN)
+            raise InputError(
+                f"{what} {differing[0]}: on rank {here}, not on rank {there} ({len(differing)} "
+                "such)",
+                _SAME_RUN,
+            )
 
 
-def _merge(members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int) -> tuple[Triple, MergeAccount]:
+def _merge(
+    members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int
+) -> tuple[Triple, MergeAccount]:
     """Merge the ranks of one group."""
     first, account = next(iter(members.values())), MergeAccount()
     held = {rank: holds[rank] for rank in members}
@@ -149,27 +187,43 @@ def _merge(members: Mapping[int, Triple], *, holds: Mapping[int, int], local_ran
         nodes[name] = _merge_node(name, seen, held=held, whole=whole, account=account)
     samples = [triple.samples for triple in members.values() if triple.samples is not None]
     counted = sum(samples) if len(samples) == len(members) else None
-    return Triple(nodes=nodes, local_rank=local_rank, samples=counted, modules=first.modules), account
+    return Triple(
+        nodes=nodes, local_rank=local_rank, samples=counted, modules=first.modules
+    ), account
 
 
 def _refuse_other_shapes(name: str, nodes: Mapping[int, Node], *, parts: int) -> None:
     first = next(iter(nodes.values()))
     for rank, node in nodes.items():
-        ours, theirs = ({key: list(value.shape) for key, value in part.tensors.items()} for part in (first, node))
+        ours, theirs = (
+            {key: list(value.shape) for key, value in part.tensors.items()}
+            for part in (first, node)
+        )
         if ours != theirs:
             key = min(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
             raise StatisticsError(
-                f"{name}: {key} is {theirs.get(key)} on rank {rank}, {ours.get(key)} on rank {min(nodes)}", _SAME_RUN
+                f"{name}: {key} is {theirs.get(key)} on rank {rank}, {ours.get(key)} on rank "
+                f"{min(nodes)}",
+                _SAME_RUN,
             )
     wide = [key for key, value in first.tensors.items() if value.numel() > 1]
     if wide and parts > 1:
         raise UnsupportedError(
-            f"{name}: {wide[0]} has a maximum per channel, and the files do not say which channels a rank holds",
-            "measure with the observer maxabs, or with `quantflow measure`, which writes down how tensors are split",
+            f"{name}: {wide[0]} has a maximum per channel, and the files do not say which "
+            "channels a rank holds",
+            "measure with the observer maxabs, or with `quantflow measure`, which writes down "
+            "how tensors are split",
         )
 
 
-def _merge_node(name: str, nodes: Mapping[int, Node], *, held: Mapping[int, int], whole: bool, account: MergeAccount) -> Node:
+def _merge_node(
+    name: str,
+    nodes: Mapping[int, Node],
+    *,
+    held: Mapping[int, int],
+    whole: bool,
+    account: MergeAccount,
+) -> Node:
     """Return the node of the merged rank, and note in `account` who decided it."""
     merged: dict[str, Tensor] = {}
     for key in next(iter(nodes.values())).tensors:
@@ -182,9 +236,14 @@ def _merge_node(name: str, nodes: Mapping[int, Node], *, held: Mapping[int, int]
         if whole and "output 1" in merged:
             merged["output 0"] = merged["output 1"]
         else:
-            merged["output 0"] = _bound({rank: node.outputs[0] for rank, node in nodes.items()}, held)
+            merged["output 0"] = _bound(
+                {rank: node.outputs[0] for rank, node in nodes.items()}, held
+            )
             account.bounds.append(f"{name}|output 0")
-    inputs, outputs = (tuple(value for key, value in merged.items() if key.startswith(part)) for part in ("input", "output"))
+    inputs, outputs = (
+        tuple(value for key, value in merged.items() if key.startswith(part))
+        for part in ("input", "output")
+    )
     return Node(inputs=inputs, outputs=outputs, weight=merged.get("weight"))
 
 
@@ -193,6 +252,11 @@ def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
     largest: dict[int, float] = {}
     for rank, value in outputs.items():
         largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())
-    total = sum(map(Fraction, largest.values()), Fraction(0))  # exact, whatever lies between the summands
+    # exact, whatever lies between the summands
+    total = sum(map(Fraction, largest.values()), Fraction(0))
     found = torch.tensor([[float(total)]], dtype=torch.float32)
-    return found if Fraction(found.item()) >= total else torch.nextafter(found, torch.full_like(found, torch.inf))
+    return (
+        found
+        if Fraction(found.item()) >= total
+        else torch.nextafter(found, torch.full_like(found, torch.inf))
+    )

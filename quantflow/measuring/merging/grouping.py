@@ -20,7 +20,8 @@ class Arrangement:
     Attributes:
         tp: cards of a replica afterwards.
         dp: replicas afterwards.
-        groups: for each rank afterwards the ranks that become it, one row per replica, cards in order.
+        groups: for each rank afterwards the ranks that become it, one row per replica, cards in
+            order.
     """
 
     tp: int
@@ -31,18 +32,21 @@ class Arrangement:
 def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
     """Read which ranks are merged, from the way people write it.
 
-    A group is a list of ranks and ranges, `0,1,2,3` or `4-7`. With at most ten ranks also digits alone: `0123` is ranks
-    0, 1, 2 and 3. With more than ten ranks `12` is rank 12, and `01` is refused.
+    A group is a list of ranks and ranges, `0,1,2,3` or `4-7`. With at most ten ranks also digits
+    alone: `0123` is ranks 0, 1, 2 and 3. With more than ten ranks `12` is rank 12, and `01` is
+    refused.
 
     Args:
-        text: one group each; a string may also hold several, separated by spaces or, as Gaudi's users write them, by `--`.
+        text: one group each; a string may also hold several, separated by spaces or, as Gaudi's
+            users write them, by `--`.
         world: number of ranks that measured.
 
     Returns:
         Groups in the order given, each sorted.
 
     Raises:
-        UsageError: a group cannot be read; a rank is missing, named twice or unknown; groups differ in size.
+        UsageError: a group cannot be read; a rank is missing, named twice or unknown; groups differ
+            in size.
     """
     words = [word for part in text for word in part.replace("--", " ").split()]
     groups = [_parse_group(word, world) for word in words]
@@ -58,7 +62,9 @@ def consecutive_groups(count: int, world: int) -> list[list[int]]:
     """
     if count < 1 or world % count:
         divisors = [str(number) for number in range(1, world + 1) if world % number == 0]
-        raise UsageError(f"{world} ranks into {count} groups of one size", f"use one of {', '.join(divisors)}")
+        raise UsageError(
+            f"{world} ranks into {count} groups of one size", f"use one of {', '.join(divisors)}"
+        )
     size = world // count
     return [list(range(first, first + size)) for first in range(0, world, size)]
 
@@ -77,17 +83,23 @@ def check_groups(groups: Sequence[Sequence[int]], world: int) -> None:
     }
     found = "; ".join(f"{fault} {some(ranks)}" for fault, ranks in faults.items() if ranks)
     if found:
-        raise UsageError(f"groups of {world} ranks: {found}", "name every rank in exactly one group")
+        raise UsageError(
+            f"groups of {world} ranks: {found}", "name every rank in exactly one group"
+        )
     sizes = sorted({len(group) for group in groups})
     if len(sizes) != 1 or not sizes[0]:
-        raise UsageError(f"groups of {' and '.join(map(str, sizes)) or 'no'} ranks", "give every group as many ranks")
+        raise UsageError(
+            f"groups of {' and '.join(map(str, sizes)) or 'no'} ranks",
+            "give every group as many ranks",
+        )
 
 
 def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     """Return the smaller mesh whose ranks these groups are, group i being rank i.
 
-    A group takes the same neighbouring cards from each of its replicas: a card of a smaller mesh holds neighbouring
-    slices, so a group of cards 0 and 2 would measure what no card holds. Replicas may be grouped in any way.
+    A group takes the same neighbouring cards from each of its replicas: a card of a smaller mesh
+    holds neighbouring slices, so a group of cards 0 and 2 would measure what no card holds.
+    Replicas may be grouped in any way.
 
     Args:
         groups: every rank exactly once, in groups of one size.
@@ -103,15 +115,22 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     for index, (group, where) in enumerate(zip(rows, told, strict=True)):
         held, first = [rank % tp for rank in group[0]], index % parts * size
         if tp % size or held != list(range(first, first + size)):
-            due = f"{first} to {first + size - 1} are due" if tp % size == 0 else f"{size} do not divide {tp}"
+            due = (
+                f"{first} to {first + size - 1} are due"
+                if tp % size == 0
+                else f"{size} do not divide {tp}"
+            )
             raise UsageError(
                 f"{where}: takes cards {some(held)} of the {tp} that hold one model, {due}",
                 f"give neighbouring ranks, in order, such as {_example(tp, size)}",
             )
-        replicas, beside = ([row[0] // tp for row in one] for one in (group, rows[index - index % parts]))
+        replicas, beside = (
+            [row[0] // tp for row in one] for one in (group, rows[index - index % parts])
+        )
         if replicas != beside:
             raise UsageError(
-                f"{where}: takes replicas {some(replicas)} of the model, the group before it {some(beside)}",
+                f"{where}: takes replicas {some(replicas)} of the model, the group before it "
+                f"{some(beside)}",
                 f"list the {parts} groups of the same replicas one after the other",
             )
     return Arrangement(tp=parts, dp=len(groups) // parts, groups=tuple(rows))
@@ -130,13 +149,20 @@ def _parse_group(word: str, world: int) -> list[int]:
     for item in word.split(","):
         match = _RANGE.fullmatch(item)
         first, last = (match[1], match[2] or match[1]) if match else ("", "")
-        if not match or any(len(number) > 1 and number[0] == "0" for number in (first, last)) or int(last) < int(first):
+        if (
+            not match
+            or any(len(number) > 1 and number[0] == "0" for number in (first, last))
+            or int(last) < int(first)
+        ):
             raise UsageError(
                 f"group {word!r}: {item!r} is neither a rank nor a range of ranks",
-                "write ranks as 0,1,2,3 or 0-3" + (", and digits alone as 0123" if world <= 10 else ""),
+                "write ranks as 0,1,2,3 or 0-3"
+                + (", and digits alone as 0123" if world <= 10 else ""),
             )
         if int(last) >= world:
-            raise UsageError(f"group {word!r}: rank {last} does not exist", f"ranks are 0..{world - 1}")
+            raise UsageError(
+                f"group {word!r}: rank {last} does not exist", f"ranks are 0..{world - 1}"
+            )
         ranks += range(int(first), int(last) + 1)
     return ranks
 
@@ -151,7 +177,8 @@ def _rows(group: Sequence[int], tp: int, where: str) -> tuple[tuple[int, ...], .
     for replica, held in cards.items():
         if held != cards[first]:
             raise UsageError(
-                f"{where}: holds cards {some(cards[first])} of replica {first} and {some(held)} of replica {replica} (tp={tp})",
+                f"{where}: holds cards {some(cards[first])} of replica {first} and {some(held)} "
+                f"of replica {replica} (tp={tp})",
                 "take the same cards from every replica of a group",
             )
     return tuple(tuple(row) for row in rows.values())
@@ -159,4 +186,6 @@ def _rows(group: Sequence[int], tp: int, where: str) -> tuple[tuple[int, ...], .
 
 def _example(tp: int, size: int) -> str:
     size = size if tp % size == 0 else tp
-    return " ".join(",".join(str(rank) for rank in range(first, first + size)) for first in range(0, tp, size))
+    return " ".join(
+        ",".join(str(rank) for rank in range(first, first + size)) for first in range(0, tp, size)
+    )

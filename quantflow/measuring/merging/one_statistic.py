@@ -1,8 +1,8 @@
 """One statistic of one site, as every rank of a group has it, made into what one rank would have.
 
-First the cards of each replica, then the replicas. What flows at a site is on the cards as its layout says
-(placement.py). The observer that owns a statistic says how it folds, joins and is cut (quantflow/observers); from that follows
-one rule per layout, and what has none is refused:
+First the cards of each replica, then the replicas. What flows at a site is on the cards as its
+layout says (placement.py). The observer that owns a statistic says how it folds, joins and is cut
+(quantflow/observers); from that follows one rule per layout, and what has none is refused:
 
     statistic                    same    channels              samples          partial
     amax                         once    maximum               maximum          bounded
@@ -13,13 +13,14 @@ one rule per layout, and what has none is refused:
     counts (histogram)           once    added                 added            refused
     hessian_sum, gradient_sum    once    refused               added            refused
 
-once: the lowest rank's, after checking that the others have the same: exactly, and for sums of floats within 1e-5 of
-the largest, since arithmetic on several cards rounds differently. The same holds for cards that hold copies of a share.
-bounded: |a + b| <= |a| + |b|, so the sum of the summands' maxima bounds the maximum of their sum; rounded away from zero.
-A sum of products of channels is only known within each card's own; between cards it is not there to be merged.
+once: the lowest rank's, after checking that the others have the same: exactly, and for sums of
+floats within 1e-5 of the largest, since arithmetic on several cards rounds differently. The same
+holds for cards that hold copies of a share. bounded: |a + b| <= |a| + |b|, so the sum of the
+summands' maxima bounds the maximum of their sum; rounded away from zero. A sum of products of
+channels is only known within each card's own; between cards it is not there to be merged.
 
-Replicas see different samples: maxima, minima and sums, folded in rank order. Statistics of a weight are taken once, after
-checking that the replicas have the same.
+Replicas see different samples: maxima, minima and sums, folded in rank order. Statistics of a
+weight are taken once, after checking that the replicas have the same.
 """
 
 import math
@@ -36,11 +37,16 @@ from quantflow.numerics.statistics import ADDED, FOLDED, JOINED, LARGER, ONCE, S
 from quantflow.observers import statistic_named
 from quantflow.observers.keys import Key
 
-TOLERANCE = 1e-5  # of the largest entry, between sums that cards of one replica took of the same values
+# of the largest entry, between sums that cards of one replica took of the same values
+TOLERANCE = 1e-5
 
 BOUNDED = "bounded by the sum"
 _AGAIN = "measure again; give the ranks of one measurement"
-_FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {LARGER: torch.maximum, SMALLER: torch.minimum, ADDED: torch.add}
+_FOLDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    LARGER: torch.maximum,
+    SMALLER: torch.minimum,
+    ADDED: torch.add,
+}
 
 
 class Value(NamedTuple):
@@ -73,8 +79,9 @@ def merge(
         stacks: of each row the positions that hold the same share, in the order of the shares.
 
     Raises:
-        StatisticsError: naming the rank and the values: a value cannot be one of this statistic, ranks that must agree
-            do not, the layout has no rule for it, or no observer has the statistic.
+        StatisticsError: naming the rank and the values: a value cannot be one of this statistic,
+            ranks that must agree do not, the layout has no rule for it, or no observer has the
+            statistic.
     """
     statistic = statistic_named(key.statistic)
     _refuse_unusable(key, [value for row in replicas for value in row])
@@ -100,12 +107,14 @@ def _within(key: Key, statistic: Statistic, layout: Layout) -> str:
         if not statistic.is_sum:
             return BOUNDED
         raise StatisticsError(
-            f"{key}: cards hold summands of the output, and no {statistic.name} of a sum follows from those of its summands",
+            f"{key}: cards hold summands of the output, and no {statistic.name} of a sum follows "
+            "from those of its summands",
             "measure amax of such outputs alone, or measure them after the summands were added up",
         )
     if statistic.cards is None:
         raise StatisticsError(
-            f"{key}: each card has the products of its own channels, those between cards were measured by none",
+            f"{key}: each card has the products of its own channels, those between cards were "
+            "measured by none",
             statistic.remedy,
         )
     return statistic.fold if statistic.cards == FOLDED else statistic.cards
@@ -148,22 +157,29 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
             worst = int(apart.argmax())
             ours, theirs = (str(value.tensor.flatten()[worst].item()) for value in (first, other))
             entry = f"[{worst}]" if first.tensor.ndim else ""
-        raise StatisticsError(f"{other.who}: {key}{entry} is {theirs}, {ours} on {first.who}, which saw the same", _AGAIN)
+        raise StatisticsError(
+            f"{other.who}: {key}{entry} is {theirs}, {ours} on {first.who}, which saw the same",
+            _AGAIN,
+        )
     return first
 
 
 def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
     """Refuse values of another dtype or shape than they must have, NaN, Inf and the wrong sign."""
     dtype, statistic = values[0].tensor.dtype, statistic_named(key.statistic)
-    shapes = {channels: statistic.shape(channels) for channels in {value.channels for value in values}}
+    shapes = {
+        channels: statistic.shape(channels) for channels in {value.channels for value in values}
+    }
     for value in values:
         shape = shapes[value.channels]
         if value.tensor.shape != shape or value.tensor.dtype != dtype:
             raise StatisticsError(
-                f"{value.who}: {key} is {value.tensor.dtype} {list(value.tensor.shape)}, {dtype} {list(shape)} is expected",
+                f"{value.who}: {key} is {value.tensor.dtype} {list(value.tensor.shape)}, {dtype} "
+                f"{list(shape)} is expected",
                 _AGAIN,
             )
-    # All at once, because that is faster than one by one; but not matrices, of which a copy may not fit into memory.
+    # All at once, because that is faster than one by one; but not matrices, of which a copy may not
+    # fit into memory.
     if not statistic.is_matrix:
         tensors = [value.tensor for value in values]
         if _fault(statistic, torch.cat(tensors) if shape else torch.stack(tensors)) is None:

@@ -1,7 +1,8 @@
 """Measured on many cards, deployed on fewer: the statistics of each group of ranks merged into those of one rank.
 
-Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the shares of sharded tensors
-as merging.py says. Every way in which the ranks can disagree is an error that names the rank.
+Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the
+shares of sharded tensors as merging.py says. Every way in which the ranks can disagree is an error
+that names the rank.
 
 What became of a group is in `unified` of its measurement:
 
@@ -62,29 +63,37 @@ class _Account:
 
 
 def unify(
-    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+    measurements: Iterable[Measurement],
+    groups: Sequence[Sequence[int]],
+    *,
+    allow_missing: bool = False,
 ) -> list[Measurement]:
     """Merge the measurements of each group of ranks into one; see `unify_each`."""
     return list(unify_each(measurements, groups, allow_missing=allow_missing))
 
 
 def unify_each(
-    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+    measurements: Iterable[Measurement],
+    groups: Sequence[Sequence[int]],
+    *,
+    allow_missing: bool = False,
 ) -> Iterator[Measurement]:
     """Yield the measurement of one group of ranks after the other.
 
     Args:
         measurements: every rank's, in any order; statistics are read one at a time.
         groups: ranks, as `parse_groups` returns them; group i becomes rank i.
-        allow_missing: whether replicas may be missing as a whole; `unified.missing` then names their ranks.
+        allow_missing: whether replicas may be missing as a whole; `unified.missing` then names
+            their ranks.
 
     Yields:
         One measurement a group, with the group's samples in the order of the calibration set.
 
     Raises:
-        UsageError: the groups do not hold every rank exactly once, or are no ranks of a smaller mesh.
-        InputError: a rank is missing, appears twice, or measured another model, calibration set, dtype or seed, or on
-            another device.
+        UsageError: the groups do not hold every rank exactly once, or are no ranks of a smaller
+            mesh.
+        InputError: a rank is missing, appears twice, or measured another model, calibration set,
+            dtype or seed, or on another device.
         StatisticsError: ranks have different statistics, or statistics that cannot be merged.
     """
     ranks = by_rank(measurements, allow_missing=allow_missing)
@@ -96,9 +105,16 @@ def unify_each(
     for index, rows in enumerate(arrangement.groups):
         grids.append([[ranks[rank] for rank in row] for row in rows if row[0] in ranks])
         if not grids[-1]:
-            raise InputError(f"group {index} ({some(groups[index])}): none of its ranks is there", "measure them")
+            raise InputError(
+                f"group {index} ({some(groups[index])}): none of its ranks is there", "measure them"
+            )
     tensors = [_tensors(grid) for grid in grids]
-    shape = {"world": len(grids), "tp": arrangement.tp, "dp": arrangement.dp, "ep": _expert_ranks(tensors)}
+    shape = {
+        "world": len(grids),
+        "tp": arrangement.tp,
+        "dp": arrangement.dp,
+        "ep": _expert_ranks(tensors),
+    }
     for rank, grid in enumerate(grids):
         about = {"missing": sorted(number for number in groups[rank] if number not in ranks)}
         yield _merge_group(grid, tensors[rank], mesh={"rank": rank, **shape}, about=about)
@@ -107,31 +123,51 @@ def unify_each(
 def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
     """Return the placements of what a group holds together."""
     members = [member for row in grid for member in row]
-    return {name: joined(member.meta["tensors"][name] for member in members) for name in members[0].meta["tensors"]}
+    return {
+        name: joined(member.meta["tensors"][name] for member in members)
+        for name in members[0].meta["tensors"]
+    }
 
 
 def _expert_ranks(groups: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
     """Return over how many ranks experts are spread: how many different sets of them the groups hold."""
     held = {
-        frozenset(name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"])
+        frozenset(
+            name
+            for name, placement in tensors.items()
+            if placement["kind"] == "expert" and placement["length"]
+        )
         for tensors in groups
     }
     return max(1, len(held - {frozenset()}))
 
 
 def _merge_group(
-    grid: Grid, tensors: dict[str, dict[str, Any]], *, mesh: dict[str, int], about: Mapping[str, Any]
+    grid: Grid,
+    tensors: dict[str, dict[str, Any]],
+    *,
+    mesh: dict[str, int],
+    about: Mapping[str, Any],
 ) -> Measurement:
     members = [member for row in grid for member in row]
     samples = sorted(
-        ((index, sequence) for first, *_ in grid for index, sequence in zip(first.indices, first.sequences, strict=True)),
+        (
+            (index, sequence)
+            for first, *_ in grid
+            for index, sequence in zip(first.indices, first.sequences, strict=True)
+        ),
         key=lambda sample: sample[0],
     )
     statistics, account = _merge_statistics(grid)
     first = members[0].meta
-    meta = {key: value for key, value in first.items() if key not in ("files", "digest", "expanded")}
+    meta = {
+        key: value for key, value in first.items() if key not in ("files", "digest", "expanded")
+    }
     meta |= {"mesh": mesh, "tensors": tensors}
-    meta["counts"] = {"samples": len(samples), "tokens": sum(sequence.numel() for _, sequence in samples)}
+    meta["counts"] = {
+        "samples": len(samples),
+        "tokens": sum(sequence.numel() for _, sequence in samples),
+    }
     meta["unified"] = {
         "world": first["mesh"]["world"],
         "mesh": {key: first["mesh"][key] for key in ("tp", "dp", "ep")},
@@ -155,7 +191,9 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
     texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
     for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
         first = grid[0][0].meta["tensors"][name]
-        rows = [[member for member in row if _is_at(member, name, site, statistics)] for row in grid]
+        rows = [
+            [member for member in row if _is_at(member, name, site, statistics)] for row in grid
+        ]
         rows = [row for row in rows if row]
         placements = [[member.meta["tensors"][name] for member in row] for row in rows]
         stacks = [shares(parts, site) for parts in placements]
@@ -173,16 +211,24 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
                 account.bounds.append(text)
             if statistic == AMAX.name:
                 members = [member for row in rows for member in row]
-                seen = {member.meta["mesh"]["rank"]: member.statistics[text].item() for member in members}
+                seen = {
+                    member.meta["mesh"]["rank"]: member.statistics[text].item()
+                    for member in members
+                }
                 account.maxima[text] = contributor(seen)
                 account.outliers += outliers(text, seen)
     return Deferred(merged, later), account
 
 
-def _merged(key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any) -> tuple[Tensor, str]:
+def _merged(
+    key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any
+) -> tuple[Tensor, str]:
     """Return a statistic of every rank merged, and by which rule."""
     values = [
-        [Value(member.who, member.statistics[str(key)], width) for member, width in zip(*cells, strict=True)]
+        [
+            Value(member.who, member.statistics[str(key)], width)
+            for member, width in zip(*cells, strict=True)
+        ]
         for cells in zip(rows, widths, strict=True)
     ]
     return merge(key, values, **shared)
@@ -199,14 +245,29 @@ def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str])
     keys = [str(Key(name, site, statistic)) for statistic in statistics]
     absent = [key for key in keys if key not in member.statistics]
     if absent and len(absent) < len(keys):
-        raise StatisticsError(f"{member.who}: {absent[0]} is missing, other ranks have it", "measure with the same --stats")
+        raise StatisticsError(
+            f"{member.who}: {absent[0]} is missing, other ranks have it",
+            "measure with the same --stats",
+        )
     return not absent
 
 
-def _unseen(tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]) -> list[str]:
+def _unseen(
+    tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]
+) -> list[str]:
     """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
-    experts = {name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"]}
+    experts = {
+        name
+        for name, placement in tensors.items()
+        if placement["kind"] == "expert" and placement["length"]
+    }
     counted = {key.partition("|")[0]: key for key in map(routed_key, tensors) if key in statistics}
-    sites = by_site({text: statistics[text] for text in statistics if text.partition("|")[0] in experts})
-    seen = {name for (name, site), values in sites.items() if site == "input" and any(map(torch.any, values.values()))}
+    sites = by_site(
+        {text: statistics[text] for text in statistics if text.partition("|")[0] in experts}
+    )
+    seen = {
+        name
+        for (name, site), values in sites.items()
+        if site == "input" and any(map(torch.any, values.values()))
+    }
     return sorted((experts - seen) | {name for name, key in counted.items() if not statistics[key]})

@@ -69,14 +69,20 @@ def mixture_of(
         UsageError: no measurement, or candidates that fit no linear.
         ResourceError: the memory does not suffice.
     """
-    measured, measurement = measurement_of(given, plan, scheme=entry.scheme, source=source, progress=progress)
+    measured, measurement = measurement_of(
+        given, plan, scheme=entry.scheme, source=source, progress=progress
+    )
     assert measurement is not None  # the plan needs one
     with stage_folder.locked(folder), single_threaded():
         stage_folder.refuse_other_result(folder, {}, force=True, parts=parts)
         disk.make_folder(folder)
-        fingerprint = identify(source.checkpoint, Digests(folder / HASHES, also=known_hashes(measured)))
+        fingerprint = identify(
+            source.checkpoint, Digests(folder / HASHES, also=known_hashes(measured))
+        )
         refuse_foreign(measurement, model=model, fingerprint=fingerprint, folder=measured)
-        key = chosen_mixture.key_of(entry, model=fingerprint, measurement=measurement.meta["digest"])
+        key = chosen_mixture.key_of(
+            entry, model=fingerprint, measurement=measurement.meta["digest"]
+        )
         found = chosen_mixture.read(folder, entry, graph, key=key)
         if found is None:
             need = need_choice(model_size(source.checkpoint.infos, source.config, graph))
@@ -111,7 +117,15 @@ def _worked_out(
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
     kept = sorted(overridden(entry, graph) & schemes.keys())
     wanted = [name for name in schemes if name not in kept]
-    items = all_items(entry, graph, wanted, source=source, measurement=measurement, workers=workers, progress=progress)
+    items = all_items(
+        entry,
+        graph,
+        wanted,
+        source=source,
+        measurement=measurement,
+        workers=workers,
+        progress=progress,
+    )
     return ChosenMixture(
         key=key,
         entry=entry,
@@ -125,10 +139,14 @@ def _worked_out(
     )
 
 
-def tell(folder: Path, mixture: ChosenMixture, *, model: Path, revision: str | None, seed: int) -> None:
+def tell(
+    folder: Path, mixture: ChosenMixture, *, model: Path, revision: str | None, seed: int
+) -> None:
     """Write what was chosen, for people and for a manifest."""
     told = f"Schemes chosen for {_asked(mixture.entry)}: {mixture.told}."
-    recipe = recipe_text(mixture.resolved(), model=str(model), revision=revision, seed=seed, told=told)
+    recipe = recipe_text(
+        mixture.resolved(), model=str(model), revision=revision, seed=seed, told=told
+    )
     disk.write_atomic(folder / RECIPE, recipe.encode())
     disk.write_atomic(folder / RECORD, canonical_json(mixture.as_json()))
     disk.write_atomic(folder / PLOT, plot(mixture).encode())
@@ -148,13 +166,19 @@ def plot(mixture: ChosenMixture) -> str:
         if all(number in item.options for item in mixture.items)
     ]
     marked = [
-        Point(label=words(mixture.candidates[number]), x=mixture.bits_per_weight(picks), y=factor * mixture.predicted(picks))
+        Point(
+            label=words(mixture.candidates[number]),
+            x=mixture.bits_per_weight(picks),
+            y=factor * mixture.predicted(picks),
+        )
         for number, picks in uniform
     ]
     chosen = mixture.measured if mixture.measured is not None else mixture.predicted(mixture.picks)
     here = Point(label="chosen", x=mixture.bits_per_weight(mixture.picks), y=chosen)
     return curves(
-        line=[(mixture.bits_per_weight(picks), factor * mixture.predicted(picks)) for picks in corners],
+        line=[
+            (mixture.bits_per_weight(picks), factor * mixture.predicted(picks)) for picks in corners
+        ],
         label="best mixtures, predicted",
         points={"uniform, predicted": marked, "chosen, measured": [here]},
         x="bits per quantized weight, scales and zero points included",
@@ -175,16 +199,28 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
         candidate = Candidate(**record["candidates"][number])
         linears, bits, cost = (sum(column) for column in zip(*found, strict=True))
         size = "" if candidate.group_size is None else str(candidate.group_size)
-        table.append((candidate.scheme, size, str(linears), f"{bits / total:.1%}", "", f"{cost:.3g}"))
+        table.append(
+            (candidate.scheme, size, str(linears), f"{bits / total:.1%}", "", f"{cost:.3g}")
+        )
     measured = record["measured_kld"]
-    told = f"{record['predicted_kld']:.3g}" + ("" if measured is None else f", measured {measured:.3g}")
+    told = f"{record['predicted_kld']:.3g}" + (
+        "" if measured is None else f", measured {measured:.3g}"
+    )
     return [*table, ("all", "", "", "100.0%", f"{record['bits_per_weight']:.4f}", told)]
 
 
 def words(candidate: Candidate) -> str:
     """Return a candidate as a label: `W4A16 g64`."""
-    return candidate.scheme if candidate.group_size is None else f"{candidate.scheme} g{candidate.group_size}"
+    return (
+        candidate.scheme
+        if candidate.group_size is None
+        else f"{candidate.scheme} g{candidate.group_size}"
+    )
 
 
 def _asked(entry: Quantize) -> str:
-    return f"target_bpw {entry.target_bpw}" if entry.target_bpw is not None else f"max_kld {entry.max_kld}"
+    return (
+        f"target_bpw {entry.target_bpw}"
+        if entry.target_bpw is not None
+        else f"max_kld {entry.max_kld}"
+    )

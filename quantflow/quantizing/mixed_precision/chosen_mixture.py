@@ -4,9 +4,10 @@
     max_kld       the fewest bits with at most so much divergence; predictions are corrected by what quantizing with the
                   choice is then measured to cost, and schemes are chosen again until measured and wanted agree
 
-What every scheme of every linear takes and costs is worked out once (quantflow/quantizing/mixed_precision/sensitivity.py)
-and kept in <o>/.choice-KEY.json, beside what was measured in each round, so that a run that was stopped goes on there. A
-choice is also overrides of a recipe: a pattern for equal linears of several layers, for people to read and edit.
+What every scheme of every linear takes and costs is worked out once
+(quantflow/quantizing/mixed_precision/sensitivity.py) and kept in <o>/.choice-KEY.json, beside what
+was measured in each round, so that a run that was stopped goes on there. A choice is also overrides
+of a recipe: a pattern for equal linears of several layers, for people to read and edit.
 """
 
 import json
@@ -80,7 +81,10 @@ class ChosenMixture:
 
     def predicted(self, picks: Sequence[int]) -> float:
         """Return the mean divergence that a choice is predicted to cost, nats per token, uncorrected."""
-        return sum(item.options[pick][1] for item, pick in zip(self.items, picks, strict=True)) / self.tokens
+        return (
+            sum(item.options[pick][1] for item, pick in zip(self.items, picks, strict=True))
+            / self.tokens
+        )
 
     @property
     def settled(self) -> bool:
@@ -122,20 +126,30 @@ class ChosenMixture:
             return self._within_divergence(self.entry.max_kld)
         holding = [one for one in self.rounds if one.measured <= self.entry.max_kld]
         if not holding:
-            rounds = ", ".join(f"{self.bits_per_weight(one.picks):.3f} bits: {one.measured:.4g}" for one in self.rounds)
+            rounds = ", ".join(
+                f"{self.bits_per_weight(one.picks):.3f} bits: {one.measured:.4g}"
+                for one in self.rounds
+            )
             raise GateError(
-                f"{self.entry.name}: max_kld={self.entry.max_kld}, measured {rounds}", "allow more, or give finer candidates"
+                f"{self.entry.name}: max_kld={self.entry.max_kld}, measured {rounds}",
+                "allow more, or give finer candidates",
             )
         return min(holding, key=lambda one: self.bits_per_weight(one.picks)).picks
 
     def with_round(self, measured: float) -> "ChosenMixture":
         """Return the mixture after its choice was quantized and measured; the round says whether it is accepted."""
-        now = Round(picks=self.picks, predicted=self.predicted(self.picks), measured=measured, accepted=True)
+        now = Round(
+            picks=self.picks, predicted=self.predicted(self.picks), measured=measured, accepted=True
+        )
         if self.entry.max_kld is None:
             return replace(self, rounds=(*self.rounds, now))
         then = replace(self, rounds=(*self.rounds, replace(now, accepted=False)))
         holds = measured <= self.entry.max_kld
-        if holds and (len(self.rounds) >= ROUNDS or measured >= CLOSE * self.entry.max_kld or not then._saves(now.picks)):
+        if holds and (
+            len(self.rounds) >= ROUNDS
+            or measured >= CLOSE * self.entry.max_kld
+            or not then._saves(now.picks)
+        ):
             return replace(self, rounds=(*self.rounds, now))
         return then
 
@@ -144,10 +158,17 @@ class ChosenMixture:
         size = self.entry.group_size or preset(self.entry.scheme).weights.group_size
         base = Candidate(scheme=self.entry.scheme, group_size=size)
         chosen = {
-            name: self.candidates[pick] for item, pick in zip(self.items, self.picks, strict=True) for name in item.linears
+            name: self.candidates[pick]
+            for item, pick in zip(self.items, self.picks, strict=True)
+            for name in item.linears
         }
-        overrides: tuple[Override, ...] = (*self.entry.overrides, *overrides_for(chosen, base, self.graph))
-        return replace(self.entry, overrides=overrides, target_bpw=None, max_kld=None, candidates=None)
+        overrides: tuple[Override, ...] = (
+            *self.entry.overrides,
+            *overrides_for(chosen, base, self.graph),
+        )
+        return replace(
+            self.entry, overrides=overrides, target_bpw=None, max_kld=None, candidates=None
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the choice and everything that it was made from, as the manifest holds it."""
@@ -188,18 +209,26 @@ class ChosenMixture:
         limit = int(target * self.weights) - self.fixed[1]
         picks = self._least([dict(item.options) for item in self.items], limit)
         if picks is None:
-            smallest = [min(item.options.items(), key=lambda pair: pair[1][0])[0] for item in self.items]
+            smallest = [
+                min(item.options.items(), key=lambda pair: pair[1][0])[0] for item in self.items
+            ]
             raise UsageError(
-                f"{self.entry.name}: target_bpw={target}, the smallest candidates take {self.bits_per_weight(smallest):.4f}",
+                f"{self.entry.name}: target_bpw={target}, the smallest candidates take "
+                f"{self.bits_per_weight(smallest):.4f}",
                 "give more bits, or smaller candidates",
             )
         return picks
 
     def _within_divergence(self, limit: float) -> tuple[int, ...]:
         allowed = limit * self.tokens if not self.rounds else AIM * limit * self.tokens / self.ratio
-        picks = self._least([{n: (cost, bits) for n, (bits, cost) in item.options.items()} for item in self.items], allowed)
+        picks = self._least(
+            [{n: (cost, bits) for n, (bits, cost) in item.options.items()} for item in self.items],
+            allowed,
+        )
         if picks is None:
-            finest = [min(item.options.items(), key=lambda pair: pair[1][1])[0] for item in self.items]
+            finest = [
+                min(item.options.items(), key=lambda pair: pair[1][1])[0] for item in self.items
+            ]
             raise UsageError(
                 f"{self.entry.name}: max_kld={limit}, the finest candidates are predicted to cost "
                 f"{self.ratio * self.predicted(finest):.4g}",
@@ -207,14 +236,22 @@ class ChosenMixture:
             )
         return picks
 
-    def _least(self, items: Sequence[Mapping[int, tuple[float, float]]], limit: float) -> tuple[int, ...] | None:
+    def _least(
+        self, items: Sequence[Mapping[int, tuple[float, float]]], limit: float
+    ) -> tuple[int, ...] | None:
         """Return the candidate of every item, by number."""
         found = least([list(options.values()) for options in items], limit)
-        return None if found is None else tuple(list(options)[pick] for options, pick in zip(items, found, strict=True))
+        return (
+            None
+            if found is None
+            else tuple(list(options)[pick] for options, pick in zip(items, found, strict=True))
+        )
 
 
 def _ratio(rounds: Sequence[Round]) -> float:
-    return rounds[-1].measured / rounds[-1].predicted if rounds and rounds[-1].predicted > 0 else 1.0
+    return (
+        rounds[-1].measured / rounds[-1].predicted if rounds and rounds[-1].predicted > 0 else 1.0
+    )
 
 
 def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
@@ -233,11 +270,21 @@ def path_of(folder: Path, key: str) -> Path:
 def write(folder: Path, mixture: ChosenMixture) -> None:
     """Keep what was worked out and measured."""
     items = [
-        {"linears": list(item.linears), "weights": item.weights, "options": {str(n): list(o) for n, o in item.options.items()}}
+        {
+            "linears": list(item.linears),
+            "weights": item.weights,
+            "options": {str(n): list(o) for n, o in item.options.items()},
+        }
         for item in mixture.items
     ]
     rounds = [asdict(one) for one in mixture.rounds]
-    record = {"key": mixture.key, "items": items, "tokens": mixture.tokens, "fixed": list(mixture.fixed), "rounds": rounds}
+    record = {
+        "key": mixture.key,
+        "items": items,
+        "tokens": mixture.tokens,
+        "fixed": list(mixture.fixed),
+        "rounds": rounds,
+    }
     disk.write_atomic(path_of(folder, mixture.key), canonical_json(record))
 
 
@@ -258,13 +305,18 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
                 Item(
                     linears=tuple(item["linears"]),
                     weights=item["weights"],
-                    options={int(number): (bits, cost) for number, (bits, cost) in item["options"].items()},
+                    options={
+                        int(number): (bits, cost)
+                        for number, (bits, cost) in item["options"].items()
+                    },
                 )
                 for item in record["items"]
             ),
             tokens=record["tokens"],
             fixed=(record["fixed"][0], record["fixed"][1]),
-            rounds=tuple(Round(**{**one, "picks": tuple(one["picks"])}) for one in record["rounds"]),
+            rounds=tuple(
+                Round(**{**one, "picks": tuple(one["picks"])}) for one in record["rounds"]
+            ),
         )
     except (InputError, KeyError, TypeError, ValueError, json.JSONDecodeError):  # made again
         return None
@@ -283,7 +335,9 @@ def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph
         by_candidate: dict[Candidate, list[str]] = {}
         for name in layer.linears:
             if name in chosen and chosen[name] != base:
-                by_candidate.setdefault(chosen[name], []).append(re.escape(layer.relative(name)).replace("\\.", "[.]"))
+                by_candidate.setdefault(chosen[name], []).append(
+                    re.escape(layer.relative(name)).replace("\\.", "[.]")
+                )
         for candidate, names in by_candidate.items():
             for name in names:
                 layers.setdefault((name, candidate), []).append(layer.index)
@@ -313,19 +367,28 @@ def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int,
     """
     lines = [
         f"# {told}",
-        "# Edit it and run it again: quantflow quantize MODEL -o DIR --recipe recipe.yaml --measurement MEASUREMENT",
+        "# Edit it and run it again: quantflow quantize MODEL -o DIR --recipe recipe.yaml "
+        "--measurement MEASUREMENT",
         f"model: {json.dumps(model)}",
         *([] if revision is None else [f"revision: {json.dumps(revision)}"]),
         f"seed: {seed}",
         "quantize:",
     ]
     usual = {each.name: each.default for each in fields(entry)}
-    given = {key: value for key, value in asdict(entry).items() if value != usual[key] and key != "overrides"}
+    given = {
+        key: value
+        for key, value in asdict(entry).items()
+        if value != usual[key] and key != "overrides"
+    }
     for position, (key, value) in enumerate(given.items()):
         lines.append(f"  {'-' if position == 0 else ' '} {key}: {json.dumps(value)}")
     if entry.overrides:
         lines.append("    overrides:")
     for override in entry.overrides:
         words = {key: value for key, value in asdict(override).items() if value is not None}
-        lines.append("      - {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in words.items()) + "}")
+        lines.append(
+            "      - {"
+            + ", ".join(f"{key}: {json.dumps(value)}" for key, value in words.items())
+            + "}"
+        )
     return "\n".join(lines) + "\n"

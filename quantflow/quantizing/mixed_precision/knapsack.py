@@ -1,22 +1,26 @@
 """One option for each of several items, so that the sum of one of their two numbers is least while the other's has a limit.
 
-The multiple-choice knapsack problem: an item is a group of linears, an option a scheme for it, with its bits and the
-divergence that it is expected to cost. Either number can be the one that is limited.
+The multiple-choice knapsack problem: an item is a group of linears, an option a scheme for it, with
+its bits and the divergence that it is expected to cost. Either number can be the one that is
+limited.
 
-For a price per unit of what is limited the best options are each item's own affair. As the price falls they walk along the
-lower convex hull of all combinations, one step of one item at a time (`frontier`). Between two corners of the hull `least`
-goes on from the price at which the limit is reached: a combination better than the one at hand can only hold options that
-lose less at that price than it is from the bound that the price gives. What is left is searched item by item, keeping
-combinations that no other beats in both sums.
-Sources: Everett 1963, "Generalized Lagrange multiplier method"; Kellerer, Pferschy, Pisinger 2004, "Knapsack problems",
-chapter 11 (hull, bounds and fixing of options); Nemhauser, Ullmann 1969 (lists of undominated sums).
+For a price per unit of what is limited the best options are each item's own affair. As the price
+falls they walk along the lower convex hull of all combinations, one step of one item at a time
+(`frontier`). Between two corners of the hull `least` goes on from the price at which the limit is
+reached: a combination better than the one at hand can only hold options that lose less at that
+price than it is from the bound that the price gives. What is left is searched item by item, keeping
+combinations that no other beats in both sums. Sources: Everett 1963, "Generalized Lagrange
+multiplier method"; Kellerer, Pferschy, Pisinger 2004, "Knapsack problems", chapter 11 (hull, bounds
+and fixing of options); Nemhauser, Ullmann 1969 (lists of undominated sums).
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 Option = tuple[float, float]  # what is limited, what is to be small; each at least 0 and finite
-MOST_SUMS = 2000  # combinations that are kept after an item, those nearest to the bound; above it the result may be no optimum
+# combinations that are kept after an item, those nearest to the bound; above it the result may be
+# no optimum
+MOST_SUMS = 2000
 
 
 class _Step(NamedTuple):
@@ -64,15 +68,16 @@ def frontier(items: Sequence[Sequence[Option]]) -> list[tuple[int, ...]]:
 def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | None:
     """Return the combination with the smallest second sum among those whose first sum is at most `limit`.
 
-    It is the best one as long as no more than MOST_SUMS combinations have to be kept after an item; then still at most one
-    step of one item worse than the hull.
+    It is the best one as long as no more than MOST_SUMS combinations have to be kept after an item;
+    then still at most one step of one item worse than the hull.
 
     Args:
         items: options of each, at least one.
         limit: of the sum of the options' first numbers.
 
     Returns:
-        The option of every item, by number; None where even the smallest first numbers add up to more than `limit`.
+        The option of every item, by number; None where even the smallest first numbers add up to
+        more than `limit`.
     """
     hulls = [_hull(options) for options in items]
     picks = [hull[0] for hull in hulls]
@@ -91,7 +96,9 @@ def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | 
     return _better(items, limit, tuple(picks), price) or tuple(picks)
 
 
-def _better(items: Sequence[Sequence[Option]], limit: float, picks: tuple[int, ...], price: float) -> tuple[int, ...] | None:
+def _better(
+    items: Sequence[Sequence[Option]], limit: float, picks: tuple[int, ...], price: float
+) -> tuple[int, ...] | None:
     """Return the best combination that is better than `picks`, or None where there is none.
 
     Args:
@@ -108,7 +115,9 @@ def _better(items: Sequence[Sequence[Option]], limit: float, picks: tuple[int, .
     sums = [_Sums(0, 0.0, 0.0, None, -1)]
     for index, options in enumerate(items):
         losses = [b + price * a - best[index] for a, b in options]
-        useful = [(number, *options[number], loss) for number, loss in enumerate(losses) if loss < gap]
+        useful = [
+            (number, *options[number], loss) for number, loss in enumerate(losses) if loss < gap
+        ]
         grown = [
             _Sums(before.limited + a, before.small + b, before.loss + loss, before, number)
             for before in sums
@@ -145,7 +154,9 @@ def _hull(options: Sequence[Option]) -> list[int]:
     for number in sorted(range(len(options)), key=lambda number: options[number]):
         if kept and options[number][1] >= options[kept[-1]][1]:
             continue
-        while len(kept) > 1 and _gain(options, kept[-1], number) >= _gain(options, kept[-2], kept[-1]):
+        while len(kept) > 1 and _gain(options, kept[-1], number) >= _gain(
+            options, kept[-2], kept[-1]
+        ):
             kept.pop()
         kept.append(number)
     return kept

@@ -1,8 +1,9 @@
 """What a quantized model is measured to cost before it is finished: its divergence from the original on calibration text.
 
-Both models run layer by layer beside each other, so a layer of the source is read once: as it is for the original, then with
-its quantized linears in place; each has its own head where that is quantized too. The text is the head of the calibration
-set, which gptq has fitted the weights to; what a text that it has not seen costs is validate's to say.
+Both models run layer by layer beside each other, so a layer of the source is read once: as it is
+for the original, then with its quantized linears in place; each has its own head where that is
+quantized too. The text is the head of the calibration set, which gptq has fitted the weights to;
+what a text that it has not seen costs is validate's to say.
 """
 
 from functools import partial
@@ -88,7 +89,8 @@ def settle(
         chosen_mixture.write(folder, after)
         progress.say(
             f"quantize {mixture.entry.name}: mean KLD {measured:.4g}, predicted "
-            f"{mixture.ratio * mixture.predicted(mixture.picks):.4g}, on {sum(map(len, sequences))} calibration tokens"
+            f"{mixture.ratio * mixture.predicted(mixture.picks):.4g}, on "
+            f"{sum(map(len, sequences))} calibration tokens"
         )
     if after.settled:
         choose.tell(folder, after, model=model, revision=revision, seed=seed)
@@ -110,30 +112,49 @@ def divergence(
 ) -> float:
     """Return the mean KL divergence of a folder's quantized layers from the original, nats per token.
 
-    `cache` is what the quantized layers' keys and values go through, where their cache is quantized too.
+    `cache` is what the quantized layers' keys and values go through, where their cache is quantized
+    too.
     """
     source = open_source(model)
     scratch = folder.parent / f".{folder.name}.divergence"
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
-    allowance = allow_validate(resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS), head=plan.head)
+    allowance = allow_validate(
+        resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS), head=plan.head
+    )
     stream = LayerStream(source, graph, device=device)
     disk.remove_tree(scratch)
-    hidden = {name: HiddenStates(len(sequences), folder=scratch / name, device=device) for name in MODELS}
+    hidden = {
+        name: HiddenStates(len(sequences), folder=scratch / name, device=device) for name in MODELS
+    }
     states = {name: stream.begin(sequences, hidden=hidden[name]) for name in MODELS}
     try:
         with Workers(allowance.workers if device.is_host else 1) as workers:
             for name in MODELS:
                 hidden[name].commit(0, key=key)
-            for layer in progress.steps(graph.layers, stage=f"measure {plan.name}", unit="layer", samples=len(sequences)):
+            for layer in progress.steps(
+                graph.layers, stage=f"measure {plan.name}", unit="layer", samples=len(sequences)
+            ):
                 give_back_holes()
                 with stream.layer(layer.index) as module, linears_restored(module):
                     for name in MODELS:
                         if name == "quantized":
-                            for linear in filter(plan.schemes.get, layer.linears):  # both at once would be two layers
+                            # both at once would be two layers
+                            for linear in filter(plan.schemes.get, layer.linears):
                                 release_(module.get_submodule(layer.relative(linear)), ["weight"])
-                            read_back(module, layer, plan, layer_store.layer_path(folder, layer.index), device=device)
-                        stream.advance(module, states[name], cache=cache if name == "quantized" else None, workers=workers)
+                            read_back(
+                                module,
+                                layer,
+                                plan,
+                                layer_store.layer_path(folder, layer.index),
+                                device=device,
+                            )
+                        stream.advance(
+                            module,
+                            states[name],
+                            cache=cache if name == "quantized" else None,
+                            workers=workers,
+                        )
                         hidden[name].commit(layer.index + 1, key=key)
         total = 0.0
         head = read_head(folder, plan.head)
@@ -150,9 +171,13 @@ def divergence(
         disk.remove_tree(scratch)
 
 
-def _rounder(measurement: Measurement, plan: Plan, graph: Graph, device: Device) -> KVRounder | None:
+def _rounder(
+    measurement: Measurement, plan: Plan, graph: Graph, device: Device
+) -> KVRounder | None:
     found = {layer.index: kv_scales_of(measurement, layer, plan.kv_cache) for layer in graph.layers}
-    scales = {index: scales.to(device.kind) for index, scales in found.items() if scales is not None}
+    scales = {
+        index: scales.to(device.kind) for index, scales in found.items() if scales is not None
+    }
     return KVRounder(scales) if scales else None
 
 

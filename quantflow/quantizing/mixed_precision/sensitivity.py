@@ -1,6 +1,7 @@
 """What each scheme of each group of linears would take in bits and is predicted to cost: one pass over the weights.
 
-Linears that runtimes fuse (q/k/v, gate/up) are one item, any other is one by itself. Of each weight a sample of rows is read.
+Linears that runtimes fuse (q/k/v, gate/up) are one item, any other is one by itself. Of each weight
+a sample of rows is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ class Item:
 
     Attributes:
         weights: how many weights they have.
-        options: of each candidate that fits, by its number: bits stored, and the divergence predicted, in nats over all tokens.
+        options: of each candidate that fits, by its number: bits stored, and the divergence
+            predicted, in nats over all tokens.
     """
 
     linears: tuple[str, ...]
@@ -51,13 +53,22 @@ def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
     """
     if entry.candidates is None:
         kind = "" if preset(entry.scheme).weights.symmetric else "_ASYM"
-        grouped = [Candidate(scheme=f"W{bits}A16{kind}", group_size=size) for bits in BITS for size in GROUP_SIZES]
+        grouped = [
+            Candidate(scheme=f"W{bits}A16{kind}", group_size=size)
+            for bits in BITS
+            for size in GROUP_SIZES
+        ]
         return (*grouped, Candidate(scheme="W8A16"))
     for candidate in entry.candidates:
         scheme = scheme_of(candidate.scheme, candidate.group_size)
-        if scheme.weights.kind != "int" or scheme.input is not None or scheme.weights.granularity == "per_tensor":
+        if (
+            scheme.weights.kind != "int"
+            or scheme.input is not None
+            or scheme.weights.granularity == "per_tensor"
+        ):
             raise UsageError(
-                f"{entry.name}: candidate {candidate.scheme}", "choose from schemes of integer weights and inputs as they are"
+                f"{entry.name}: candidate {candidate.scheme}",
+                "choose from schemes of integer weights and inputs as they are",
             )
     return entry.candidates
 
@@ -85,16 +96,23 @@ def items_of(
         StatisticsError: the measurement lacks them.
         UsageError: no candidate's group size divides the inputs of an item.
     """
-    schemes = {number: scheme_of(each.scheme, each.group_size) for number, each in enumerate(candidates)}
+    schemes = {
+        number: scheme_of(each.scheme, each.group_size) for number, each in enumerate(candidates)
+    }
     found = []
     for group in layer.groups:
         names = [name for name in group.linears if name in wanted]
         for members in [names] if group.fused and names else [[name] for name in names]:
             infos = {name: source.checkpoint.infos[f"{name}.weight"] for name in members}
-            fitting = {n: s for n, s in schemes.items() if all(_divides(s, info.shape[1]) for info in infos.values())}
+            fitting = {
+                n: s
+                for n, s in schemes.items()
+                if all(_divides(s, info.shape[1]) for info in infos.values())
+            }
             if not fitting:
                 raise UsageError(
-                    f"{members[0]}: no candidate's group size divides {infos[members[0]].shape[1]} inputs",
+                    f"{members[0]}: no candidate's group size divides "
+                    f"{infos[members[0]].shape[1]} inputs",
                     "give candidates with others, or ignore the linear",
                 )
             costs = workers.map(partial(_costs, fitting, source, measurement), members)
@@ -129,7 +147,9 @@ def all_items(
     items: list[Item] = []
     for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
         mine = [name for name in layer.linears if name in known]
-        items += items_of(layer, mine, candidates, source=source, measurement=measurement, workers=workers)
+        items += items_of(
+            layer, mine, candidates, source=source, measurement=measurement, workers=workers
+        )
     return items
 
 
@@ -137,14 +157,18 @@ def _divides(scheme: LinearScheme, in_features: int) -> bool:
     return in_features % (scheme.weights.group_size or in_features) == 0
 
 
-def _costs(schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement: Measurement, name: str) -> dict[int, float]:
+def _costs(
+    schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement: Measurement, name: str
+) -> dict[int, float]:
     """Return what each scheme is predicted to cost at a linear."""
     file, info = source.checkpoint.tensors[f"{name}.weight"]
     rows = sampled_rows(info.shape[0])
     weight = read_rows(source.checkpoint.folder / file, info, rows)
     factors = {
         "row_factors": statistic(measurement, name, site="gradient", statistic=SQUARE_SUM.name),
-        "column_factors": statistic(measurement, name, site="guided_input", statistic=SQUARE_SUM.name),
+        "column_factors": statistic(
+            measurement, name, site="guided_input", statistic=SQUARE_SUM.name
+        ),
     }
     return {
         number: predicted_divergence(

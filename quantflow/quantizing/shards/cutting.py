@@ -16,7 +16,8 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
 
     Raises:
-        UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are searched.
+        UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are
+            searched.
         UnsupportedError: transformers has no tensor-parallel plan for the family.
     """
     if ranks < 1:
@@ -28,15 +29,27 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
         rule = scheme.weights.scale_rule
         if plan.file_to_file and rule is not None and rule.value == "OPT":
             told = f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each card has a part"
-            raise UsageError(told, "use a method without search such as maxabs_hw, or leave --ranks out")
+            raise UsageError(
+                told, "use a method without search such as maxabs_hw, or leave --ranks out"
+            )
     config = load_config(source.checkpoint)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shares = []
     for rank in range(ranks):
         held = placements(config, shapes, tp=ranks, rank=rank, copy_kv_heads=True)
-        shares.append(CardShare(rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}))
+        shares.append(
+            CardShare(
+                rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}
+            )
+        )
     for name, placement in shares[0].placements.items():
-        why = cut_columns(placement["full_shape"][1], ranks, plan.schemes[name]) if placement["axis"] == 1 else None
+        why = (
+            cut_columns(placement["full_shape"][1], ranks, plan.schemes[name])
+            if placement["axis"] == 1
+            else None
+        )
         if why is not None:
-            raise UsageError(f"{name}: {why}", "use fewer ranks, or a group size that divides what a rank holds")
+            raise UsageError(
+                f"{name}: {why}", "use fewer ranks, or a group size that divides what a rank holds"
+            )
     return shares

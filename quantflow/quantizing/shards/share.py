@@ -3,11 +3,12 @@
     <o>/rank-002-of-004/layers/00012.safetensors    the card's part of each tensor, in the part's own shape
     <o>/rank-002-of-004/layers/00012.json           and in "placements" which part that is (quantflow.distributed.placement)
 
-A linear that is cut by rows gives its bias the same rows. What is not cut (norms, the bias of a linear that is cut by
-columns) is whole in every shard: a shard is all that a card loads.
+A linear that is cut by rows gives its bias the same rows. What is not cut (norms, the bias of a
+linear that is cut by columns) is whole in every shard: a shard is all that a card loads.
 
-Where the model runs, every card has the whole layer and writes its part of it. So scales are the whole weight's, nothing is
-rounded again when parts are put together, and the source is not needed for it.
+Where the model runs, every card has the whole layer and writes its part of it. So scales are the
+whole weight's, nothing is rounded again when parts are put together, and the source is not needed
+for it.
 """
 
 import math
@@ -90,7 +91,11 @@ class CardShare:
             shape = (part.rows.stop - part.rows.start, *shape[1:])
         if part.columns is not None:
             shape = (shape[0], part.columns.stop - part.columns.start)
-        return replace(info, shape=shape, nbytes=info.nbytes * math.prod(shape) // max(1, math.prod(info.shape)))
+        return replace(
+            info,
+            shape=shape,
+            nbytes=info.nbytes * math.prod(shape) // max(1, math.prod(info.shape)),
+        )
 
     def record(self, layer: Layer) -> dict[str, Any]:
         """Return what a layer's record says about the parts in its file; nothing where they are whole."""
@@ -105,12 +110,17 @@ class CardShare:
 
 
 WHOLE = CardShare()
-CardTensors = tuple[CardShare, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
+# what a card holds, and the tensors of a layer
+CardTensors = tuple[CardShare, Mapping[str, Tensor]]
 
 
 def shard_folders(folder: Path) -> list[Path]:
     """Return the shards of a quantized model in a folder, in order of their names; none where it holds something else."""
-    found = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
+    found = sorted(
+        path
+        for path in folder.glob("rank-*")
+        if path.is_dir() and _RANK_FOLDER.fullmatch(path.name)
+    )
     return [path for path in found if (path / "layers").is_dir()]
 
 
@@ -125,12 +135,15 @@ def refuse_shards(folder: Path) -> None:
     shards = shard_folders(where)
     if shards:
         raise InputError(
-            f"{folder}: {'holds' if where == folder else 'one of'} {len(shards)} shards, the whole is needed",
+            f"{folder}: {'holds' if where == folder else 'one of'} {len(shards)} shards, the "
+            "whole is needed",
             f"run `quantflow unify -m {where} -o DIR` and give that folder",
         )
 
 
-def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare) -> dict[str, Tensor]:
+def sliced(
+    tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare
+) -> dict[str, Tensor]:
     """Return a card's part of what a layer's file holds.
 
     Args:
@@ -151,7 +164,9 @@ def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schem
         scheme = schemes[name]
         if scheme is None:
             weight = f"{name}.weight"
-            found[weight] = (tensors[weight][part] if axis == 0 else tensors[weight][:, part]).contiguous()
+            found[weight] = (
+                tensors[weight][part] if axis == 0 else tensors[weight][:, part]
+            ).contiguous()
             continue
         linear = FORMAT.decode(name, tensors, scheme)
         held = replace(linear, weight=cut(linear.weight, part, axis=axis))
@@ -180,10 +195,14 @@ def put_together(
         if axis == 0 and bias in found:
             found[bias] = torch.cat([tensors[bias] for tensors in held])
         if scheme is None:
-            found[f"{name}.weight"] = torch.cat([tensors[f"{name}.weight"] for tensors in held], dim=axis)
+            found[f"{name}.weight"] = torch.cat(
+                [tensors[f"{name}.weight"] for tensors in held], dim=axis
+            )
             continue
         decoded = [FORMAT.decode(name, tensors, scheme) for tensors in held]
-        whole = replace(decoded[0], weight=side_by_side([linear.weight for linear in decoded], axis=axis))
+        whole = replace(
+            decoded[0], weight=side_by_side([linear.weight for linear in decoded], axis=axis)
+        )
         found |= FORMAT.encode(name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype)
     return found, counts
 

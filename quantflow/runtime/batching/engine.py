@@ -7,8 +7,9 @@
     row.py        a request's tokens, and how the next one is chosen
     runner.py     what the engine asks of a model; paged.py: the lean decoder; pool.py: who has which block of its memory
 
-A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks its prompt is computed and
-whether it shares a prefix, unless `Engine.why_not_invariant` has a reason.
+A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks
+its prompt is computed and whether it shares a prefix, unless `Engine.why_not_invariant` has a
+reason.
 """
 
 import threading
@@ -41,12 +42,16 @@ class EngineCounters:
 
     Attributes:
         waiting, running: requests now.
-        prefill_tokens, reserved_tokens: of the running ones, what max_batch_prefill_tokens and max_batch_total_tokens bound.
-        submitted, finished, cancelled, failed: requests since the start; each that was submitted ends in one of the others.
-        steps, step_seconds, busy_seconds: steps since the start, the last one's seconds, those of all together.
+        prefill_tokens, reserved_tokens: of the running ones, what max_batch_prefill_tokens and
+            max_batch_total_tokens bound.
+        submitted, finished, cancelled, failed: requests since the start; each that was submitted
+            ends in one of the others.
+        steps, step_seconds, busy_seconds: steps since the start, the last one's seconds, those of
+            all together.
         last_batch_size: rows of the last step.
         batch_sizes: rows -> steps that had so many.
-        prompt_tokens, generated_tokens: computed since the start; a prompt's shared prefix is not computed.
+        prompt_tokens, generated_tokens: computed since the start; a prompt's shared prefix is not
+            computed.
         pool: memory of keys and values.
     """
 
@@ -68,7 +73,9 @@ class EngineCounters:
     pool: PoolCounters
 
 
-_NOTHING = {name: 0 for name in ("submitted", "finished", "cancelled", "failed", "steps", "last_batch_size")}
+_NOTHING = {
+    name: 0 for name in ("submitted", "finished", "cancelled", "failed", "steps", "last_batch_size")
+}
 _NOTHING |= {"prompt_tokens": 0, "generated_tokens": 0}
 
 
@@ -79,8 +86,10 @@ class Engine:
 
     Attributes:
         limits: without None, see `BatchLimits.resolved`.
-        why_not_invariant: why a request's bits may depend on what else runs, in a sentence; None: they do not.
-        failed: the exception that killed the thread; None while it is well. Every request has then ended with it.
+        why_not_invariant: why a request's bits may depend on what else runs, in a sentence; None:
+            they do not.
+        failed: the exception that killed the thread; None while it is well. Every request has then
+            ended with it.
     """
 
     def __init__(
@@ -98,8 +107,8 @@ class Engine:
             decoder: what runs the model, as `quantflow.runtime.load.load` returns it.
             limits: how much at once; the defaults fit the model and its memory.
             tokenizer: needed by requests with stop strings.
-            kv_memory: bytes that keys and values may take; None: four fifths of what is free, at most what the largest batch
-                needs. Only the lean decoder has a pool.
+            kv_memory: bytes that keys and values may take; None: four fifths of what is free, at
+                most what the largest batch needs. Only the lean decoder has a pool.
             traced: steps of which a trace is written; None: none.
 
         Raises:
@@ -112,7 +121,9 @@ class Engine:
             if isinstance(decoder, LeanDecoder)
             else OneAtATime(decoder)
         )
-        limits = limits.resolved(positions=self._runner.positions, pool_tokens=self._runner.pool_tokens)
+        limits = limits.resolved(
+            positions=self._runner.positions, pool_tokens=self._runner.pool_tokens
+        )
         if self._runner.most_rows is not None:
             limits = replace(limits, max_batch_size=min(limits.rows, self._runner.most_rows))
         self.limits = limits
@@ -138,8 +149,9 @@ class Engine:
         """Queue a request.
 
         Raises:
-            UsageError: more tokens or stop strings than the limits allow, a token that the model does not have, an adapter that
-                the engine was not given, stop strings without a tokenizer.
+            UsageError: more tokens or stop strings than the limits allow, a token that the model
+                does not have, an adapter that the engine was not given, stop strings without a
+                tokenizer.
             OverloadedError: max_concurrent_requests wait or run already, or the engine drains.
             EngineError: it has failed or was closed.
         """
@@ -152,24 +164,34 @@ class Engine:
             if self._closing:
                 raise EngineError("the engine was closed", "start another")
             if not self._accepting:
-                raise OverloadedError("the engine drains and takes no more requests", "ask another server")
+                raise OverloadedError(
+                    "the engine drains and takes no more requests", "ask another server"
+                )
             most = self.limits.max_concurrent_requests
             if len(self._open) >= most:
-                raise OverloadedError(f"{len(self._open)} requests wait or run, {most} may", "try again later")
+                raise OverloadedError(
+                    f"{len(self._open)} requests wait or run, {most} may", "try again later"
+                )
             self._open[stream] = row
             self._arrived.append(row)
             self._counts["submitted"] += 1
             self._changed.notify_all()
         return stream
 
-    def prompt_logprobs(self, input_ids: tuple[int, ...], *, adapter: str | None = None) -> tuple[PromptToken, ...]:
+    def prompt_logprobs(
+        self, input_ids: tuple[int, ...], *, adapter: str | None = None
+    ) -> tuple[PromptToken, ...]:
         """Return the log-probability of every token of a text, waiting for it; see `Stream.prompt`.
 
         Raises:
             UsageError, OverloadedError, EngineError: as `submit`.
             Exception: what the request failed with.
         """
-        stream = self.submit(BatchRequest(input_ids=input_ids, max_new_tokens=0, prompt_logprobs=True, adapter=adapter))
+        stream = self.submit(
+            BatchRequest(
+                input_ids=input_ids, max_new_tokens=0, prompt_logprobs=True, adapter=adapter
+            )
+        )
         for event in stream:
             if event.error is not None:
                 raise event.error
@@ -224,16 +246,33 @@ class Engine:
     def _check(self, request: BatchRequest) -> StopCheck | None:
         """Refuse what the limits do not allow; return what finds the request's stop strings."""
         limits, given, new = self.limits, len(request.input_ids), request.max_new_tokens
-        assert limits.max_input_tokens is not None and limits.max_total_tokens is not None  # resolved
-        require(given <= limits.max_input_tokens, f"prompt of {given} tokens: {limits.max_input_tokens} may be", "shorten it")
+        # resolved
+        assert limits.max_input_tokens is not None and limits.max_total_tokens is not None
+        require(
+            given <= limits.max_input_tokens,
+            f"prompt of {given} tokens: {limits.max_input_tokens} may be",
+            "shorten it",
+        )
         told = f"prompt of {given} tokens + max_new_tokens={new}: {limits.max_total_tokens} may be"
-        require(request.total_tokens <= limits.max_total_tokens, told, "shorten the prompt or use fewer new tokens")
+        require(
+            request.total_tokens <= limits.max_total_tokens,
+            told,
+            "shorten the prompt or use fewer new tokens",
+        )
         known = range(self._runner.vocab_size)
         for token in (*request.input_ids, *request.logit_bias):
-            require(token in known, f"token {token}: the model has {len(known)}", "use the model's tokenizer")
+            require(
+                token in known,
+                f"token {token}: the model has {len(known)}",
+                "use the model's tokenizer",
+            )
         adapters = self._runner.adapters
         told = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
-        require(request.adapter is None or request.adapter in adapters, told, "name one of them, or leave it out")
+        require(
+            request.adapter is None or request.adapter in adapters,
+            told,
+            "name one of them, or leave it out",
+        )
         if not request.stop:
             return None
         count, most = len(request.stop), limits.max_stop_sequences
@@ -251,7 +290,8 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         """Step until closed."""
-        torch.get_num_threads()  # torch tells OpenMP its number in every thread, but not before it is asked
+        # torch tells OpenMP its number in every thread, but not before it is asked
+        torch.get_num_threads()
         try:
             while self._take_in():
                 begin = time.perf_counter()
@@ -271,7 +311,10 @@ class Engine:
             self._changed.notify_all()
         told = EngineError(f"the engine has failed: {error!r}", "start another")
         for row in rows:
-            row.stream.put(TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=told), self._readers)
+            row.stream.put(
+                TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=told),
+                self._readers,
+            )
 
     def _take_in(self) -> bool:
         """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
@@ -301,16 +344,25 @@ class Engine:
             if row.in_prefill:
                 before, row.computed = row.computed, self._runner.reuse(row)
                 row.stream.cached_tokens += row.computed - before
-        parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
+        parts = [
+            RowPart(row=row, count=count, wanted=row.wanted(count))
+            for row, count in scheduler.plan()
+        ]
         self._readers.wake()  # of the step before: their work runs beside this step
         if not parts:
             return
-        found = self._runner.forward(parts) if self._trace is None else self._trace.step(lambda: self._runner.forward(parts))
+        found = (
+            self._runner.forward(parts)
+            if self._trace is None
+            else self._trace.step(lambda: self._runner.forward(parts))
+        )
         with self._changed:
             self._counts["steps"] += 1
             self._counts["last_batch_size"] = len(parts)
             self._batch_sizes[len(parts)] += 1
-            self._counts["prompt_tokens"] += sum(part.count for part in parts if part.row.in_prefill)
+            self._counts["prompt_tokens"] += sum(
+                part.count for part in parts if part.row.in_prefill
+            )
         for part, scores in zip(parts, found, strict=True):
             self._advance(part, scores)
 
@@ -349,7 +401,9 @@ class Engine:
                 self._runner.close(row)
             self._scheduler.remove(row)
             del self._open[row.stream]
-            kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(event.finish or FinishReason.EOS)
+            kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(
+                event.finish or FinishReason.EOS
+            )
             self._counts[kind or "finished"] += 1
             self._changed.notify_all()
         row.stream.put(event, self._readers)

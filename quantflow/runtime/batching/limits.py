@@ -17,20 +17,25 @@ class BatchLimits:
     Attributes:
         max_input_tokens: of a prompt. None: max_total_tokens - 1, or
             max_batch_prefill_tokens.
-        max_total_tokens: of a prompt and what is generated. None: what the model has positions for, and the pool room.
-        max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None: max_batch_size x max_input_tokens
-            where a batch size is given, else max_input_tokens + 50; at most the batch's tokens.
-        max_batch_total_tokens: prompt + max_new_tokens of all running rows, reserved when a row joins, so that a row that
-            runs can always end. None: what the pool has room for.
+        max_total_tokens: of a prompt and what is generated. None: what the model has positions for,
+            and the pool room.
+        max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None:
+            max_batch_size x max_input_tokens where a batch size is given, else max_input_tokens +
+            50; at most the batch's tokens.
+        max_batch_total_tokens: prompt + max_new_tokens of all running rows, reserved when a row
+            joins, so that a row that runs can always end. None: what the pool has room for.
         max_batch_size: running rows. None: 64.
         max_concurrent_requests: waiting and running ones; one more is refused at once.
-        waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the default, joins at once: prompts
-            are computed beside decoding here and do not stop it. TGI has 1.2, later 0.3.
+        waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the
+            default, joins at once: prompts are computed beside decoding here and do not stop it.
+            TGI has 1.2, later 0.3.
         max_waiting_tokens: or after so many steps since rows last joined.
-        queue_threshold_ms: None, the default: rows of a class join in the order in which they came. Otherwise the shortest
-            prompt first, and rows that have waited for so long before all others, among them the shortest first too.
+        queue_threshold_ms: None, the default: rows of a class join in the order in which they came.
+            Otherwise the shortest prompt first, and rows that have waited for so long before all
+            others, among them the shortest first too.
         prefill_chunk: prompt tokens that one step computes beside the decoding rows.
-        max_best_of, max_stop_sequences, max_client_batch_size: of one request; the engine checks the stop strings.
+        max_best_of, max_stop_sequences, max_client_batch_size: of one request; the engine checks
+            the stop strings.
     """
 
     max_input_tokens: int | None = None
@@ -54,7 +59,11 @@ class BatchLimits:
             UsageError: naming them.
         """
         for name, value in vars(self).items():
-            least = 0 if name in ("waiting_served_ratio", "max_waiting_tokens", "queue_threshold_ms") else 1
+            least = (
+                0
+                if name in ("waiting_served_ratio", "max_waiting_tokens", "queue_threshold_ms")
+                else 1
+            )
             require(value is None or value >= least, f"{name}={value}", f"use {least} or more")
         shown = {name: value for name, value in vars(self).items() if value is not None}
         for small, large, strict in (
@@ -65,7 +74,10 @@ class BatchLimits:
         ):
             if small in shown and large in shown and shown[small] > shown[large] - strict:
                 sign = "<" if strict else "<="
-                raise UsageError(f"{small}={shown[small]}, {large}={shown[large]}", f"keep {small} {sign} {large}")
+                raise UsageError(
+                    f"{small}={shown[small]}, {large}={shown[large]}",
+                    f"keep {small} {sign} {large}",
+                )
 
     @property
     def rows(self) -> int:
@@ -82,8 +94,14 @@ class BatchLimits:
         Raises:
             UsageError: more tokens than the model has positions or the pool room.
         """
-        total = self.max_batch_total_tokens if self.max_batch_total_tokens is not None else pool_tokens
-        require(total <= pool_tokens, f"max_batch_total_tokens={total}: the pool holds {pool_tokens}", "give it more memory")
+        total = (
+            self.max_batch_total_tokens if self.max_batch_total_tokens is not None else pool_tokens
+        )
+        require(
+            total <= pool_tokens,
+            f"max_batch_total_tokens={total}: the pool holds {pool_tokens}",
+            "give it more memory",
+        )
         most = min(total, positions if positions is not None else _POSITIONS)
         whole = self.max_total_tokens if self.max_total_tokens is not None else most
         bound = f"max_total_tokens={whole}: the model has {positions} positions, the batch {total} tokens"

@@ -1,7 +1,8 @@
 """The lean decoder with keys and values of all rows in one pool of blocks: a step is one forward of all of them.
 
-What a row gives is the same bits whatever else the step computes: the products and the attention of kernels.c and decode.c sum
-every output in an order of its own. Where an artifact's linears run in torch's kernels, `why_not_invariant` says so.
+What a row gives is the same bits whatever else the step computes: the products and the attention of
+kernels.c and decode.c sum every output in an order of its own. Where an artifact's linears run in
+torch's kernels, `why_not_invariant` says so.
 """
 
 from collections.abc import Sequence
@@ -33,8 +34,8 @@ class BlockRunner:
     def __init__(self, decoder: LeanDecoder, *, limits: BatchLimits, kv_memory: int | None) -> None:
         """Reserve the pool; what is never written takes no memory.
 
-        The pool has room for max_batch_total_tokens where the limits give them. Else for what the largest batch may come to, or
-        as much as fits into the memory.
+        The pool has room for max_batch_total_tokens where the limits give them. Else for what the
+        largest batch may come to, or as much as fits into the memory.
 
         Args:
             decoder: nobody else uses it from now on.
@@ -42,27 +43,38 @@ class BlockRunner:
             kv_memory: bytes that the pool may take; None: four fifths of what is free.
 
         Raises:
-            ResourceError: the memory does not hold the tokens that the limits ask for, or not one row.
+            ResourceError: the memory does not hold the tokens that the limits ask for, or not one
+                row.
         """
         self._decoder = decoder
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.most_rows: int | None = None
         self.guesses, self.adapters = True, decoder.adapters
         self.why_not_invariant = decoder.why_not_invariant
-        longest = limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
+        longest = (
+            limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
+        )
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
         nbytes = decoder.begin_blocks(blocks=1, columns=BLOCK_TOKENS, positions=1).nbytes
         rows = limits.rows  # each may leave the rest of its last block empty
         asked = limits.max_batch_total_tokens
         tokens = rows * longest if asked is None else asked
         blocks = min(-(-tokens // BLOCK_TOKENS) + rows, memory // nbytes)
-        self.pool_tokens = (blocks - rows) * BLOCK_TOKENS if asked is None else min(asked, (blocks - rows) * BLOCK_TOKENS)
+        self.pool_tokens = (
+            (blocks - rows) * BLOCK_TOKENS
+            if asked is None
+            else min(asked, (blocks - rows) * BLOCK_TOKENS)
+        )
         least = longest if limits.max_total_tokens else 2
         needed = least if asked is None else asked
         if self.pool_tokens < needed:
             cause = f"kv memory of {memory} bytes: {max(0, self.pool_tokens)} tokens for {rows} rows, {needed} are asked for"
-            raise ResourceError(cause, "give it more, or lower max_batch_size and max_batch_total_tokens")
-        decoder.begin_blocks(blocks=blocks, columns=BLOCK_TOKENS, positions=min(longest, self.pool_tokens))
+            raise ResourceError(
+                cause, "give it more, or lower max_batch_size and max_batch_total_tokens"
+            )
+        decoder.begin_blocks(
+            blocks=blocks, columns=BLOCK_TOKENS, positions=min(longest, self.pool_tokens)
+        )
         self._pool = BlockPool(blocks=blocks, block_tokens=BLOCK_TOKENS)
         self._leases: dict[BatchRow, Lease] = {}
         self._hits, self._asked = 0, 0
@@ -93,7 +105,8 @@ class BlockRunner:
         for part, lease in zip(parts, leases, strict=True):
             end = part.row.computed + part.count
             self._pool.grow(lease, end)
-            ids += [*part.row.tokens[part.row.computed : end], *part.row.guess]  # a guess comes with all tokens before it
+            # a guess comes with all tokens before it
+            ids += [*part.row.tokens[part.row.computed : end], *part.row.guess]
             first.append(len(ids))
             wanted += range(len(ids) - part.wanted, len(ids))
         width = max(len(lease.blocks) for lease in leases)
@@ -107,9 +120,16 @@ class BlockRunner:
             adapters=[part.row.stream.request.adapter for part in parts],
         )
         for part, lease in zip(parts, leases, strict=True):
-            self._pool.publish(lease, part.row.tokens, computed=min(part.row.computed + part.count, len(part.row.tokens)))
+            self._pool.publish(
+                lease,
+                part.row.tokens,
+                computed=min(part.row.computed + part.count, len(part.row.tokens)),
+            )
         pairs = zip(*summarize(logits), strict=True)
-        scores = [Scores(logits=logits[i : i + 1], best=best, log_total=total) for i, (best, total) in enumerate(pairs)]
+        scores = [
+            Scores(logits=logits[i : i + 1], best=best, log_total=total)
+            for i, (best, total) in enumerate(pairs)
+        ]
         ends = accumulate((part.wanted for part in parts), initial=0)
         return [scores[begin:end] for begin, end in pairwise(ends)]
 

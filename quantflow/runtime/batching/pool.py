@@ -1,11 +1,13 @@
 """Which blocks of the cache belong to whom: tables of running rows, prefixes that several share, and what is free.
 
-A block holds the keys and values of `block_tokens` tokens that follow each other. A full block is known by the digest of all
-tokens up to its end and of the adapter that they were computed with, so a prompt that begins like an earlier one takes its
-whole blocks over, without a copy. A block whose rows have ended keeps its content until the room is needed; the one that was
-left longest ago goes first, the end of a text before its beginning.
+A block holds the keys and values of `block_tokens` tokens that follow each other. A full block is
+known by the digest of all tokens up to its end and of the adapter that they were computed with, so
+a prompt that begins like an earlier one takes its whole blocks over, without a copy. A block whose
+rows have ended keeps its content until the room is needed; the one that was left longest ago goes
+first, the end of a text before its beginning.
 
-The scheduler admits rows only as far as `max_batch_total_tokens` goes, so `grow` always has a block to give.
+The scheduler admits rows only as far as `max_batch_total_tokens` goes, so `grow` always has a block
+to give.
 """
 
 import hashlib
@@ -45,7 +47,8 @@ class BlockPool:
         self._holders = [0] * blocks  # rows that have it in their table
         self._digest: dict[int, bytes] = {}  # of blocks whose content is known
         self._known: dict[bytes, int] = {}
-        self._left: OrderedDict[int, None] = OrderedDict()  # known blocks that no row holds, the longest unused first
+        # known blocks that no row holds, the longest unused first
+        self._left: OrderedDict[int, None] = OrderedDict()
 
     @property
     def used(self) -> int:
@@ -92,9 +95,13 @@ class BlockPool:
         """
         size = self.block_tokens
         for index in range(len(lease.digests), computed // size):
-            digest, block = _extended(lease, tokens[index * size : (index + 1) * size]), lease.blocks[index]
+            digest, block = (
+                _extended(lease, tokens[index * size : (index + 1) * size]),
+                lease.blocks[index],
+            )
             lease.digests.append(digest)
-            if digest not in self._known:  # else another row computed the same meanwhile, and its block stays the known one
+            # else another row computed the same meanwhile, and its block stays the known one
+            if digest not in self._known:
                 self._known[digest] = block
                 self._digest[block] = digest
 

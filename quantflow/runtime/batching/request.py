@@ -1,6 +1,7 @@
 """What one request of a running batch asks for, and what it is sent: frozen records without a tensor.
 
-`Sampling` and `Rules` are those of `quantflow generate` (quantflow/runtime/generate_job.py), which checks their ranges.
+`Sampling` and `Rules` are those of `quantflow generate` (quantflow/runtime/generate_job.py), which
+checks their ranges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ class TokenMask(Protocol):
             tokens: generated so far; the prompt is not among them.
 
         Returns:
-            [ceil(V / 32)] int32 on the CPU; token t may come where bit t % 32 of element t // 32 is set. None: any may.
+            [ceil(V / 32)] int32 on the CPU; token t may come where bit t % 32 of element t // 32 is
+            set. None: any may.
         """
 
     def advance(self, token: int) -> None:
@@ -48,17 +50,22 @@ class BatchRequest:
     Attributes:
         input_ids: the prompt, one token or more.
         max_new_tokens: at most so many are added; 0 computes `Stream.prompt` alone.
-        sampling: None takes the most likely token. A row draws with a generator of its own, seeded by `sampling.seed`.
+        sampling: None takes the most likely token. A row draws with a generator of its own, seeded
+            by `sampling.seed`.
         rules: penalties, bad words, shortest lengths.
-        logit_bias: token -> what is added to its logit, before the rules; minus infinity forbids it.
+        logit_bias: token -> what is added to its logit, before the rules; minus infinity forbids
+            it.
         ends: tokens that end the text and are its last; empty ignores them.
         stop: strings that end the text as soon as it holds one; the engine needs a tokenizer then.
         top_n: tokens whose log-probabilities are sent beside the chosen one, likeliest first.
-        prompt_logprobs: compute the log-probability of every token of the prompt. Such a request shares no prefix.
+        prompt_logprobs: compute the log-probability of every token of the prompt. Such a request
+            shares no prefix.
         mask: a grammar of this request alone, or None.
-        lookup: speculation by the text itself; the tokens and their log-probabilities are the same without it.
+        lookup: speculation by the text itself; the tokens and their log-probabilities are the same
+            without it.
         adapter: the name of a LoRA adapter that the decoder has (`LeanDecoder.adapt`), or None.
-        priority: classes of higher priority are admitted first; see `Scheduler` for what keeps the others from starving.
+        priority: classes of higher priority are admitted first; see `Scheduler` for what keeps the
+            others from starving.
     """
 
     input_ids: tuple[int, ...]
@@ -83,10 +90,15 @@ class BatchRequest:
         """
         require(len(self.input_ids) > 0, "input_ids: no token", "give a prompt of a token or more")
         least = 0 if self.prompt_logprobs else 1
-        require(self.max_new_tokens >= least, f"max_new_tokens={self.max_new_tokens}", f"use {least} or more")
+        require(
+            self.max_new_tokens >= least,
+            f"max_new_tokens={self.max_new_tokens}",
+            f"use {least} or more",
+        )
         require(self.top_n >= 0, f"top_n={self.top_n}", "use 0 or more")
         require(all(self.stop), "stop: an empty string", "leave it out")
-        usable = all(bias < float("inf") for bias in self.logit_bias.values())  # NaN is not less either
+        # NaN is not less either
+        usable = all(bias < float("inf") for bias in self.logit_bias.values())
         require(usable, f"logit_bias={dict(self.logit_bias)}", "use numbers, or minus infinity")
 
     @property
@@ -99,8 +111,9 @@ class BatchRequest:
 class TokenLogprob:
     """A token and its log-probability in nats under the model's own distribution.
 
-    That is the softmax of the logits as the model gives them, before bias, mask, penalties, temperature and filters, so that
-    it says the same of a text however the text was drawn. The first token of a prompt has None.
+    That is the softmax of the logits as the model gives them, before bias, mask, penalties,
+    temperature and filters, so that it says the same of a text however the text was drawn. The
+    first token of a prompt has None.
     """
 
     id: int
@@ -123,13 +136,14 @@ class TokenEvent:
     """One generated token, or the end of a request that a token did not end.
 
     Attributes:
-        index: of the token among the generated ones, from 0; of an event without a token, how many there were.
+        index: of the token among the generated ones, from 0; of an event without a token, how many
+            there were.
         id: the token; None where the request was cancelled, failed, or asked for none.
         logprob: of the token, as `TokenLogprob` has it.
         top: the `top_n` likeliest tokens, likeliest first.
         finish: why the request ends with this event; None: it goes on.
-        stop: the stop string that the text holds now, where that ended it. The text of all tokens up to this one holds it; the
-            last token may go on beyond its end.
+        stop: the stop string that the text holds now, where that ended it. The text of all tokens
+            up to this one holds it; the last token may go on beyond its end.
         error: what failed, with `finish` error.
     """
 

@@ -1,7 +1,7 @@
 """A request while it waits and runs: its tokens, how the next one is chosen, and whether the text ends there.
 
-Everything here happens to one row alone, in tensors of one row, so that it gives the same bits whatever else runs, and an
-exception is this row's alone.
+Everything here happens to one row alone, in tensors of one row, so that it gives the same bits
+whatever else runs, and an exception is this row's alone.
 """
 
 import math
@@ -31,8 +31,8 @@ class Scores:
     Attributes:
         logits: [1, V] float32, not changed by whoever reads it.
         best: the likeliest token, the lowest of several.
-        log_total: the logarithm of the sum of exp(logits), so that logits - log_total are log-probabilities; NaN where a
-            logit is.
+        log_total: the logarithm of the sum of exp(logits), so that logits - log_total are
+            log-probabilities; NaN where a logit is.
     """
 
     logits: Tensor
@@ -49,7 +49,9 @@ class Scores:
             return ()
         values, ids = self.logits[0].topk(min(count, self.logits.shape[1]))
         pairs = zip(ids.tolist(), values.tolist(), strict=True)
-        return tuple(TokenLogprob(id=token, logprob=value - self.log_total) for token, value in pairs)
+        return tuple(
+            TokenLogprob(id=token, logprob=value - self.log_total) for token, value in pairs
+        )
 
 
 class BatchRow:
@@ -59,7 +61,8 @@ class BatchRow:
         stream: where its events go.
         tokens: prompt and generated ones.
         computed: how many of them have keys and values.
-        guess: what may follow, proposed by `request.lookup`; a step computes it beside the last token.
+        guess: what may follow, proposed by `request.lookup`; a step computes it beside the last
+            token.
         input_tokens, total_tokens, priority, submitted, left, in_prefill: as in
             `quantflow.runtime.batching.scheduler.Schedulable`.
     """
@@ -70,7 +73,8 @@ class BatchRow:
         Args:
             stream: with the request.
             vocab_size: V.
-            stop: given the generated tokens, returns the stop string that their text has come to hold; None: there are none.
+            stop: given the generated tokens, returns the stop string that their text has come to
+                hold; None: there are none.
         """
         request = stream.request
         self.stream = stream
@@ -84,7 +88,8 @@ class BatchRow:
         self._biases = torch.tensor(list(request.logit_bias.values()), dtype=torch.float32)
         self._plain = request.sampling is None and request.mask is None and request.rules == Rules()
         self._prompt: list[PromptToken] = []
-        # What quantflow/runtime/decoding computes on; the canvas is the text up to the last look, and room for the rest.
+        # What quantflow/runtime/decoding computes on; the canvas is the text up to the last look,
+        # and room for the rest.
         self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
         self._drawn = 0
         self._decoding = Request(
@@ -126,7 +131,9 @@ class BatchRow:
         """Guess what follows a text that is being decoded."""
         request = self.stream.request
         if request.lookup is not None:
-            self.guess = look_up(self._text()[0], request.lookup, request.max_new_tokens - self.new_tokens - 1).tolist()
+            self.guess = look_up(
+                self._text()[0], request.lookup, request.max_new_tokens - self.new_tokens - 1
+            ).tolist()
 
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
         """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
@@ -152,19 +159,25 @@ class BatchRow:
         if request.max_new_tokens == 0:
             return TokenEvent(index=0, finish=FinishReason.LENGTH)
         token = self._choose(scores)
-        event = TokenEvent(index=index, id=token, logprob=scores.logprob(token), top=scores.top(request.top_n))
+        event = TokenEvent(
+            index=index, id=token, logprob=scores.logprob(token), top=scores.top(request.top_n)
+        )
         self.tokens.append(token)
         if request.mask is not None:
             request.mask.advance(token)
         finish, stop = self._end(token)
         if finish is None:
             return event
-        return TokenEvent(index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop)
+        return TokenEvent(
+            index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop
+        )
 
     def _text(self) -> Tensor:
         """Return the tokens, [1, L] int64."""
         count = len(self.tokens)
-        self._canvas[0, self._drawn : count] = torch.tensor(self.tokens[self._drawn :], dtype=torch.int64)
+        self._canvas[0, self._drawn : count] = torch.tensor(
+            self.tokens[self._drawn :], dtype=torch.int64
+        )
         self._drawn = count
         return self._canvas[:, :count]
 
@@ -178,7 +191,8 @@ class BatchRow:
     def _best(self, scores: Scores) -> int:
         """Return the token with the highest biased logit, the lowest of several. The bias must not name `scores.best`.
 
-        The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more than all else a row does.
+        The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more
+        than all else a row does.
         """
         if not len(self._biased_ids):
             return scores.best
@@ -199,7 +213,9 @@ class BatchRow:
         if bits is not None:
             logits = logits.masked_fill(~unpacked(bits, self._vocab_size), NEVER)
             if bool((logits == NEVER).all()):
-                raise UsageError("mask: every token is forbidden", "use a grammar that the tokens can spell")
+                raise UsageError(
+                    "mask: every token is forbidden", "use a grammar that the tokens can spell"
+                )
         return logits
 
     def _end(self, token: int) -> tuple[FinishReason | None, str | None]:
@@ -220,5 +236,8 @@ def unpacked(bits: Tensor, vocab_size: int) -> Tensor:
     """
     words = -(-vocab_size // _WORD)
     if bits.dtype != torch.int32 or bits.shape != (words,):
-        raise UsageError(f"mask: {bits.dtype} {list(bits.shape)}, int32 [{words}] belongs", f"pack {vocab_size} tokens")
+        raise UsageError(
+            f"mask: {bits.dtype} {list(bits.shape)}, int32 [{words}] belongs",
+            f"pack {vocab_size} tokens",
+        )
     return (bits[:, None] >> torch.arange(_WORD) & 1).flatten()[:vocab_size].bool()

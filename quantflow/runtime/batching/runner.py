@@ -1,6 +1,7 @@
 """What computes the steps of a running batch.
 
-`Runner` is what the engine asks for. `OneAtATime` is the simplest: any `Decoder`, one row after the other.
+`Runner` is what the engine asks for. `OneAtATime` is the simplest: any `Decoder`, one row after the
+other.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ class PoolCounters:
         blocks: in all.
         used: of running rows.
         cached: kept for prompts that begin alike; they are free for whoever needs them.
-        hit_tokens, asked_tokens: prompt tokens that were taken from shared blocks, and all, since the start.
+        hit_tokens, asked_tokens: prompt tokens that were taken from shared blocks, and all, since
+            the start.
     """
 
     block_tokens: int
@@ -60,7 +62,8 @@ class Runner(Protocol):
         most_rows: rows that may be open at once; None: any number.
         guesses: whether it computes tokens that may turn out not to be the text's.
         adapters: names of the LoRA adapters that a row may have.
-        why_not_invariant: why a row's bits may depend on the others, in a sentence; None: they do not.
+        why_not_invariant: why a row's bits may depend on the others, in a sentence; None: they do
+            not.
     """
 
     vocab_size: int
@@ -101,8 +104,11 @@ class OneAtATime:
         self.most_rows: int | None = 1
         self.guesses = False
         self.adapters: tuple[str, ...] = ()
-        # it depends on no other row, for there is none; but torch's products sum in another order for more tokens at once
-        self.why_not_invariant: str | None = "the chunks of a prompt decide how many tokens torch multiplies at once"
+        # it depends on no other row, for there is none; but torch's products sum in another order
+        # for more tokens at once
+        self.why_not_invariant: str | None = (
+            "the chunks of a prompt decide how many tokens torch multiplies at once"
+        )
         self._used = 0
 
     def open(self, row: BatchRow) -> None:
@@ -118,8 +124,13 @@ class OneAtATime:
         """Compute the only part."""
         (part,) = parts
         row = part.row
-        ids = torch.tensor([row.tokens[row.computed : row.computed + part.count]], device=self._decoder.device)
-        logits = self._decoder.forward(ids, last_only=part.wanted <= 1).cpu().view(-1, self.vocab_size)  # [1 or T, V]
+        ids = torch.tensor(
+            [row.tokens[row.computed : row.computed + part.count]], device=self._decoder.device
+        )
+        # [1 or T, V]
+        logits = (
+            self._decoder.forward(ids, last_only=part.wanted <= 1).cpu().view(-1, self.vocab_size)
+        )
         return [[scored(logits[i : i + 1]) for i in range(len(logits) - part.wanted, len(logits))]]
 
     def close(self, row: BatchRow) -> None:
@@ -136,4 +147,6 @@ class OneAtATime:
 
 def scored(logits: Tensor) -> Scores:
     """Return logits [1, V] float32 with what every row needs of them."""
-    return Scores(logits=logits, best=int(logits.argmax()), log_total=float(logits.logsumexp(dim=-1)))
+    return Scores(
+        logits=logits, best=int(logits.argmax()), log_total=float(logits.logsumexp(dim=-1))
+    )

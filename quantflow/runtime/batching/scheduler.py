@@ -1,11 +1,12 @@
 """Which requests run, and what of them a step computes: a pure function of numbers, without a model.
 
-A row joins the running batch when its whole length, prompt + max_new_tokens, fits into what is left of the budget; it keeps
-that reservation until it ends. So whatever runs can always end, nothing is ever thrown out again, and the batch cannot lock
-itself up. Rows of one priority join in the order in which they came, and one that does not fit yet is never passed by a later,
-smaller one of its class. With queue_threshold_ms the shortest prompt of a class joins first, but rows that have waited so long
-join before all others. A row at the head of a lower class that was passed by MOST_PASSES rows of higher ones goes before them
-all, so no class starves.
+A row joins the running batch when its whole length, prompt + max_new_tokens, fits into what is left
+of the budget; it keeps that reservation until it ends. So whatever runs can always end, nothing is
+ever thrown out again, and the batch cannot lock itself up. Rows of one priority join in the order
+in which they came, and one that does not fit yet is never passed by a later, smaller one of its
+class. With queue_threshold_ms the shortest prompt of a class joins first, but rows that have waited
+so long join before all others. A row at the head of a lower class that was passed by MOST_PASSES
+rows of higher ones goes before them all, so no class starves.
 """
 
 import time
@@ -26,8 +27,8 @@ class Schedulable(Protocol):
         total_tokens: prompt + max_new_tokens.
         priority: higher joins first.
         submitted: when it came, in seconds of the scheduler's clock.
-        left: tokens whose keys and values are still to be computed before the next one can be chosen: prompt tokens in
-            prefill, afterwards 1, or more with speculation.
+        left: tokens whose keys and values are still to be computed before the next one can be
+            chosen: prompt tokens in prefill, afterwards 1, or more with speculation.
         in_prefill: whether they are the prompt's.
     """
 
@@ -76,7 +77,8 @@ class Scheduler(Generic[R]):
         self.running: list[R] = []
         self._limits, self._clock = limits, clock
         self._classes: dict[int, deque[R]] = {}
-        self._passes: dict[int, int] = {}  # class -> rows of higher classes that joined since its head became that
+        # class -> rows of higher classes that joined since its head became that
+        self._passes: dict[int, int] = {}
         self._since = 0  # steps since rows last joined
 
     @property
@@ -117,9 +119,17 @@ class Scheduler(Generic[R]):
     def admit(self) -> list[R]:
         """Let rows join that there is room for; return them."""
         limits, waiting, running = self._limits, self.waiting, len(self.running)
-        if running and self._since < limits.max_waiting_tokens and waiting < limits.waiting_served_ratio * running:
+        if (
+            running
+            and self._since < limits.max_waiting_tokens
+            and waiting < limits.waiting_served_ratio * running
+        ):
             return []
-        assert limits.max_batch_prefill_tokens is not None and limits.max_batch_total_tokens is not None  # resolved
+        # resolved
+        assert (
+            limits.max_batch_prefill_tokens is not None
+            and limits.max_batch_total_tokens is not None
+        )
         prefill = limits.max_batch_prefill_tokens - self.prefill_tokens
         total = limits.max_batch_total_tokens - self.reserved_tokens
         joined: list[R] = []
@@ -137,7 +147,8 @@ class Scheduler(Generic[R]):
     def plan(self) -> list[tuple[R, int]]:
         """Return which rows a step computes and how many tokens of each; it counts as a step.
 
-        Every decoding row is in it; prompts share `prefill_chunk` tokens, those that joined first before the others.
+        Every decoding row is in it; prompts share `prefill_chunk` tokens, those that joined first
+        before the others.
         """
         self._since += 1
         chunk = self._limits.prefill_chunk
@@ -164,8 +175,11 @@ class Scheduler(Generic[R]):
             return rows[0]
         now = self._clock()
         late = [row for row in rows if (now - row.submitted) * 1000 >= threshold]
-        return min(late or rows, key=lambda row: row.input_tokens)  # of equal ones the first that came
+        # of equal ones the first that came
+        return min(late or rows, key=lambda row: row.input_tokens)
 
     def _next_class(self) -> int:
-        passed: Sequence[int] = [priority for priority in self._classes if self._passes.get(priority, 0) >= MOST_PASSES]
+        passed: Sequence[int] = [
+            priority for priority in self._classes if self._passes.get(priority, 0) >= MOST_PASSES
+        ]
         return min(passed) if passed else max(self._classes)

@@ -24,8 +24,9 @@ class RequestTimes:
 class Readers:
     """Readers in event loops that have something to read, woken together. One thread alone uses it.
 
-    Waking a reader costs a system call, and the reader takes the interpreter from the thread that woke it. Woken one by one
-    among the rows of a step, readers would hold up the rows that are left.
+    Waking a reader costs a system call, and the reader takes the interpreter from the thread that
+    woke it. Woken one by one among the rows of a step, readers would hold up the rows that are
+    left.
     """
 
     def __init__(self) -> None:
@@ -47,14 +48,17 @@ class Readers:
 class Stream:
     """The events of one request, in order; the last one has `finish`.
 
-    It is read once, by `for` in a thread or by `async for` in an event loop. What is not read yet is kept: a slow reader stops
-    nobody. Leaving either loop early does not cancel the request; `cancel` does.
+    It is read once, by `for` in a thread or by `async for` in an event loop. What is not read yet
+    is kept: a slow reader stops nobody. Leaving either loop early does not cancel the request;
+    `cancel` does.
 
     Attributes:
         request: what was submitted.
         times: when it came to which point.
-        prompt: the prompt's tokens with log-probabilities, complete before the first event; empty unless asked for.
-        cached_tokens: tokens of the prompt that were taken from shared blocks, known before the first event.
+        prompt: the prompt's tokens with log-probabilities, complete before the first event; empty
+            unless asked for.
+        cached_tokens: tokens of the prompt that were taken from shared blocks, known before the
+            first event.
     """
 
     def __init__(self, request: BatchRequest, *, on_cancel: Callable[["Stream"], None]) -> None:

@@ -50,7 +50,9 @@ class StepTrace:
             if empty:
                 options.path.unlink()
         except OSError as error:
-            raise InputError(f"{options.path}: {error.strerror or error}", "choose another folder for the trace") from error
+            raise InputError(
+                f"{options.path}: {error.strerror or error}", "choose another folder for the trace"
+            ) from error
         self.done = False
         self._options, self._seen = options, 0
         self._profile: profile | None = None

@@ -70,18 +70,21 @@ def generate(
         method: None takes one token after the other; see the module for the others.
         sampling: None takes the most likely token, or the best beams.
         rules: penalties and what may not be said.
-        padding: [B] int64, how many tokens at the left of each prompt are padding; None or zeros: none.
+        padding: [B] int64, how many tokens at the left of each prompt are padding; None or zeros:
+            none.
         returned: sequences per prompt, with sampling or beams.
         eos_token_id: stop after any of these; it is part of the result.
         pad_token_id: fills rows that ended; None takes the first end token, or 0.
         stop: told the new tokens of a row after each, says whether its text ends there.
-        stream: called with each new token as soon as it is known; of one sequence, and not with beams.
+        stream: called with each new token as soon as it is known; of one sequence, and not with
+            beams.
 
     Returns:
         [B * returned, S + n] int64, the prompts included.
 
     Raises:
-        UsageError: shapes or counts that cannot be decoded, that exceed the model's positions, or that do not go together.
+        UsageError: shapes or counts that cannot be decoded, that exceed the model's positions, or
+            that do not go together.
         InputError: the model's logits hold NaN.
     """
     ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
@@ -98,7 +101,8 @@ def generate(
         stream=stream,
     )
     if not isinstance(model, Decoder):
-        from quantflow.runtime.transformers_decoder import TransformersDecoder  # here: it imports transformers
+        # here: it imports transformers
+        from quantflow.runtime.transformers_decoder import TransformersDecoder
 
         model = TransformersDecoder(model, crops=isinstance(method, Draft | Lookup | Medusa))
     _check(model, request, method)
@@ -122,7 +126,9 @@ def _run(decoder: Decoder, request: Request, method: Method | None) -> Tensor:
         left = request.input_ids[index, : request.prompt_length - one.prompt_length]
         found.append(torch.cat([left.expand(len(new), -1), new], dim=1))
     longest = max(rows.shape[1] for rows in found)
-    return torch.cat([functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad) for rows in found])
+    return torch.cat(
+        [functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad) for rows in found]
+    )
 
 
 def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
@@ -133,17 +139,39 @@ def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
     """
     shape, padding, new = list(request.input_ids.shape), request.padding, request.max_new_tokens
     require(
-        len(shape) == 2 and min(shape) >= 1, f"input_ids: shape {shape}, [B, S] is decoded", "give prompts of a token or more"
+        len(shape) == 2 and min(shape) >= 1,
+        f"input_ids: shape {shape}, [B, S] is decoded",
+        "give prompts of a token or more",
     )
-    fits = padding is None or (padding.shape == (shape[0],) and bool(((padding >= 0) & (padding < shape[1])).all()))
-    require(fits, f"padding={padding} of prompts {shape}", "give each row's count, smaller than its length")
+    fits = padding is None or (
+        padding.shape == (shape[0],) and bool(((padding >= 0) & (padding < shape[1])).all())
+    )
+    require(
+        fits,
+        f"padding={padding} of prompts {shape}",
+        "give each row's count, smaller than its length",
+    )
     require(new >= 1, f"max_new_tokens={new}", "use 1 or more")
     real = shape[1] - (0 if padding is None else int(padding.min()))
     positions = decoder.positions
     told = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
-    require(positions is None or real + new <= positions, told, "shorten the prompt or use fewer new tokens")
-    most = method.count if isinstance(method, Beams) else 1 if request.sampling is None else request.returned
+    require(
+        positions is None or real + new <= positions,
+        told,
+        "shorten the prompt or use fewer new tokens",
+    )
+    most = (
+        method.count
+        if isinstance(method, Beams)
+        else 1
+        if request.sampling is None
+        else request.returned
+    )
     told = f"returned={request.returned}: {most} sequences differ"
     require(1 <= request.returned <= most, told, "sample, or use as many beams")
     alone = shape[0] * request.returned == 1 and not isinstance(method, Beams)
-    require(request.stream is None or alone, "stream: more than one sequence grows", "stream one prompt, without beams")
+    require(
+        request.stream is None or alone,
+        "stream: more than one sequence grows",
+        "stream one prompt, without beams",
+    )

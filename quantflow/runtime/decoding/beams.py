@@ -1,7 +1,8 @@
 """Beam search: several sequences of each prompt are followed, and the likeliest as a whole are returned.
 
-The arithmetic is that of transformers' vectorized search, so that the same sequences come out: of the best 2 x count
-continuations (more with several end tokens) those that end join the finished ones, and the best others run on.
+The arithmetic is that of transformers' vectorized search, so that the same sequences come out: of
+the best 2 x count continuations (more with several end tokens) those that end join the finished
+ones, and the best others run on.
 """
 
 import math
@@ -51,8 +52,8 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
     """Continue each prompt by the sequences of the highest score.
 
     Returns:
-        tokens [B * returned, S + n] int64, sequences of a prompt one after the other, best first, and their scores
-        [B * returned] float32: log-probability / (new tokens ** length_penalty).
+        tokens [B * returned, S + n] int64, sequences of a prompt one after the other, best first,
+        and their scores [B * returned] float32: log-probability / (new tokens ** length_penalty).
     """
     prompts, count, start = request.input_ids.shape[0], beams.count, request.prompt_length
     decoder.begin(rows=prompts, capacity=request.capacity)
@@ -64,7 +65,12 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
     scores = torch.full((prompts, count), _OUT, device=logits.device)
     scores[:, 0] = 0  # the beams of a prompt are still equal: one of them counts
     empty = torch.zeros_like(scores, dtype=torch.bool)
-    found = Pool(tokens=running, lengths=empty.long() + start, scores=torch.full_like(scores, _OUT), real=empty)
+    found = Pool(
+        tokens=running,
+        lengths=empty.long() + start,
+        scores=torch.full_like(scores, _OUT),
+        real=empty,
+    )
     hopeful = torch.ones_like(empty[:, :1])  # [B, 1] whether a running beam may still win
     width = max(2, 1 + len(request.ends)) * count
     leading = torch.arange(width, device=logits.device) < count
@@ -73,32 +79,45 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
         if length > start:
             logits = decoder.forward(flat[:, length - 1 : length])
         totals = _totals(logits, flat[:, :length], request, scores=scores)
-        values, source, tokens = _continuations(totals, running, length, width=width, generator=generator)
+        values, source, tokens = _continuations(
+            totals, running, length, width=width, generator=generator
+        )
         over = ended(tokens.flatten(0, 1)[:, : length + 1], request).view(prompts, width)  # [B, M]
         if length + 1 == request.capacity:
             over = torch.ones_like(over)
         closed = ~hopeful | (found.real.all(dim=1, keepdim=True) & (beams.early_stopping is True))
         final = (
-            values / (length + 1 - start) ** beams.length_penalty + _OUT * (~(over & leading)).float() + _OUT * closed.float()
+            values / (length + 1 - start) ** beams.length_penalty
+            + _OUT * (~(over & leading)).float()
+            + _OUT * closed.float()
         )
         found = found.with_best_of(tokens, length + 1, scores=final, real=over & leading)
         live = values + _OUT * over.float()
         best = live.topk(count).indices
         scores, running = live.gather(1, best), _take(tokens, best)
-        decoder.keep((source.gather(1, best) + count * torch.arange(prompts, device=best.device)[:, None]).flatten())
-        hopeful = hopeful & _may_win(scores, found, length + 1 - start, request=request, beams=beams)
+        decoder.keep(
+            (
+                source.gather(1, best) + count * torch.arange(prompts, device=best.device)[:, None]
+            ).flatten()
+        )
+        hopeful = hopeful & _may_win(
+            scores, found, length + 1 - start, request=request, beams=beams
+        )
         settled = bool(found.real.all()) and beams.early_stopping is True
         if settled or not bool(hopeful.any()) or bool(over.all()):
             break
     longest = int(found.lengths[:, : request.returned].max())
-    return found.tokens[:, : request.returned, :longest].flatten(0, 1), found.scores[:, : request.returned].flatten()
+    return found.tokens[:, : request.returned, :longest].flatten(0, 1), found.scores[
+        :, : request.returned
+    ].flatten()
 
 
 def _totals(logits: Tensor, tokens: Tensor, request: Request, *, scores: Tensor) -> Tensor:
     """Return what each continuation of each beam would score, [B, K * V].  scores: [B, K]."""
     steps = allowed(logits.log_softmax(dim=-1), tokens, request)  # [B * K, V]
     if request.sampling is not None:
-        steps = filtered(steps, request.sampling, least=max(2, 1 + len(request.ends)))  # one may go on whatever ends
+        # one may go on whatever ends
+        steps = filtered(steps, request.sampling, least=max(2, 1 + len(request.ends)))
     return (steps.view(*scores.shape, -1) + scores[:, :, None]).flatten(1)
 
 
@@ -118,9 +137,15 @@ def _continuations(
     return values, source, tokens
 
 
-def _may_win(scores: Tensor, found: Pool, generated: int, *, request: Request, beams: Beams) -> Tensor:
+def _may_win(
+    scores: Tensor, found: Pool, generated: int, *, request: Request, beams: Beams
+) -> Tensor:
     """Return whether the best running beam of each prompt could still enter the pool, [B, 1]."""
-    reach = request.max_new_tokens if beams.early_stopping == "never" and beams.length_penalty > 0 else generated
+    reach = (
+        request.max_new_tokens
+        if beams.early_stopping == "never" and beams.length_penalty > 0
+        else generated
+    )
     worst = found.scores.amin(dim=1, keepdim=True).where(found.real, _OUT)
     best = scores[:, :1] / math.pow(reach, beams.length_penalty)
     return (best > worst).any(dim=1, keepdim=True)

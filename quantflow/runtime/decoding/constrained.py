@@ -1,9 +1,10 @@
 """Beam search whose sequences contain given words: grid beam search (Hokamp and Liu 2017).
 
-A sequence owes the tokens of its words that it has not said. Beside the likeliest continuations, of all sequences and of
-each, every step tries those that say the next owed token; the beams are then shared between banks of sequences that owe
-equally many (Post and Vilar 2018, section 3), so that those that have begun a word do not lose at once to those that avoid
-it. A sequence that could no longer say what it owes is dropped, one that owes anything does not end: whatever is returned
+A sequence owes the tokens of its words that it has not said. Beside the likeliest continuations, of
+all sequences and of each, every step tries those that say the next owed token; the beams are then
+shared between banks of sequences that owe equally many (Post and Vilar 2018, section 3), so that
+those that have begun a word do not lose at once to those that avoid it. A sequence that could no
+longer say what it owes is dropped, one that owes anything does not end: whatever is returned
 contains every word.
 """
 
@@ -34,13 +35,18 @@ class ConstrainedLine:
 def progress(tokens: tuple[int, ...], words: Words) -> tuple[int, set[int]]:
     """Return how many tokens a text owes its words, and which tokens would pay one.
 
-    A word is said where its tokens stand one after the other. Of the words that are not, the one whose beginning is
-    the longest end of the text is under way, and only its next token pays; where none is, every first token does.
+    A word is said where its tokens stand one after the other. Of the words that are not, the one
+    whose beginning is the longest end of the text is under way, and only its next token pays; where
+    none is, every first token does.
     """
     unsaid = [word for word in words if not _contains(tokens, word)]
-    begun = [max(n for n in range(len(word)) if tokens[len(tokens) - n :] == word[:n]) for word in unsaid]
+    begun = [
+        max(n for n in range(len(word)) if tokens[len(tokens) - n :] == word[:n]) for word in unsaid
+    ]
     most = max(begun, default=0)
-    return sum(len(word) for word in unsaid) - most, {w[n] for w, n in zip(unsaid, begun, strict=True) if n == most}
+    return sum(len(word) for word in unsaid) - most, {
+        w[n] for w, n in zip(unsaid, begun, strict=True) if n == most
+    }
 
 
 def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tensor, Tensor]:
@@ -50,7 +56,8 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
         tokens [returned, S + n] and scores [returned], as `beam_search`.
 
     Raises:
-        UsageError: more tokens owed than may be generated, sampling, or fewer sequences than were asked for.
+        UsageError: more tokens owed than may be generated, sampling, or fewer sequences than were
+            asked for.
     """
     words, limit, start = beams.force_words, request.max_new_tokens, request.prompt_length
     owed, _ = progress((), words)
@@ -61,10 +68,18 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
     logits = decoder.forward(request.input_ids)
     lines, finished = [ConstrainedLine(0.0, (), 0, owed)], list[tuple[float, tuple[int, ...]]]()
     for count in range(1, limit + 1):
-        tokens = torch.tensor([line.tokens for line in lines], dtype=torch.int64, device=logits.device)
-        tokens = torch.cat([request.input_ids.expand(len(lines), -1), tokens.view(len(lines), count - 1)], dim=1)
+        tokens = torch.tensor(
+            [line.tokens for line in lines], dtype=torch.int64, device=logits.device
+        )
+        tokens = torch.cat(
+            [request.input_ids.expand(len(lines), -1), tokens.view(len(lines), count - 1)], dim=1
+        )
         steps = allowed(logits.log_softmax(dim=-1), tokens, request)
-        candidates = [line for line in _candidates(steps, lines, request, beams=beams) if line.owed <= limit - count]
+        candidates = [
+            line
+            for line in _candidates(steps, lines, request, beams=beams)
+            if line.owed <= limit - count
+        ]
         running = []
         for line in candidates:
             over = count == limit or _ends(line, request)
@@ -74,20 +89,34 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
                 finished.append((line.score / count**beams.length_penalty, line.tokens))
         finished = sorted(finished, key=lambda pair: -pair[0])[: beams.count]
         lines = _share(running, beams.count)
-        if not lines or len(finished) == beams.count and _settled(lines, finished[-1][0], count, limit=limit, beams=beams):
+        if (
+            not lines
+            or len(finished) == beams.count
+            and _settled(lines, finished[-1][0], count, limit=limit, beams=beams)
+        ):
             break
         decoder.keep(torch.tensor([line.row for line in lines], device=logits.device))
-        logits = decoder.forward(torch.tensor([[line.tokens[-1]] for line in lines], device=logits.device))
+        logits = decoder.forward(
+            torch.tensor([[line.tokens[-1]] for line in lines], device=logits.device)
+        )
     if len(finished) < request.returned:
-        raise UsageError(f"force_words: {len(finished)} of {request.returned} sequences found", "use more beams")
+        raise UsageError(
+            f"force_words: {len(finished)} of {request.returned} sequences found", "use more beams"
+        )
     best = finished[: request.returned]
-    result = request.canvas().expand(len(best), -1)[:, : start + max(len(tokens) for _, tokens in best)].clone()
+    result = (
+        request.canvas()
+        .expand(len(best), -1)[:, : start + max(len(tokens) for _, tokens in best)]
+        .clone()
+    )
     for row, (_, found) in zip(result, best, strict=True):
         row[start : start + len(found)] = torch.tensor(found, device=row.device)
     return result, torch.tensor([score for score, _ in best], device=result.device)
 
 
-def _candidates(steps: Tensor, lines: list[ConstrainedLine], request: Request, *, beams: Beams) -> list[ConstrainedLine]:
+def _candidates(
+    steps: Tensor, lines: list[ConstrainedLine], request: Request, *, beams: Beams
+) -> list[ConstrainedLine]:
     """Return the likeliest continuations of all lines and those that pay, best first.  steps: [N, V] log-probabilities."""
     steps = steps.clone()
     owing = torch.tensor([line.owed > 0 for line in lines], device=steps.device)
@@ -97,7 +126,8 @@ def _candidates(steps: Tensor, lines: list[ConstrainedLine], request: Request, *
     width = min(max(2, 1 + len(request.ends)) * beams.count, totals.numel())
     best = totals.flatten().topk(width).indices.tolist()
     picks = {(pick // totals.shape[1], pick % totals.shape[1]) for pick in best}
-    own = totals.topk(min(beams.count, totals.shape[1])).indices.tolist()  # a line that has paid is rarely among the likeliest
+    # a line that has paid is rarely among the likeliest
+    own = totals.topk(min(beams.count, totals.shape[1])).indices.tolist()
     picks |= {(row, token) for row, tokens in enumerate(own) for token in tokens}
     for row, line in enumerate(lines):
         picks |= {(row, token) for token in progress(line.tokens, beams.force_words)[1]}
@@ -105,18 +135,25 @@ def _candidates(steps: Tensor, lines: list[ConstrainedLine], request: Request, *
     for row, token in picks:
         score, tokens = float(totals[row, token]), (*lines[row].tokens, token)
         if score > NEVER:
-            found.append(ConstrainedLine(score, tokens, row, progress(tokens, beams.force_words)[0]))
+            found.append(
+                ConstrainedLine(score, tokens, row, progress(tokens, beams.force_words)[0])
+            )
     return sorted(found, key=lambda line: (-line.score, line.tokens))
 
 
 def _share(lines: list[ConstrainedLine], count: int) -> list[ConstrainedLine]:
     """Return `count` lines: the best of each bank, those that owe least first, then the second best of each, and so on."""
-    banks = [[line for line in lines if line.owed == owed] for owed in sorted({line.owed for line in lines})]
+    banks = [
+        [line for line in lines if line.owed == owed]
+        for owed in sorted({line.owed for line in lines})
+    ]
     turns = chain.from_iterable(zip_longest(*banks))
     return [line for line in turns if line is not None][:count]
 
 
-def _settled(lines: list[ConstrainedLine], worst: float, generated: int, *, limit: int, beams: Beams) -> bool:
+def _settled(
+    lines: list[ConstrainedLine], worst: float, generated: int, *, limit: int, beams: Beams
+) -> bool:
     """Return whether no line can enter a full pool any more, by the rule of `Beams.early_stopping`."""
     if beams.early_stopping is True:
         return True

@@ -1,7 +1,8 @@
 """Pure functions on logits: [B, V] in, a new [B, V] out. A token at minus infinity is never chosen.
 
-Filters and penalties agree with transformers' processors of the same name wherever those are defined; frequency and
-presence penalties are OpenAI's, which count the generated tokens only. Padding never counts as text.
+Filters and penalties agree with transformers' processors of the same name wherever those are
+defined; frequency and presence penalties are OpenAI's, which count the generated tokens only.
+Padding never counts as text.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 NEVER = float("-inf")
-_NUCLEUS = 1024  # tokens that are looked at first: a vocabulary of 32000 takes 50 times as long to sort
+# tokens that are looked at first: a vocabulary of 32000 takes 50 times as long to sort
+_NUCLEUS = 1024
 
 
 def top_k(logits: Tensor, count: int, *, least: int = 1) -> Tensor:
@@ -65,24 +67,35 @@ def count_tokens(tokens: Tensor, padding: Tensor | None, *, vocab_size: int) -> 
     """
     places = tokens.clamp(max=vocab_size)
     if padding is not None:
-        places = places.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) < padding[:, None], vocab_size)
-    counts = torch.zeros(tokens.shape[0], vocab_size + 1, device=tokens.device)  # the last column is thrown away
-    return counts.scatter_add(1, places, torch.ones_like(places, dtype=counts.dtype))[:, :vocab_size]
+        places = places.masked_fill(
+            torch.arange(tokens.shape[1], device=tokens.device) < padding[:, None], vocab_size
+        )
+    # the last column is thrown away
+    counts = torch.zeros(tokens.shape[0], vocab_size + 1, device=tokens.device)
+    return counts.scatter_add(1, places, torch.ones_like(places, dtype=counts.dtype))[
+        :, :vocab_size
+    ]
 
 
-def repetition_penalty(logits: Tensor, tokens: Tensor, penalty: float, *, padding: Tensor | None) -> Tensor:
+def repetition_penalty(
+    logits: Tensor, tokens: Tensor, penalty: float, *, padding: Tensor | None
+) -> Tensor:
     """Make the tokens of the text so far less likely: positive logits divided, negative multiplied (CTRL, section 4.1)."""
     seen = count_tokens(tokens, padding, vocab_size=logits.shape[-1]) > 0
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def frequency_penalty(logits: Tensor, generated: Tensor, *, frequency: float, presence: float) -> Tensor:
+def frequency_penalty(
+    logits: Tensor, generated: Tensor, *, frequency: float, presence: float
+) -> Tensor:
     """Subtract `frequency` for every time a token was generated and `presence` once if it was.  generated: [B, n]."""
     counts = count_tokens(generated, None, vocab_size=logits.shape[-1])
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def no_repeat_ngrams(logits: Tensor, tokens: Tensor, size: int, *, padding: Tensor | None) -> Tensor:
+def no_repeat_ngrams(
+    logits: Tensor, tokens: Tensor, size: int, *, padding: Tensor | None
+) -> Tensor:
     """Forbid every token that would complete an n-gram of `size` tokens that the row already has.  tokens: [B, L]."""
     length, vocab_size = tokens.shape[1], logits.shape[-1]
     if length < size:
@@ -92,11 +105,15 @@ def no_repeat_ngrams(logits: Tensor, tokens: Tensor, size: int, *, padding: Tens
     if padding is not None:
         begun &= torch.arange(windows.shape[1], device=tokens.device) >= padding[:, None]
     lasts = torch.where(begun, windows[..., -1].clamp(max=vocab_size), vocab_size)
-    banned = torch.zeros(logits.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device).scatter(1, lasts, True)
+    banned = torch.zeros(
+        logits.shape[0], vocab_size + 1, dtype=torch.bool, device=logits.device
+    ).scatter(1, lasts, True)
     return logits.masked_fill(banned[:, :vocab_size], NEVER)
 
 
-def ban_words(logits: Tensor, tokens: Tensor, words: Sequence[Sequence[int]], *, padding: Tensor | None) -> Tensor:
+def ban_words(
+    logits: Tensor, tokens: Tensor, words: Sequence[Sequence[int]], *, padding: Tensor | None
+) -> Tensor:
     """Forbid the last token of each word where the row ends with the tokens before it.  tokens: [B, L]."""
     result = logits.clone()
     for word in words:

@@ -61,14 +61,24 @@ def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Me
         while f"{number}.{len(blocks)}.linear.weight" in tensors:
             stem = f"{number}.{len(blocks)}.linear"
             blocks.append((tensors.pop(f"{stem}.weight"), _take(tensors, f"{stem}.bias", path)))
-        heads.append(MedusaHead(blocks=tuple(blocks), projection=_take(tensors, f"{number}.{len(blocks)}.weight", path)))
+        heads.append(
+            MedusaHead(
+                blocks=tuple(blocks),
+                projection=_take(tensors, f"{number}.{len(blocks)}.weight", path),
+            )
+        )
     if tensors or not heads:
         told = ", ".join(sorted(tensors)[:3]) or "no tensor"
-        raise InputError(f"{path}: {told} beside {len(heads)} heads", "convert the heads to names such as 0.0.linear.weight")
+        raise InputError(
+            f"{path}: {told} beside {len(heads)} heads",
+            "convert the heads to names such as 0.0.linear.weight",
+        )
     return Medusa(heads=tuple(heads))
 
 
 def _take(tensors: dict[str, Tensor], name: str, path: Path) -> Tensor:
     if name not in tensors:
-        raise InputError(f"{path}: no {name}", "convert the heads to names such as 0.0.linear.weight")
+        raise InputError(
+            f"{path}: no {name}", "convert the heads to names such as 0.0.linear.weight"
+        )
     return tensors.pop(name)

@@ -31,7 +31,8 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         sampling: all but the seed is read.
 
     Returns:
-        [..., V] float32, sum 1. Tokens as likely as the k-th are kept with it, as transformers does.
+        [..., V] float32, sum 1. Tokens as likely as the k-th are kept with it, as transformers
+        does.
     """
     return filtered(logits, sampling).softmax(dim=-1)
 

@@ -52,12 +52,18 @@ class Request:
 
     def generator(self) -> torch.Generator | None:
         """Return the generator that tokens are drawn with, seeded; None where none are."""
-        return None if self.sampling is None else torch.Generator(self.input_ids.device).manual_seed(self.sampling.seed)
+        return (
+            None
+            if self.sampling is None
+            else torch.Generator(self.input_ids.device).manual_seed(self.sampling.seed)
+        )
 
     def repeated(self, times: int) -> "Request":
         """Return it with every prompt `times` times, one after the other."""
         padding = None if self.padding is None else self.padding.repeat_interleave(times)
-        return replace(self, input_ids=self.input_ids.repeat_interleave(times, dim=0), padding=padding)
+        return replace(
+            self, input_ids=self.input_ids.repeat_interleave(times, dim=0), padding=padding
+        )
 
     def row(self, index: int) -> "Request":
         """Return it with one prompt only, its padding taken off."""
@@ -86,22 +92,32 @@ def allowed(logits: Tensor, tokens: Tensor, request: Request) -> Tensor:
     if logits.isnan().any():
         raise InputError(
             f"logits after {length} tokens hold NaN",
-            "verify the artifact, its weights or scales are damaged; or the dtype overflows, try float32",
+            "verify the artifact, its weights or scales are damaged; or the dtype overflows, try "
+            "float32",
         )
     if rules == Rules():
         return logits
     if rules.repetition_penalty != 1:
-        logits = on.repetition_penalty(logits, tokens, rules.repetition_penalty, padding=request.padding)
+        logits = on.repetition_penalty(
+            logits, tokens, rules.repetition_penalty, padding=request.padding
+        )
     if rules.frequency_penalty or rules.presence_penalty:
         generated = tokens[:, request.prompt_length :]
-        logits = on.frequency_penalty(logits, generated, frequency=rules.frequency_penalty, presence=rules.presence_penalty)
+        logits = on.frequency_penalty(
+            logits, generated, frequency=rules.frequency_penalty, presence=rules.presence_penalty
+        )
     if rules.no_repeat_ngram_size:
-        logits = on.no_repeat_ngrams(logits, tokens, rules.no_repeat_ngram_size, padding=request.padding)
+        logits = on.no_repeat_ngrams(
+            logits, tokens, rules.no_repeat_ngram_size, padding=request.padding
+        )
     if rules.bad_words:
         logits = on.ban_words(logits, tokens, rules.bad_words, padding=request.padding)
     logits = on.ban_tokens(logits, request.ends, rows=_too_short(tokens, request))
     if (logits.amax(dim=-1) == on.NEVER).any():
-        raise UsageError(f"rules: every token is forbidden after {length} tokens", "forbid fewer words or n-grams")
+        raise UsageError(
+            f"rules: every token is forbidden after {length} tokens",
+            "forbid fewer words or n-grams",
+        )
     return logits
 
 

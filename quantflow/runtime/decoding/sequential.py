@@ -18,7 +18,9 @@ def decode(decoder: Decoder, request: Request) -> Tensor:
     decoder.begin(rows=request.input_ids.shape[0], capacity=request.capacity)
     logits = decoder.forward(request.input_ids, padding=request.padding)  # [B, V]
     if request.returned > 1:
-        rows = torch.arange(logits.shape[0], device=logits.device).repeat_interleave(request.returned)
+        rows = torch.arange(logits.shape[0], device=logits.device).repeat_interleave(
+            request.returned
+        )
         decoder.keep(rows)
         logits, request = logits[rows], request.repeated(request.returned)
     generator, tokens = request.generator(), request.canvas()

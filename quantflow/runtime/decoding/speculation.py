@@ -1,7 +1,8 @@
 """Speculation: tokens are proposed cheaply, and one forward of the model says how many of them it would have taken.
 
-Greedily, a proposal is taken where it is the model's own choice, so the tokens are those of greedy decoding. Sampled, the
-rule of speculative sampling (Leviathan et al. 2023, algorithm 1) makes them distributed as the model's own.
+Greedily, a proposal is taken where it is the model's own choice, so the tokens are those of greedy
+decoding. Sampled, the rule of speculative sampling (Leviathan et al. 2023, algorithm 1) makes them
+distributed as the model's own.
 """
 
 from typing import Protocol
@@ -23,18 +24,20 @@ Speculation = Draft | Lookup | Medusa
 class Proposer(Protocol):
     """Whoever guesses the next tokens."""
 
-    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def propose(
+        self, tokens: Tensor, count: int, *, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Guess.
 
         Args:
             tokens: [1, L], what is decided.
             count: tokens at most.
-            hidden: [H], the model's final state at position L - 2, which the last token came from; None where the
-                decoder shows none, or at first.
+            hidden: [H], the model's final state at position L - 2, which the last token came from;
+                None where the decoder shows none, or at first.
 
         Returns:
-            [k] int64 tokens, k from 0 to `count`, and the probabilities [k, V] that each was drawn from; None: it was
-            not drawn.
+            [k] int64 tokens, k from 0 to `count`, and the probabilities [k, V] that each was drawn
+            from; None: it was not drawn.
         """
 
 
@@ -45,13 +48,16 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
         [B * returned, S + n] int64.
 
     Raises:
-        UsageError: a draft of another vocabulary, or Medusa heads on a decoder that shows no hidden states.
+        UsageError: a draft of another vocabulary, or Medusa heads on a decoder that shows no hidden
+            states.
     """
     if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
         told = f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has {decoder.vocab_size}"
         raise UsageError(told, "use a draft model with the same tokenizer")
     if isinstance(method, Medusa) and not isinstance(decoder, HiddenDecoder):
-        raise UsageError(f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules")
+        raise UsageError(
+            f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules"
+        )
     generator, found = request.generator(), list[Tensor]()
     for index in range(request.input_ids.shape[0]):
         one = request.row(index)
@@ -59,19 +65,26 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
             new = _speculate(decoder, one, _proposer(method, one, generator), generator=generator)
             found.append(torch.cat([request.input_ids[index], new]))
     longest = max(len(row) for row in found)
-    return torch.stack([functional.pad(row, (0, longest - len(row)), value=request.pad) for row in found])
+    return torch.stack(
+        [functional.pad(row, (0, longest - len(row)), value=request.pad) for row in found]
+    )
 
 
-def _speculate(decoder: Decoder, request: Request, proposer: Proposer, *, generator: torch.Generator | None) -> Tensor:
+def _speculate(
+    decoder: Decoder, request: Request, proposer: Proposer, *, generator: torch.Generator | None
+) -> Tensor:
     """Return the new tokens of a prompt, [n]."""
     tokens, start, cached = request.input_ids, request.prompt_length, 0
     hidden: Tensor | None = None
     decoder.begin(rows=1, capacity=request.capacity)
-    if start > 1:  # logits of the whole prompt would be large; from here on a forward has few positions
+    # logits of the whole prompt would be large; from here on a forward has few positions
+    if start > 1:
         decoder.forward(tokens[:, :-1])
         cached = start - 1
     while tokens.shape[1] < request.capacity:
-        guess, drawn_from = proposer.propose(tokens, request.capacity - tokens.shape[1] - 1, hidden=hidden)
+        guess, drawn_from = proposer.propose(
+            tokens, request.capacity - tokens.shape[1] - 1, hidden=hidden
+        )
         step = torch.cat([tokens[:, cached:], guess[None]], dim=1)  # [1, 1 + k]
         if isinstance(decoder, HiddenDecoder) and isinstance(proposer, _Heads):
             logits, states = decoder.forward_hidden(step)
@@ -79,7 +92,10 @@ def _speculate(decoder: Decoder, request: Request, proposer: Proposer, *, genera
             logits, states = decoder.forward(step, last_only=False), None
         tried = torch.cat([tokens, guess[None]], dim=1)
         known = tokens.shape[1]
-        scores = torch.cat([allowed(logits[:, i], tried[:, : known + i], request) for i in range(len(guess) + 1)])  # [1 + k, V]
+        # [1 + k, V]
+        scores = torch.cat(
+            [allowed(logits[:, i], tried[:, : known + i], request) for i in range(len(guess) + 1)]
+        )
         taken = _confirm(scores, guess, drawn_from, request=request, generator=generator)
         for token in taken:
             tokens = torch.cat([tokens, token[None, None]], dim=1)
@@ -94,7 +110,12 @@ def _speculate(decoder: Decoder, request: Request, proposer: Proposer, *, genera
 
 
 def _confirm(
-    scores: Tensor, guess: Tensor, drawn_from: Tensor | None, *, request: Request, generator: torch.Generator | None
+    scores: Tensor,
+    guess: Tensor,
+    drawn_from: Tensor | None,
+    *,
+    request: Request,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Return the tokens that are taken, [1..k+1]: the proposals up to the first that is refused, then one of the model's.
 
@@ -136,7 +157,9 @@ class _Drafter:
         self._seen = request.input_ids[:, :0]  # what the draft's cache holds
         self._decoder.begin(rows=1, capacity=request.capacity)
 
-    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def propose(
+        self, tokens: Tensor, count: int, *, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Guess, from a cache cropped to what was confirmed."""
         known = tokens.shape[1]
         common = min(self._seen.shape[1], known - 1)
@@ -161,7 +184,9 @@ class _Finder:
         """Take the lengths."""
         self._method = method
 
-    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def propose(
+        self, tokens: Tensor, count: int, *, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Guess, by the longest end of the text that stood before."""
         return look_up(tokens[0], self._method, count), None
 
@@ -189,6 +214,8 @@ class _Heads:
         """Take the heads."""
         self._method = method
 
-    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def propose(
+        self, tokens: Tensor, count: int, *, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Guess from the state that the last token came from; head i is i + 1 tokens ahead of it."""
         return (tokens[0, :0] if hidden is None else self._method.propose(hidden)[:count]), None

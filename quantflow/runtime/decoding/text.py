@@ -8,13 +8,20 @@ from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # what the bytes of an unfinished character decode to
-_CONTEXT = 5  # tokens before a text that its first token is decoded with: some tokenizers drop a leading space
+# tokens before a text that its first token is decoded with: some tokenizers drop a leading space
+_CONTEXT = 5
 
 
 class TextStream:
     """Hands out the text of tokens as soon as it is certain. A character may need several tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], *, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
         """Begin after a prompt.
 
         Args:
@@ -24,7 +31,8 @@ class TextStream:
         """
         self._tokenizer, self._tell = tokenizer, tell
         self._tokens = list(prompt[-_CONTEXT:])
-        self._told, self._whole = 0, len(self._tokens)  # pieces are decoded from the first to the end, told from the second
+        # pieces are decoded from the first to the end, told from the second
+        self._told, self._whole = 0, len(self._tokens)
 
     def put(self, token: int) -> None:
         """Add a token."""
@@ -36,7 +44,10 @@ class TextStream:
         self._say(final=True)
 
     def _say(self, *, final: bool) -> None:
-        before, after = self._decode(self._tokens[self._told : self._whole]), self._decode(self._tokens[self._told :])
+        before, after = (
+            self._decode(self._tokens[self._told : self._whole]),
+            self._decode(self._tokens[self._told :]),
+        )
         if len(after) > len(before) and (final or not after.endswith(_HALF)):
             self._told, self._whole = self._whole, len(self._tokens)
             self._tell(after[len(before) :])
@@ -45,7 +56,9 @@ class TextStream:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+def continuation(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]
+) -> str:
     """Return the text of tokens that follow a prompt, special tokens left out."""
     pieces: list[str] = []
     stream = TextStream(tokenizer, prompt, tell=pieces.append)
@@ -55,7 +68,9 @@ def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], toke
     return "".join(pieces)
 
 
-def stop_at(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+def stop_at(
+    tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]
+) -> Callable[[Sequence[int]], bool]:
     """Return what says whether the text of new tokens has just come to hold one of the strings, for `generate(stop=...)`."""
     which = stop_string(tokenizer, strings)
     return lambda tokens: which(tokens) is not None
@@ -71,7 +86,8 @@ def stop_string(
     Args:
         tokenizer: of the tokens.
         strings: not empty.
-        prompt: what stands before the new tokens, where it is known; some tokenizers drop the space that a text begins with.
+        prompt: what stands before the new tokens, where it is known; some tokenizers drop the space
+            that a text begins with.
     """
     special = frozenset(tokenizer.all_special_ids)
     reach = max(len(string.encode()) for string in strings) + _CONTEXT
@@ -80,14 +96,22 @@ def stop_string(
 
     def stops(tokens: Sequence[int]) -> str | None:
         recent = [token for token in tokens[-2 * reach :] if token not in special][-reach:]
-        text = tokenizer.decode([*before, *recent])[begin:] if len(tokens) < reach else tokenizer.decode(recent)
+        text = (
+            tokenizer.decode([*before, *recent])[begin:]
+            if len(tokens) < reach
+            else tokenizer.decode(recent)
+        )
         return next((string for string in strings if string in text), None)
 
     return stops
 
 
-def word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], *, before: Sequence[str]) -> Words:
+def word_ids(
+    tokenizer: PreTrainedTokenizerBase, words: Sequence[str], *, before: Sequence[str]
+) -> Words:
     """Return the tokens of each word behind each of some texts, such as a space and nothing; duplicates are left out."""
     spelled = [space + word for word in words for space in before]
-    found = (tuple(tokens_of(tokenizer, text, where=f"word {text!r}", special=False)) for text in spelled)
+    found = (
+        tuple(tokens_of(tokenizer, text, where=f"word {text!r}", special=False)) for text in spelled
+    )
     return tuple(dict.fromkeys(ids for ids in found if ids))

@@ -1,8 +1,9 @@
 """One process of several that share a model decides what is decoded; the others do the same calls.
 
-Prompts, the choice of tokens and whatever is told of them live in rank 0 alone: it holds a `Leader`, which is a `Decoder` like
-any other, so that every way to generate runs as it does in one process. The others `follow`: of what rank 0 asks of its own
-decoder they hear the calls, and drop what these return.
+Prompts, the choice of tokens and whatever is told of them live in rank 0 alone: it holds a
+`Leader`, which is a `Decoder` like any other, so that every way to generate runs as it does in one
+process. The others `follow`: of what rank 0 asks of its own decoder they hear the calls, and drop
+what these return.
 """
 
 from typing import Any
@@ -36,12 +37,16 @@ class Leader:
         self._tell("begin", rows, capacity)
         self.own.begin(rows=rows, capacity=capacity)
 
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True
+    ) -> Tensor:
         """See `Decoder.forward`."""
         self._tell("forward", *input_ids.shape, last_only, input_ids, padding)
         return self.own.forward(input_ids, padding=padding, last_only=last_only)
 
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward_hidden(
+        self, input_ids: Tensor, *, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `HiddenDecoder.forward_hidden`."""
         self._tell("forward_hidden", *input_ids.shape, False, input_ids, padding)
         return self.own.forward_hidden(input_ids, padding=padding)
@@ -62,9 +67,15 @@ class Leader:
 
     def _tell(self, call: str, *parts: int | Tensor | None) -> None:
         """Say a call: its number, how long the rest is, and the rest."""
-        flat = [torch.tensor([part]) if isinstance(part, int) else part.reshape(-1) for part in parts if part is not None]
+        flat = [
+            torch.tensor([part]) if isinstance(part, int) else part.reshape(-1)
+            for part in parts
+            if part is not None
+        ]
         rest = torch.cat([torch.empty(0, dtype=torch.int64), *flat])
-        message = functional.pad(torch.cat([torch.tensor([_CALLS.index(call), len(rest)]), rest]), (0, _WORDS))
+        message = functional.pad(
+            torch.cat([torch.tensor([_CALLS.index(call), len(rest)]), rest]), (0, _WORDS)
+        )
         self._wire.broadcast(message[:_WORDS].contiguous())
         if len(rest) > _WORDS - 2:
             self._wire.broadcast(message[_WORDS : len(rest) + 2].contiguous())

@@ -1,8 +1,8 @@
 """`generate`, `bench` and the tasks of `validate` over several processes that share a model, of which rank 0 alone speaks.
 
-What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the others
-(quantflow.runtime.ranks.leader) and writes to the same stdout as the process that started it. A rank that ends takes the others
-with it, and is named.
+What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the
+others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that started
+it. A rank that ends takes the others with it, and is named.
 """
 
 import os
@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, distributed
 
 from quantflow.distributed.binding import cores_of
-from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, require_trust
+from quantflow.distributed.launch import (
+    die_with_parent,
+    launch,
+    launched_folder,
+    launched_rank,
+    require_trust,
+)
 from quantflow.distributed.shared_memory import nearest
 from quantflow.distributed.team import Team, connected, together
 from quantflow.distributed.wire import Wire
@@ -96,19 +102,24 @@ def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool
         without: what several processes do not have -> whether it was asked for.
 
     Raises:
-        UsageError: a number that is none, or not torchrun's; several processes with one of `without`.
+        UsageError: a number that is none, or not torchrun's; several processes with one of
+            `without`.
     """
     launched = launched_rank()
     require_trust(verb, trusted=trusted)
     if ranks < 1:
         raise UsageError(f"{verb}: ranks={ranks}", "use 1 or more")
     if launched is not None and ranks not in (1, launched[1]):
-        raise UsageError(f"{verb}: ranks={ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+        raise UsageError(
+            f"{verb}: ranks={ranks}, torchrun started {launched[1]}",
+            "leave --ranks out under torchrun",
+        )
     world = ranks if launched is None else launched[1]
     given = [name for name, asked in without.items() if asked]
     if world > 1 and given:
         raise UsageError(
-            f"{verb}: {world} ranks with {given[0]}", "leave one of them out: ranks share the lean decoder, on cpu"
+            f"{verb}: {world} ranks with {given[0]}",
+            "leave one of them out: ranks share the lean decoder, on cpu",
         )
     return world
 
@@ -169,10 +180,14 @@ def check(verb: str, job: RankedJob, *, world: int) -> None:
         UnsupportedError: an artifact that the lean decoder does not run.
         UsageError: one that cannot be cut so.
     """
-    opened = open_folder(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
+    opened = open_folder(
+        job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False
+    )
     reason = lean.why_not(opened)
     if reason is not None:
-        raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")
+        raise UnsupportedError(
+            f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out"
+        )
     spans_of(opened, world)
 
 
@@ -187,13 +202,16 @@ def bound(verb: str, *, asked: bool) -> Iterator[None]:
         asked: whether anything is done.
 
     Raises:
-        UsageError: somebody's torchrun started this process, which alone knows what else runs on this machine.
+        UsageError: somebody's torchrun started this process, which alone knows what else runs on
+            this machine.
     """
     if not asked or launched_folder() is not None:
         yield
         return
     if launched_rank() is not None:
-        raise UsageError(f"{verb}: bind under torchrun", "leave --bind out, and bind the processes from outside")
+        raise UsageError(
+            f"{verb}: bind under torchrun", "leave --bind out, and bind the processes from outside"
+        )
     (cores,) = cores_of(1)
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, cores)

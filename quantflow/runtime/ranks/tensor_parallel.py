@@ -7,17 +7,18 @@
     head          some rows of the vocabulary: logits, put together
     embedding     some rows: whoever has a token's row gives it
 
-Nothing is added up between processes. Each output is one process's sum over the whole input, in the order in which a single
-process sums it, so as far as an output of a kernel does not depend on which others are computed beside it (none of ours
-does), the logits have the bits of one process on any number of ranks and with any scheme (torch promises less; it multiplies
-matrices that are not quantized by many rows): scales of tokens and of static inputs, groups of columns, scales of whole rows
-are what they are without a cut. The usual cut, o and down by columns, sums up twice a layer in an order of its own and gives
-each rank another input to quantize; this one puts together four times a layer.
-What lies between the matrices every rank computes for itself.
+Nothing is added up between processes. Each output is one process's sum over the whole input, in the
+order in which a single process sums it, so as far as an output of a kernel does not depend on which
+others are computed beside it (none of ours does), the logits have the bits of one process on any
+number of ranks and with any scheme (torch promises less; it multiplies matrices that are not
+quantized by many rows): scales of tokens and of static inputs, groups of columns, scales of whole
+rows are what they are without a cut. The usual cut, o and down by columns, sums up twice a layer in
+an order of its own and gives each rank another input to quantize; this one puts together four times
+a layer. What lies between the matrices every rank computes for itself.
 
-Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and shapes of its rows.
-Key and value heads that are fewer than the ranks are held by several. Source of the usual cut: Shoeybi et al. 2019,
-"Megatron-LM", section 3.
+Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and
+shapes of its rows. Key and value heads that are fewer than the ranks are held by several. Source of
+the usual cut: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 import math
@@ -40,8 +41,11 @@ from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
 Function = Callable[[Tensor], Tensor]
-_OF_HEADS = ("k_scale", "v_scale")  # of a quantized cache: one number, or one of each key and value head
-_PLAIN = 4  # rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block of so many
+# of a quantized cache: one number, or one of each key and value head
+_OF_HEADS = ("k_scale", "v_scale")
+# rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block
+# of so many
+_PLAIN = 4
 
 
 class Ranks:
@@ -93,10 +97,17 @@ class Ranks:
 
         def embed(ids: Tensor) -> Tensor:
             if int(ids.min()) < 0 or int(ids.max()) >= rows:
-                raise UsageError(f"{name}: token ids {int(ids.min())} to {int(ids.max())} of {rows}", "give ids of this model")
-            own = (ids - first).clamp(0, len(table) - 1)  # of a token of another rank any row: nobody takes it
+                raise UsageError(
+                    f"{name}: token ids {int(ids.min())} to {int(ids.max())} of {rows}",
+                    "give ids of this model",
+                )
+            # of a token of another rank any row: nobody takes it
+            own = (ids - first).clamp(0, len(table) - 1)
             parts = self._wire.gather(functional.embedding(own, table).float())  # [ranks, N, H]
-            return parts[torch.bucketize(ids.contiguous(), ends, right=True), torch.arange(len(ids))]  # [N, H]
+            # [N, H]
+            return parts[
+                torch.bucketize(ids.contiguous(), ends, right=True), torch.arange(len(ids))
+            ]
 
         return embed
 
@@ -106,10 +117,13 @@ class Ranks:
     def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Return [N, sum of widths] of [N, the rank's width]; narrower parts travel padded."""
         widest = max(widths)
-        parts = self._wire.gather(functional.pad(part, (0, widest - part.shape[1])).contiguous())  # [ranks, N, widest]
+        # [ranks, N, widest]
+        parts = self._wire.gather(functional.pad(part, (0, widest - part.shape[1])).contiguous())
         if min(widths) == widest:
             return parts.transpose(0, 1).reshape(len(part), -1)  # [N, ranks * widest]
-        return torch.cat([found[:, :width] for found, width in zip(parts, widths, strict=True)], dim=1)
+        return torch.cat(
+            [found[:, :width] for found, width in zip(parts, widths, strict=True)], dim=1
+        )
 
 
 def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
@@ -120,20 +134,30 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         world: how many ranks there are.
 
     Raises:
-        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own; or another
-            program quantized it.
-        UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do, up to one per head.
+        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears
+            of their own; or another program quantized it.
+        UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do,
+            up to one per head.
     """
-    kind, made = artifact.checkpoint.config.get("model_type"), architecture.read(artifact.checkpoint.config)
+    kind, made = (
+        artifact.checkpoint.config.get("model_type"),
+        architecture.read(artifact.checkpoint.config),
+    )
     if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
-        raise UnsupportedError(f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out")
+        raise UnsupportedError(
+            f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out"
+        )
     if artifact.linears and artifact.layout is not compressed_tensors:
         cause = f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's folder"
-        raise UnsupportedError(cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out")
+        raise UnsupportedError(
+            cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out"
+        )
     found = _spans(artifact, made, world)
     if isinstance(found, str):
         counts = range(1, made.heads.query + 1)
-        fitting = [str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)]
+        fitting = [
+            str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)
+        ]
         raise UsageError(f"{world} ranks: {found}", f"use {' or '.join(fitting)} ranks")
     return found
 
@@ -149,8 +173,13 @@ def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] 
     for prefix in (f"{names.layers}.{index}" for index in range(made.layers)):
         query, *same = (f"{prefix}.{name}" for name in names.qkv)
         spans[query] = [(rank * own, own) for rank in range(world)]
-        spans |= dict.fromkeys(same, [(rank * shared // world * dim, copied) for rank in range(world)])
-        others += [[f"{prefix}.{name}" for name in group] for group in ((names.output,), names.up, (names.down,))]
+        spans |= dict.fromkeys(
+            same, [(rank * shared // world * dim, copied) for rank in range(world)]
+        )
+        others += [
+            [f"{prefix}.{name}" for name in group]
+            for group in ((names.output,), names.up, (names.down,))
+        ]
     for group in others:
         spans |= dict.fromkeys(group, _even(artifact, group, world))
     for name, found in spans.items():
@@ -176,7 +205,9 @@ def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
             return f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from {first} on"
         if placement is not None:
             shape = (count, placement.shape[1])
-            case = Case(scheme=placement.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+            case = Case(
+                scheme=placement.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype
+            )
             reason = placement.backend.why_not(case)
             if reason is not None:
                 return f"{name}: {count} rows: {reason}"
@@ -185,7 +216,11 @@ def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
 
 def _rows(artifact: Artifact, name: str) -> int:
     placement = artifact.linears.get(name)
-    return artifact.checkpoint.infos[f"{name}.weight"].shape[0] if placement is None else placement.shape[0]
+    return (
+        artifact.checkpoint.infos[f"{name}.weight"].shape[0]
+        if placement is None
+        else placement.shape[0]
+    )
 
 
 def _unit(artifact: Artifact, name: str) -> int:
@@ -202,7 +237,9 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
         if name in linears:
             whole = linears[name]
             pieces = compressed_tensors.row_spans(name, whole.scheme, first=first, count=count)
-            linears[name] = replace(whole, shape=(count, whole.shape[1]), elsewhere=whole.shape[0] - count)
+            linears[name] = replace(
+                whole, shape=(count, whole.shape[1]), elsewhere=whole.shape[0] - count
+            )
         if f"{name}.bias" in tensors:
             pieces[f"{name}.bias"] = (first, count)
         for key, (start, length) in pieces.items():
@@ -210,18 +247,27 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
             tensors[key] = file, _some_rows(info, start, length)
     made = architecture.read(artifact.checkpoint.config)
     assert isinstance(made, Blueprint)  # `spans_of` refuses others
-    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])  # alike in every layer
+    # alike in every layer
+    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])
     dim = made.heads.dim
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
         if name in tensors and tensors[name][1].shape[0] == made.heads.shared:
             file, info = tensors[name]
             tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
-    told = {"head_dim": dim, "num_attention_heads": queries[1] // dim, "num_key_value_heads": keys[1] // dim}
-    checkpoint = replace(artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told})
+    told = {
+        "head_dim": dim,
+        "num_attention_heads": queries[1] // dim,
+        "num_key_value_heads": keys[1] // dim,
+    }
+    checkpoint = replace(
+        artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told}
+    )
     caches = dict.fromkeys(artifact.caches, told["num_key_value_heads"])
     return replace(artifact, checkpoint=checkpoint, caches=caches, linears=linears)
 
 
 def _some_rows(info: TensorInfo, first: int, count: int) -> TensorInfo:
     each = info.nbytes // info.shape[0]
-    return replace(info, shape=(count, *info.shape[1:]), offset=info.offset + first * each, nbytes=count * each)
+    return replace(
+        info, shape=(count, *info.shape[1:]), offset=info.offset + first * each, nbytes=count * each
+    )

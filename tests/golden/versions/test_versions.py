@@ -40,9 +40,12 @@ def test_an_artifact_verifies_and_has_nearly_the_logits_of_its_source(version, d
     loaded = load(version / "artifact", decoder=decoder)
     loaded.decoder.begin(rows=1, capacity=TOKENS.shape[1])
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(version / "model", dtype=torch.float32)(TOKENS).logits
+        expected = AutoModelForCausalLM.from_pretrained(version / "model", dtype=torch.float32)(
+            TOKENS
+        ).logits
     found = loaded.decoder.forward(TOKENS, last_only=False)
-    assert torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1] > 0.99  # W8A8_STATIC
+    # W8A8_STATIC
+    assert torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1] > 0.99
 
 
 def test_a_measurement_is_read_and_quantized_from(version, tmp_path):
@@ -52,17 +55,25 @@ def test_a_measurement_is_read_and_quantized_from(version, tmp_path):
     assert run(*line, "--measurement", version / "measurement") == 0
 
 
-def test_a_half_finished_folder_goes_on_or_says_that_its_layers_are_made_again(version, tmp_path, monkeypatch, capsys):
+def test_a_half_finished_folder_goes_on_or_says_that_its_layers_are_made_again(
+    version, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     line = ("--scheme", "W8A8_STATIC", "--measurement", version / "measurement")
     kept = (version / "unfinished" / "layers" / "00000.safetensors").stat().st_ino
     for folder in (version / "unfinished", tmp_path / "new"):
         assert run("quantize", version / "model", "-o", folder, *line) == 0
     goes_on = (version / "unfinished" / "layers" / "00000.safetensors").stat().st_ino == kept
-    assert goes_on != ("its layers are made again" in capsys.readouterr().err)  # by other libraries, say
+    # by other libraries, say
+    assert goes_on != ("its layers are made again" in capsys.readouterr().err)
     for name in ("layers/00000.safetensors", "layers/00001.safetensors"):
-        assert (version / "unfinished" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
-    assert run("export", version / "unfinished", "-o", tmp_path / "a", "--model", version / "model") == 0
+        assert (version / "unfinished" / name).read_bytes() == (
+            tmp_path / "new" / name
+        ).read_bytes()
+    assert (
+        run("export", version / "unfinished", "-o", tmp_path / "a", "--model", version / "model")
+        == 0
+    )
 
 
 def test_a_newer_layout_is_refused_with_what_to_do(version, capsys):
@@ -72,11 +83,21 @@ def test_a_newer_layout_is_refused_with_what_to_do(version, capsys):
         (version / "artifact" / "quantflow.json", ("verify", version / "artifact")),
         (
             version / "measurement" / "rank-000-of-001" / "measurement.json",
-            ("quantize", version / "model", "-o", version / "q", "--scheme", "FP8", "--measurement", version / "measurement"),
+            (
+                "quantize",
+                version / "model",
+                "-o",
+                version / "q",
+                "--scheme",
+                "FP8",
+                "--measurement",
+                version / "measurement",
+            ),
         ),
     ):
         body = read_json(path) | {"layout_version": 99}
         body.pop("digest")
         path.write_bytes(readable_json({**body, "digest": digest_of(body)}))
-        assert run(*verb) in ((6,) if verb[0] == "verify" else (6, 7))  # DONE.json has the hash of the record too
+        # DONE.json has the hash of the record too
+        assert run(*verb) in ((6,) if verb[0] == "verify" else (6, 7))
         assert "  fix:" in capsys.readouterr().err

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-# What follows the sentence is what a thread of an open group does to a process: the C++ runtime aborts it at its end.
+# What follows the sentence is what a thread of an open group does to a process: the C++ runtime
+# aborts it at its end.
 PROCESS = """
 import atexit, os, sys
 from quantflow.stages.cli.output import end_failed_rank
@@ -27,7 +28,11 @@ os._exit(0)
     ],
 )
 def test_a_rank_alone_ends_at_once_and_after_an_error_alone(code, variables, expected):
-    surroundings = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    surroundings = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     command = [sys.executable, "-c", PROCESS, str(code)]
-    done = subprocess.run(command, env={**surroundings, **variables}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**surroundings, **variables}, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == expected, done.stderr

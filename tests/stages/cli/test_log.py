@@ -16,7 +16,9 @@ def test_lines_are_appended_with_the_time_and_its_offset(tmp_path):
         log = Log(path, "title")
         log.write(text)
         log.close()
-    stamps, words = zip(*(line.split(" ", 1) for line in path.read_text().splitlines()), strict=True)
+    stamps, words = zip(
+        *(line.split(" ", 1) for line in path.read_text().splitlines()), strict=True
+    )
     assert words == ("begin: title", "one", "begin: title", "two", "lines")
     assert all(datetime.fromisoformat(stamp).tzinfo is not None for stamp in stamps)
 
@@ -50,12 +52,21 @@ def test_a_disk_that_is_full_ends_the_log_and_nothing_else(tmp_path, capsys):
         os.dup2(os.open("/dev/full", os.O_WRONLY), log._descriptor)
         log.write("two")
         log.write("three")
-    assert capsys.readouterr().err.count("No space left on device; the run goes on without it\n") == 1
+    assert (
+        capsys.readouterr().err.count("No space left on device; the run goes on without it\n") == 1
+    )
     assert "two" not in (tmp_path / "out.log").read_text()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (125, "2 min 05 s"), (7199, "119 min 59 s"), (7200, "2 h 00 min")]
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (119, "119 s"),
+        (125, "2 min 05 s"),
+        (7199, "119 min 59 s"),
+        (7200, "2 h 00 min"),
+    ],
 )
 def test_durations_are_for_people(seconds, text):
     assert duration(seconds) == text

@@ -62,7 +62,8 @@ def test_a_message_of_several_lines_is_told_on_two(capsys):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENOSPC, 5), (errno.EDQUOT, 5), (errno.EACCES, 3), (errno.ENOENT, 3), (errno.EISDIR, 3)]
+    ("number", "code"),
+    [(errno.ENOSPC, 5), (errno.EDQUOT, 5), (errno.EACCES, 3), (errno.ENOENT, 3), (errno.EISDIR, 3)],
 )
 def test_the_systems_refusals_name_the_file(capsys, number, code):
     assert exit_code(raising(OSError(number, os.strerror(number), "/some/file")), ["verb"]) == code
@@ -71,14 +72,22 @@ def test_the_systems_refusals_name_the_file(capsys, number, code):
 
 
 def test_a_failing_disk_is_told_as_such_with_the_file(capsys):
-    assert exit_code(raising(OSError(errno.EIO, os.strerror(errno.EIO), "/some/file")), ["verb"]) == 3
+    assert (
+        exit_code(raising(OSError(errno.EIO, os.strerror(errno.EIO), "/some/file")), ["verb"]) == 3
+    )
     cause, remedy = capsys.readouterr().err.splitlines()
-    assert cause == "error: /some/file: Input/output error: the disk or file system failed" and "continues" in remedy
+    assert (
+        cause == "error: /some/file: Input/output error: the disk or file system failed"
+        and "continues" in remedy
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
 def test_a_file_that_vanished_is_named(capsys, number):
-    assert exit_code(raising(OSError(number, os.strerror(number), "/model/a.safetensors")), ["verb"]) == 3
+    assert (
+        exit_code(raising(OSError(number, os.strerror(number), "/model/a.safetensors")), ["verb"])
+        == 3
+    )
     err = capsys.readouterr().err
     assert err.startswith("error: /model/a.safetensors: ") and "bring the file back" in err
 
@@ -88,7 +97,10 @@ def test_a_file_that_vanished_is_named(capsys, number):
     [
         MemoryError(),
         OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 "
+            "bytes."
+        ),
     ],
 )
 def test_memory_that_ends_is_a_matter_of_resources_not_a_bug(capsys, error):
@@ -152,7 +164,9 @@ def writing(action):
     return group
 
 
-def test_a_verb_logs_its_command_line_beside_its_output_and_finishes_the_step_that_runs(tmp_path, capsys):
+def test_a_verb_logs_its_command_line_beside_its_output_and_finishes_the_step_that_runs(
+    tmp_path, capsys
+):
     done = []
 
     def work(progress):
@@ -172,16 +186,33 @@ def test_a_verb_logs_its_command_line_beside_its_output_and_finishes_the_step_th
 def test_the_environment_silences_the_bars(tmp_path, monkeypatch, value, wanted):
     monkeypatch.setenv("TQDM_DISABLE", value)
     found = []
-    assert exit_code(writing(lambda progress: found.append(progress.bars)), ["verb", str(tmp_path / "out")]) == 0
+    assert (
+        exit_code(
+            writing(lambda progress: found.append(progress.bars)), ["verb", str(tmp_path / "out")]
+        )
+        == 0
+    )
     assert found == [wanted]
 
 
-@pytest.mark.parametrize(("rank", "ours", "written"), [("0", True, []), ("1", False, []), ("0", False, ["out.log"])])
-def test_a_rank_has_a_log_where_it_is_the_first_of_somebodys_torchrun(tmp_path, monkeypatch, rank, ours, written):
+@pytest.mark.parametrize(
+    ("rank", "ours", "written"), [("0", True, []), ("1", False, []), ("0", False, ["out.log"])]
+)
+def test_a_rank_has_a_log_where_it_is_the_first_of_somebodys_torchrun(
+    tmp_path, monkeypatch, rank, ours, written
+):
     theirs = {"RANK": rank, "WORLD_SIZE": "2"}
-    for name, value in (launched_environment("private", rank=int(rank), world=2) if ours else theirs).items():
+    for name, value in (
+        launched_environment("private", rank=int(rank), world=2) if ours else theirs
+    ).items():
         monkeypatch.setenv(name, value)
-    assert exit_code(writing(lambda progress: progress.say("measure: hello")), ["verb", str(tmp_path / "out")]) == 0
+    assert (
+        exit_code(
+            writing(lambda progress: progress.say("measure: hello")),
+            ["verb", str(tmp_path / "out")],
+        )
+        == 0
+    )
     assert [path.name for path in tmp_path.iterdir()] == written
 
 
@@ -207,7 +238,12 @@ def test_a_result_is_text_or_one_json_document(capsys):
 
 def test_a_table_puts_names_left_and_numbers_right():
     text = table(("a", "b", "c", "n"), [("x", "yy", "z", "1"), ("xxx", "y", "z", "100")])
-    assert text.splitlines() == ["a    b   c    n", "---  --  -  ---", "x    yy  z    1", "xxx  y   z  100"]
+    assert text.splitlines() == [
+        "a    b   c    n",
+        "---  --  -  ---",
+        "x    yy  z    1",
+        "xxx  y   z  100",
+    ]
 
 
 def test_an_outline_indents_and_cuts_long_lists():
@@ -219,4 +255,12 @@ def test_an_outline_indents_and_cuts_long_lists():
 def test_an_outline_shows_equal_tables_in_a_row_once():
     same = {"bits": 8}
     text = outline({"x": same, "y": same, "z": same, "w": {"bits": 4}, "v": 1, "u": 1, "t": 1})
-    assert text.splitlines() == ["x to z (3 alike):", "  bits: 8", "w:", "  bits: 4", "v: 1", "u: 1", "t: 1"]
+    assert text.splitlines() == [
+        "x to z (3 alike):",
+        "  bits: 8",
+        "w:",
+        "  bits: 4",
+        "v: 1",
+        "u: 1",
+        "t: 1",
+    ]

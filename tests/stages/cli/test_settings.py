@@ -33,7 +33,12 @@ SPECIAL = {  # what a parsed option is given, and what a recipe then holds
     "kv_cache": ("FP8:per_head", {"scheme": "FP8", "granularity": "per_head"}),
     "head": ("W4A16:hqq:64", {"scheme": "W4A16", "algorithm": "hqq", "group_size": 64}),
 }
-OPTIONS = [(verb, record, item) for verb in NEEDED for record in (Recipe, Quantize) for item in settings_of(record, verb)]
+OPTIONS = [
+    (verb, record, item)
+    for verb in NEEDED
+    for record in (Recipe, Quantize)
+    for item in settings_of(record, verb)
+]
 
 
 def values_of(verb, *more):
@@ -53,7 +58,9 @@ def sample(item):
     return [flag, str(value)], [value] if item.multiple else value
 
 
-@pytest.mark.parametrize(("verb", "record", "item"), OPTIONS, ids=lambda part: getattr(part, "key", None))
+@pytest.mark.parametrize(
+    ("verb", "record", "item"), OPTIONS, ids=lambda part: getattr(part, "key", None)
+)
 def test_every_option_of_a_verb_arrives_at_its_key_and_at_no_other(verb, record, item):
     words, value = sample(item)
     flags = recipe_flags(verb, values_of(verb, *words))
@@ -67,7 +74,9 @@ def test_what_no_option_says_is_left_to_what_lies_beneath(verb):
 
 
 def test_the_second_half_of_a_flag_says_no():
-    assert recipe_flags("quantize", values_of("quantize", "--original-inputs"))[1] == {"quantized_inputs": False}
+    assert recipe_flags("quantize", values_of("quantize", "--original-inputs"))[1] == {
+        "quantized_inputs": False
+    }
 
 
 @pytest.mark.parametrize("verb", [*NEEDED, "generate", "bench"])
@@ -81,7 +90,8 @@ def test_no_two_options_of_a_verb_share_a_flag_or_a_name(verb):
 @pytest.mark.parametrize("record", [Recipe, Quantize, GenerateJob, BenchJob, KernelJob])
 def test_every_field_is_declared(record):
     declared = {item.path[0] for item in every_setting(record)}
-    assert {item.name for item in fields(record)} - declared <= {"artifact", "quantize"}  # an argument; entries of their own
+    # an argument; entries of their own
+    assert {item.name for item in fields(record)} - declared <= {"artifact", "quantize"}
 
 
 def test_a_setting_is_added_by_one_field():
@@ -116,9 +126,9 @@ def test_options_of_the_named_sections_come_first():
 
 def test_a_help_per_verb_is_that_of_the_verb():
     (item,) = (item for item in settings_of(Recipe, "quantize") if item.key == "calibration.source")
-    assert item.declared.help_of("quantize").startswith("Measure first") and item.declared.help_of("measure").startswith(
-        "A .txt"
-    )
+    assert item.declared.help_of("quantize").startswith("Measure first") and item.declared.help_of(
+        "measure"
+    ).startswith("A .txt")
     assert item.declared.verbs == ("measure", "quantize")
 
 
@@ -135,7 +145,10 @@ def test_run_hands_every_setting_to_the_stages(monkeypatch, tmp_path):
             "seed": 5,
             "calibration": {"source": "a.txt", "samples": 3, "sequence_length": 9, "pack": True},
             "measure": {"ranks": 4, "tp": 2, "dp": 2, "stats": ["amax"], "experts": "all"},
-            "quantize": [{"name": "a", "scheme": "W4A16", "expect": "fail"}, {"name": "b", "scheme": "FP8"}],
+            "quantize": [
+                {"name": "a", "scheme": "W4A16", "expect": "fail"},
+                {"name": "b", "scheme": "FP8"},
+            ],
             "unify": {"groups": ["0123"]},
             "export": {"shard_size": "1GiB"},
             "validate": {"text": "b.txt", "tokens": 7},
@@ -158,22 +171,44 @@ def test_run_hands_every_setting_to_the_stages(monkeypatch, tmp_path):
 
     monkeypatch.setattr(api, "resolve", lambda recipe, progress: recipe)
     monkeypatch.setattr(run_stage, "write_texts", lambda *_: None)  # there is no artifact to run
-    monkeypatch.setattr(api, "write_report", lambda path, results: called.append(("report", (path,), dict(results))))
+    monkeypatch.setattr(
+        api, "write_report", lambda path, results: called.append(("report", (path,), dict(results)))
+    )
     for name in ("measure", "quantize", "unify", "export", "validate"):
         monkeypatch.setattr(api, name, record(name))
     results = run_stage.run(run_stage.RunJob(recipe=recipe, name="r", folder=tmp_path), SILENT)
     assert [name for name, _, _ in called] == [
-        *("measure", "unify", "quantize", "export", "validate", "quantize", "export", "validate", "report")
+        *(
+            "measure",
+            "unify",
+            "quantize",
+            "export",
+            "validate",
+            "quantize",
+            "export",
+            "validate",
+            "report",
+        )
     ]
     assert len(results) == 2
     words = {name: given for name, _, given in reversed(called)}  # the first artifact's
-    assert words["measure"]["calibration"] == recipe.calibration and words["measure"]["measuring"] == recipe.measure
-    assert words["measure"]["artifacts"] == recipe.quantize and words["unify"]["groups"] == ("0123",)
-    assert (words["quantize"]["revision"], words["quantize"]["artifact"]) == ("abc", recipe.quantize[0])
+    assert (
+        words["measure"]["calibration"] == recipe.calibration
+        and words["measure"]["measuring"] == recipe.measure
+    )
+    assert words["measure"]["artifacts"] == recipe.quantize and words["unify"]["groups"] == (
+        "0123",
+    )
+    assert (words["quantize"]["revision"], words["quantize"]["artifact"]) == (
+        "abc",
+        recipe.quantize[0],
+    )
     assert words["export"]["options"] == recipe.export
     assert (words["validate"]["options"], words["validate"]["expect"]) == (recipe.validate, "fail")
     for name in ("measure", "quantize", "export", "validate"):
-        assert words[name]["resources"] == Resources(max_memory="4GiB", max_disk="5GiB", disk_offload=True)
+        assert words[name]["resources"] == Resources(
+            max_memory="4GiB", max_disk="5GiB", disk_offload=True
+        )
         assert words[name]["force"] is True
     for name in ("measure", "quantize", "validate"):
         assert words[name]["seed"] == 5

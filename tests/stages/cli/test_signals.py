@@ -13,7 +13,8 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture
 def signals():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with `&` ignores it
+    # what a shell starts with `&` ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals = Signals()
     with signals.installed():
         yield signals
@@ -31,8 +32,12 @@ def test_outside_a_step_a_signal_stops_at_once(signals, number):
     assert caught.value.number == number
 
 
-@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "press again"), (signal.SIGTERM, "send it again")])
-def test_within_a_step_the_first_signal_waits_for_its_end_and_is_answered(signals, capfd, number, again):
+@pytest.mark.parametrize(
+    ("number", "again"), [(signal.SIGINT, "press again"), (signal.SIGTERM, "send it again")]
+)
+def test_within_a_step_the_first_signal_waits_for_its_end_and_is_answered(
+    signals, capfd, number, again
+):
     done = []
     with pytest.raises(Interrupted) as caught:
         for item in ProgressLine(signals=signals).steps("abc", stage="quantize", unit="layer"):

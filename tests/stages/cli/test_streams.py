@@ -22,12 +22,17 @@ def ended(shell, **environment):
     return result.returncode, result.stdout.decode(), result.stderr.decode()
 
 
-@pytest.mark.parametrize("line", ["$Q inspect $A", "$Q inspect $A --json", "$Q verify $A", "$Q --help", "$Q --version"])
+@pytest.mark.parametrize(
+    "line", ["$Q inspect $A", "$Q inspect $A --json", "$Q verify $A", "$Q --help", "$Q --version"]
+)
 def test_a_full_disk_behind_stdout_is_a_sentence_and_exit_5(line):
     code, _, err = ended(f"{line} > /dev/full")
     assert (code, err.splitlines()) == (
         5,
-        ["error: standard output: No space left on device", "  fix: free some space; the same command continues"],
+        [
+            "error: standard output: No space left on device",
+            "  fix: free some space; the same command continues",
+        ],
     )
 
 
@@ -52,7 +57,10 @@ def test_a_reader_that_has_enough_is_no_failure():
 
 @pytest.mark.slow
 def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
-    wide, narrow = ({"ppl_ratio": n, "mean_kld": n, "kld_p999": n, "top1_agreement": t} for n, t in ((9e9, 0.0), (0.001, 1.0)))
+    wide, narrow = (
+        {"ppl_ratio": n, "mean_kld": n, "kld_p999": n, "top1_agreement": t}
+        for n, t in ((9e9, 0.0), (0.001, 1.0))
+    )
     report = tmp_path / "validation"
     for name, thresholds in (("wide", wide), ("narrow", narrow)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"thresholds": thresholds}))
@@ -81,7 +89,13 @@ def test_text_is_generated_until_nobody_reads_it():
 @pytest.mark.slow
 def test_text_of_ranks_is_generated_until_nobody_reads_it(tmp_path):
     example = Path(__file__).parents[3] / "examples" / "tiny-llama"
-    assert ended(f"$Q quantize {example} -o {tmp_path / 'a'} --scheme W8A16 --algorithm rtn -q > {tmp_path / 'said'}")[0] == 0
+    assert (
+        ended(
+            f"$Q quantize {example} -o {tmp_path / 'a'} --scheme W8A16 --algorithm rtn -q > "
+            f"{tmp_path / 'said'}"
+        )[0]
+        == 0
+    )
     line = f"$Q generate {tmp_path / 'a'} --prompt value --max-new-tokens 6 -q --ranks 2"
     assert ended(f"{line} | true") == (0, "", "")
     code, _, err = ended(f"{line} > /dev/full")

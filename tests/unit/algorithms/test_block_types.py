@@ -23,9 +23,17 @@ def problem() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.T
     """Return a weight, its statistics, and inputs of which neighbours go together."""
     generator = torch.Generator().manual_seed(7)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator) * 0.05
-    inputs = torch.randn(400, INPUTS, generator=generator) @ torch.randn(INPUTS, INPUTS, generator=generator)
-    gradients = torch.randn(400, OUTPUTS, generator=generator) @ torch.randn(OUTPUTS, OUTPUTS, generator=generator)
-    statistics = {"hessian_sum": inputs.T @ inputs, "count": torch.tensor(400.0), "w|gradient_sum": gradients.T @ gradients}
+    inputs = torch.randn(400, INPUTS, generator=generator) @ torch.randn(
+        INPUTS, INPUTS, generator=generator
+    )
+    gradients = torch.randn(400, OUTPUTS, generator=generator) @ torch.randn(
+        OUTPUTS, OUTPUTS, generator=generator
+    )
+    statistics = {
+        "hessian_sum": inputs.T @ inputs,
+        "count": torch.tensor(400.0),
+        "w|gradient_sum": gradients.T @ gradients,
+    }
     return {"w": weight}, statistics, inputs
 
 
@@ -33,9 +41,13 @@ def made(algorithm, name: str) -> tuple[QTensor, float]:
     """Return what an algorithm makes of the weight, and the relative squared error of its output."""
     weights, statistics, inputs = problem()
     dtype = BLOCK_TYPES[name].scale_dtype
-    result = algorithm.quantize_group(weights, preset(name), statistics=statistics, scale_dtype=dtype)["w"].weight
+    result = algorithm.quantize_group(
+        weights, preset(name), statistics=statistics, scale_dtype=dtype
+    )["w"].weight
     exact = inputs @ weights["w"].T
-    return result, float((inputs @ result.dequantize().T - exact).square().sum() / exact.square().sum())
+    return result, float(
+        (inputs @ result.dequantize().T - exact).square().sum() / exact.square().sum()
+    )
 
 
 def in_blocks(weight: QTensor) -> np.ndarray:
@@ -56,7 +68,9 @@ def test_what_an_algorithm_makes_is_what_blocks_hold(algorithm, name):
 
 
 def test_steps_of_yaqa_end_on_points_of_iq4_nl():
-    points = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+    points = np.array(
+        [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+    )
     values = np.linspace(-140, 130, 1999, dtype=np.float32)
     found = values.copy()
     nearest_(found, preset("IQ4_NL").weights)

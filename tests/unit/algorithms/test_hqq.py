@@ -17,11 +17,15 @@ GRANULARITIES = {"per_channel": None, "per_group": 16}
 SCHEMES = [
     LinearScheme(
         name="test",
-        weights=TensorScheme(kind="int", num_bits=bits, granularity=granularity, group_size=size, symmetric=symmetric),
+        weights=TensorScheme(
+            kind="int", num_bits=bits, granularity=granularity, group_size=size, symmetric=symmetric
+        ),
         input=None,
         layout="pack-quantized",
     )
-    for (granularity, size), bits, symmetric in itertools.product(GRANULARITIES.items(), (4, 8), (True, False))
+    for (granularity, size), bits, symmetric in itertools.product(
+        GRANULARITIES.items(), (4, 8), (True, False)
+    )
 ]
 INT4, INT4_ASYM = SCHEMES[0], SCHEMES[1]
 
@@ -38,10 +42,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
     """Student's t with three degrees of freedom: normal values over the root of a chi-square."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) / torch.randn(3, *shape, generator=generator).square().mean(0).sqrt()
+    return (
+        torch.randn(shape, generator=generator)
+        / torch.randn(3, *shape, generator=generator).square().mean(0).sqrt()
+    )
 
 
-def run(weight: torch.Tensor, scheme: LinearScheme, *, by=hqq, scale_dtype=torch.float32) -> GroupResult:
+def run(
+    weight: torch.Tensor, scheme: LinearScheme, *, by=hqq, scale_dtype=torch.float32
+) -> GroupResult:
     return by.quantize_group({"w": weight}, scheme, statistics={}, scale_dtype=scale_dtype)["w"]
 
 
@@ -57,28 +66,36 @@ def objective(weight: torch.Tensor, result: GroupResult, p: float = 0.75) -> tor
 
 
 def test_one_scale_worked_by_hand():
-    # rtn: scale 7.5 / 7.5 = 1, d = (7, 1, 1, 1), errors 0.5, 0.2, 0.2, 0.2. The best multiple of the range is 33/32.
-    # Least squares: 56.1 / 52 = 1.0788, the same d, and every error below 0.22 steps: each further step is least squares again.
+    # rtn: scale 7.5 / 7.5 = 1, d = (7, 1, 1, 1), errors 0.5, 0.2, 0.2, 0.2. The best multiple of
+    # the range is 33/32. Least squares: 56.1 / 52 = 1.0788, the same d, and every error below 0.22
+    # steps: each further step is least squares again.
     weight = torch.tensor([[7.5, 1.2, 1.2, 1.2]])
     result = run(weight, INT4)
     assert result.weight.scale.item() == pytest.approx(56.1 / 52, rel=1e-6)
     assert result.weight.qvalue.tolist() == [[7, 1, 1, 1]]
     assert result.decisions["objective_rtn"] == pytest.approx(0.5**0.75 + 3 * 0.2**0.75, abs=1e-4)
     left = 7 * 56.1 / 52 - 7.5, 1.2 - 56.1 / 52
-    assert result.decisions["objective"] == pytest.approx(left[0] ** 0.75 + 3 * left[1] ** 0.75, abs=1e-4)
+    assert result.decisions["objective"] == pytest.approx(
+        left[0] ** 0.75 + 3 * left[1] ** 0.75, abs=1e-4
+    )
     assert (result.decisions["zero_groups"], result.decisions["changed_groups"]) == (0, 1)
     assert 1 <= result.decisions["iterations"] <= 20
 
 
 def test_a_scale_that_would_lose_is_not_taken_worked_by_hand():
-    # scale 1, zero_point -4: three of four are exact and 2.6 is 0.4 from 3, 0.4^0.75 = 0.50; other multiples lose more. Least
-    # squares would have 144.8 / 146 for a scale, and errors 0.03, 0.09 and 0.38: 0.72.
+    # scale 1, zero_point -4: three of four are exact and 2.6 is 0.4 from 3, 0.4^0.75 = 0.50; other
+    # multiples lose more. Least squares would have 144.8 / 146 for a scale, and errors 0.03, 0.09
+    # and 0.38: 0.72.
     weight = torch.tensor([[-4.0, 11.0, 0.0, 2.6]])
     result = run(weight, INT4_ASYM)
     assert (result.weight.scale.item(), result.weight.zero_point.item()) == (1.0, -4)
     assert result.weight.qvalue.tolist() == [[-8, 7, -4, -1]]
     assert result.decisions["changed_groups"] == result.decisions["iterations"] == 0
-    assert result.decisions["objective"] == result.decisions["objective_rtn"] == pytest.approx(0.4**0.75, abs=1e-4)
+    assert (
+        result.decisions["objective"]
+        == result.decisions["objective_rtn"]
+        == pytest.approx(0.4**0.75, abs=1e-4)
+    )
 
 
 def integers(values: list[float], scale: float, zero: int) -> list[int]:
@@ -86,7 +103,10 @@ def integers(values: list[float], scale: float, zero: int) -> list[int]:
 
 
 def power_sum(values: list[float], scale: float, zero: int, p: float) -> float:
-    return sum(abs(value - scale * x) ** p for value, x in zip(values, integers(values, scale, zero), strict=True))
+    return sum(
+        abs(value - scale * x) ** p
+        for value, x in zip(values, integers(values, scale, zero), strict=True)
+    )
 
 
 def splitting(values: list[float], scheme: TensorScheme) -> float:
@@ -97,7 +117,10 @@ def splitting(values: list[float], scheme: TensorScheme) -> float:
     whole = (high - low) / 15
     zero = 0 if scheme.symmetric else min(7, max(-8, round(-8 - low / whole)))
     multiples = [1.0, *(step / 32 for step in range(33, 21, -1))]
-    scale = min((whole * multiple for multiple in multiples), key=lambda scale: power_sum(values, scale, zero, 2))
+    scale = min(
+        (whole * multiple for multiple in multiples),
+        key=lambda scale: power_sum(values, scale, zero, 2),
+    )
     least, beta = power_sum(values, whole, zero, 0.75), 1.0
     for _ in range(20):
         least = min(least, power_sum(values, scale, zero, 0.75))
@@ -116,7 +139,9 @@ def splitting(values: list[float], scheme: TensorScheme) -> float:
 def test_the_splitting_in_plain_numbers_finds_the_same_sums(scheme):
     weight = heavy_tailed(24, 32, seed=3)
     found = objective(weight, run(weight, scheme)).flatten().tolist()
-    assert found == pytest.approx([splitting(row, scheme.weights) for row in weight.tolist()], rel=1e-3)
+    assert found == pytest.approx(
+        [splitting(row, scheme.weights) for row in weight.tolist()], rel=1e-3
+    )
 
 
 def float_zero(weight: torch.Tensor, bits: int) -> torch.Tensor:
@@ -193,19 +218,38 @@ def test_zeros_stay_zeros_and_are_counted(scheme):
 
 
 @pytest.mark.parametrize("scheme", [s for s in SCHEMES if s.weights.group_size is None], ids=label)
-@pytest.mark.parametrize("weight", [[[-3.0]], [[0.7] * 5, [-0.2] * 5]], ids=["one-element", "constant-rows"])
+@pytest.mark.parametrize(
+    "weight", [[[-3.0]], [[0.7] * 5, [-0.2] * 5]], ids=["one-element", "constant-rows"]
+)
 def test_rows_of_one_value_are_exact_but_for_the_scales_last_bits(scheme, weight):
     weight = torch.tensor(weight)
-    assert run(weight, scheme).weight.dequantize().flatten().tolist() == pytest.approx(weight.flatten().tolist(), rel=1e-5)
+    assert run(weight, scheme).weight.dequantize().flatten().tolist() == pytest.approx(
+        weight.flatten().tolist(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("weight", "scheme", "error", "message"),
     [
-        (torch.ones(4, 100), PRESETS["W4A16"], SchemeError, r"q_proj: in_features=100.*group_size=128.*ignore"),
-        (torch.full((4, 128), float("nan")), PRESETS["W4A16"], InputError, r"q_proj: weight holds NaN or Inf; .*damaged"),
+        (
+            torch.ones(4, 100),
+            PRESETS["W4A16"],
+            SchemeError,
+            r"q_proj: in_features=100.*group_size=128.*ignore",
+        ),
+        (
+            torch.full((4, 128), float("nan")),
+            PRESETS["W4A16"],
+            InputError,
+            r"q_proj: weight holds NaN or Inf; .*damaged",
+        ),
         (torch.ones(0, 128), PRESETS["W4A16"], InputError, r"q_proj: weight is \[0, 128\]"),
-        (torch.ones(4, 128), PRESETS["FP8_DYNAMIC"], SchemeError, r"FP8_DYNAMIC: hqq with kind='float'; use rtn"),
+        (
+            torch.ones(4, 128),
+            PRESETS["FP8_DYNAMIC"],
+            SchemeError,
+            r"FP8_DYNAMIC: hqq with kind='float'; use rtn",
+        ),
         (
             torch.ones(4, 128),
             LinearScheme(
@@ -255,7 +299,8 @@ def test_rows_have_the_bits_and_add_up_to_the_decisions_of_the_whole_however_the
 
 
 def test_the_working_memory_is_that_of_a_unit_for_each_worker():
-    # 2^18 elements, or a row where that has more: six float32 of each, 6 MiB, and a twentieth for the scales.
+    # 2^18 elements, or a row where that has more: six float32 of each, 6 MiB, and a twentieth for
+    # the scales.
     assert 6 << 20 < hqq.working_bytes(4096, 2048) < 1.06 * (6 << 20)
     assert hqq.working_bytes(1 << 20, 2048, workers=2) == 8 * hqq.working_bytes(4096, 2048)
 

@@ -20,7 +20,13 @@ from quantflow.numerics.trained_block import TrainedBlock
 
 def scheme_of(bits: int, *, symmetric: bool = True, group_size: int | None = None) -> LinearScheme:
     granularity = "per_channel" if group_size is None else "per_group"
-    weights = TensorScheme(kind="int", num_bits=bits, granularity=granularity, group_size=group_size, symmetric=symmetric)
+    weights = TensorScheme(
+        kind="int",
+        num_bits=bits,
+        granularity=granularity,
+        group_size=group_size,
+        symmetric=symmetric,
+    )
     return LinearScheme(name="test", weights=weights, input=None, layout="pack-quantized")
 
 
@@ -43,28 +49,48 @@ def block_of(weights, inputs, quantized_inputs=None) -> TrainedBlock:
     def running(given):
         yield lambda number: forward(given, (quantized_inputs or inputs)[number])
 
-    return TrainedBlock(samples=len(inputs), running=running, target=lambda number: forward(weights, inputs[number]))
+    return TrainedBlock(
+        samples=len(inputs), running=running, target=lambda number: forward(weights, inputs[number])
+    )
 
 
 def started(weights, scheme, *, by=rtn, statistics=None, scale_dtype=torch.float32):
     told = {"statistics": statistics or {}, "scale_dtype": scale_dtype}
-    return {name: by.quantize_group({name: w}, scheme, **told)[name].weight for name, w in weights.items()}
+    return {
+        name: by.quantize_group({name: w}, scheme, **told)[name].weight
+        for name, w in weights.items()
+    }
 
 
-def refined(weights, block, starts, *, iterations=20, sequences=4, scale_dtype=torch.float32, workers=SEQUENTIAL):
+def refined(
+    weights,
+    block,
+    starts,
+    *,
+    iterations=20,
+    sequences=4,
+    scale_dtype=torch.float32,
+    workers=SEQUENTIAL,
+):
     told = {"iterations": iterations, "sequences": sequences, "workers": workers}
-    return signround.refine(block, weights, starts, scale_dtypes=dict.fromkeys(weights, scale_dtype), **told)
+    return signround.refine(
+        block, weights, starts, scale_dtypes=dict.fromkeys(weights, scale_dtype), **told
+    )
 
 
 def error(block: TrainedBlock, made) -> float:
     with block.running({name: result.dequantize() for name, result in made.items()}) as run:
-        return sum(float((run(i) - block.target(i)).double().square().sum()) for i in range(block.samples))
+        return sum(
+            float((run(i) - block.target(i)).double().square().sum()) for i in range(block.samples)
+        )
 
 
 def small(scheme, *, seed=0, samples=6, width=16, scale_dtype=torch.float32):
     """Two linears, inputs of which some channels go together, and what rtn makes of them."""
     weights = (
-        {"a": random(12, width, seed=seed), "b": random(8, 12, seed=seed + 1)} if scheme.weights.group_size is None else {}
+        {"a": random(12, width, seed=seed), "b": random(8, 12, seed=seed + 1)}
+        if scheme.weights.group_size is None
+        else {}
     )
     weights = weights or {"a": random(16, width, seed=seed), "b": random(8, 16, seed=seed + 1)}
     mixed = random(width, width, seed=seed + 2)
@@ -88,10 +114,10 @@ def test_two_iterations_worked_by_hand():
 
 
 def test_both_ends_of_an_asymmetric_range_worked_by_hand():
-    # rtn: range -8 to 7, scale 1, zero_point 0, all exact; only 0.4 is not, the target of the input (0, 0, 1).
-    # The only step is 1. Both ends get the sign of the scale's gradient, -0.8 * (0 - 0.4), and stop at 1/64: -1/8 to 7/64. The
-    # scale is 1/64, the zero_point 0, the offset 0.5: round(25.6 + 0.5) = 26, clipped to 7: 7/64 = 0.109375, an error of
-    # 0.290625 where it was 0.4.
+    # rtn: range -8 to 7, scale 1, zero_point 0, all exact; only 0.4 is not, the target of the input
+    # (0, 0, 1). The only step is 1. Both ends get the sign of the scale's gradient, -0.8 * (0 -
+    # 0.4), and stop at 1/64: -1/8 to 7/64. The scale is 1/64, the zero_point 0, the offset 0.5:
+    # round(25.6 + 0.5) = 26, clipped to 7: 7/64 = 0.109375, an error of 0.290625 where it was 0.4.
     weights = {"a": torch.tensor([[-8.0, 7.0, 0.4]])}
     block = block_of(weights, [torch.tensor([[0.0, 0.0, 1.0]])])
     start = started(weights, INT4_ASYM)
@@ -116,25 +142,42 @@ def plain(weights, starts, inputs, scheme, *, iterations, batches):
         bottom = top if start.zero_point is None else bottom
         scale = (most * top - least * bottom) / (high - low)
         place = low - least * bottom / scale
-        place = through(place, place.round().clamp(low, high)) if start.zero_point is not None else torch.zeros_like(place)
+        place = (
+            through(place, place.round().clamp(low, high))
+            if start.zero_point is not None
+            else torch.zeros_like(place)
+        )
         groups = w.reshape(*scale.shape, -1) / scale[..., None] + v.reshape(*scale.shape, -1)
         q = (through(groups, groups.round()) + place[..., None]).clamp(low, high)
-        return ((q - place[..., None]) * scale[..., None]).reshape(w.shape), q.reshape(w.shape), scale
+        return (
+            ((q - place[..., None]) * scale[..., None]).reshape(w.shape),
+            q.reshape(w.shape),
+            scale,
+        )
 
     learned = {
-        name: [torch.zeros(w.shape), torch.ones(starts[name].scale.shape), torch.ones(starts[name].scale.shape)]
+        name: [
+            torch.zeros(w.shape),
+            torch.ones(starts[name].scale.shape),
+            torch.ones(starts[name].scale.shape),
+        ]
         for name, w in weights.items()
     }
     learned = {name: [p.double().requires_grad_() for p in ps] for name, ps in learned.items()}
     everything = [p for ps in learned.values() for p in ps]
     optimizer = torch.optim.SGD(everything, lr=1 / iterations)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=iterations)
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        optimizer, start_factor=1.0, end_factor=0.0, total_iters=iterations
+    )
     exact = {name: w.double() for name, w in weights.items()}
     for iteration in range(iterations):
         optimizer.zero_grad()
         made = {name: rounded(name, *ps)[0] for name, ps in learned.items()}
         numbers = batches[iteration % len(batches)]
-        sum((forward(made, inputs[i].double()) - forward(exact, inputs[i].double())).square().sum() for i in numbers).backward()
+        sum(
+            (forward(made, inputs[i].double()) - forward(exact, inputs[i].double())).square().sum()
+            for i in numbers
+        ).backward()
         for p in everything:
             if p.grad is not None:
                 p.grad.sign_()
@@ -156,7 +199,9 @@ def cut_short(weight: torch.Tensor, start: QTensor) -> QTensor:
     return replace(start, qvalue=qvalue, scale=scale)
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT4_ASYM, INT2, scheme_of(4, symmetric=False, group_size=8)])
+@pytest.mark.parametrize(
+    "scheme", [INT4, INT4_ASYM, INT2, scheme_of(4, symmetric=False, group_size=8)]
+)
 def test_the_papers_algorithm_in_plain_code_learns_the_same(scheme, monkeypatch):
     weights, block, starts = small(scheme, seed=5)
     inputs = [random(10, 16, seed=8 + i) @ random(16, 16, seed=7) / 4 for i in range(6)]
@@ -172,7 +217,8 @@ def test_the_papers_algorithm_in_plain_code_learns_the_same(scheme, monkeypatch)
         torch.testing.assert_close(found[name].weight.scale.double(), scale, rtol=1e-5, atol=0)
         same += int((found[name].weight.qvalue == qvalue).sum())
         total += qvalue.numel()
-    assert same >= 0.99 * total  # where a gradient is nearly zero its sign is that of rounding errors
+    # where a gradient is nearly zero its sign is that of rounding errors
+    assert same >= 0.99 * total
 
 
 @pytest.mark.parametrize("scheme", [INT4, INT4_ASYM, INT2, scheme_of(8)])
@@ -182,16 +228,22 @@ def test_before_the_first_step_it_stands_for_its_start(scheme, scale_dtype, by):
     weight = random(24, 64, seed=3)
     x = random(200, 64, seed=4) @ random(64, 64, seed=5)
     statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(200)}
-    start = started({"w": weight}, scheme, by=by, statistics=statistics, scale_dtype=scale_dtype)["w"]
+    start = started({"w": weight}, scheme, by=by, statistics=statistics, scale_dtype=scale_dtype)[
+        "w"
+    ]
     learned = Learned.of("w", weight, start, scale_dtype=scale_dtype)
     made = learned.made(SEQUENTIAL)
     assert torch.equal(made.qvalue, start.qvalue) and torch.equal(made.scale, start.scale)
     assert start.zero_point is None or torch.equal(made.zero_point, start.zero_point)
-    assert torch.equal(learned.real(slice(0, 24), *learned.learned(slice(0, 24))), start.dequantize())
+    assert torch.equal(
+        learned.real(slice(0, 24), *learned.learned(slice(0, 24))), start.dequantize()
+    )
 
 
 @pytest.mark.parametrize("scheme", [INT4, INT2])
-def test_from_negative_scales_it_learns_what_it_does_of_the_turned_weights_from_positive_ones(scheme):
+def test_from_negative_scales_it_learns_what_it_does_of_the_turned_weights_from_positive_ones(
+    scheme,
+):
     weights, block, starts = small(scheme, seed=5)
     starts = {name: cut_short(weights[name], start) for name, start in starts.items()}
     found = refined(weights, block, starts)
@@ -213,9 +265,13 @@ def test_from_negative_scales_it_learns_what_it_does_of_the_turned_weights_from_
     st.integers(1, 7),
     st.integers(1, 9),
 )
-def test_the_error_is_never_larger_than_the_starts_and_scales_never_grow(seed, scheme, scale_dtype, iterations, sequences):
+def test_the_error_is_never_larger_than_the_starts_and_scales_never_grow(
+    seed, scheme, scale_dtype, iterations, sequences
+):
     weights, block, starts = small(scheme, seed=seed % 10**6, scale_dtype=scale_dtype)
-    found = refined(weights, block, starts, iterations=iterations, sequences=sequences, scale_dtype=scale_dtype)
+    found = refined(
+        weights, block, starts, iterations=iterations, sequences=sequences, scale_dtype=scale_dtype
+    )
     for name, result in found.items():
         result.weight.validate(name)
         assert torch.equal(result.weight.scale.to(scale_dtype).float(), result.weight.scale)
@@ -231,7 +287,8 @@ def test_the_error_is_never_larger_than_the_starts_and_scales_never_grow(seed, s
 
 
 @pytest.mark.parametrize(("bits", "of_rtn"), [(4, 0.5), (2, 0.35)])
-def test_the_output_of_the_layer_is_closer_than_that_of_rtn_and_at_2_bits_of_gptq(bits, of_rtn):  # why it exists
+# why it exists
+def test_the_output_of_the_layer_is_closer_than_that_of_rtn_and_at_2_bits_of_gptq(bits, of_rtn):
     scheme = scheme_of(bits, group_size=16)
     weights = {"a": random(48, 32, seed=1) * 0.15, "b": random(32, 48, seed=2) * 0.15}
     inputs = [random(48, 32, seed=4 + i) @ random(32, 32, seed=3) / 6 for i in range(8)]
@@ -243,10 +300,19 @@ def test_the_output_of_the_layer_is_closer_than_that_of_rtn_and_at_2_bits_of_gpt
         columns |= started({name: weights[name]}, scheme, by=gptq, statistics=statistics)
     nearest, by_column = error(block, starts), error(block, columns)
     learned, both = (
-        error(block, {n: r.weight for n, r in refined(weights, block, begin, iterations=50, sequences=8).items()})
+        error(
+            block,
+            {
+                n: r.weight
+                for n, r in refined(weights, block, begin, iterations=50, sequences=8).items()
+            },
+        )
         for begin in (starts, columns)
     )
-    print(f"{bits} bits: rtn {nearest:.4g}, gptq {by_column:.4g}, signround {learned:.4g}, signround from gptq {both:.4g}")
+    print(
+        f"{bits} bits: rtn {nearest:.4g}, gptq {by_column:.4g}, signround {learned:.4g}, "
+        f"signround from gptq {both:.4g}"
+    )
     assert learned < of_rtn * nearest
     if bits == 2:
         assert learned < by_column  # though gptq's scales have either sign, and rtn's do not
@@ -255,7 +321,8 @@ def test_the_output_of_the_layer_is_closer_than_that_of_rtn_and_at_2_bits_of_gpt
 
 
 def test_what_the_layers_before_did_is_made_up_for():
-    # The quantized layers before put out a quarter more of everything, which smaller scales make up for.
+    # The quantized layers before put out a quarter more of everything, which smaller scales make up
+    # for.
     weights = {"a": random(8, 16, seed=1)}
     inputs = [random(12, 16, seed=2 + i) for i in range(4)]
     block = block_of(weights, inputs, [1.25 * x for x in inputs])
@@ -275,7 +342,8 @@ def test_what_it_runs_is_counted():
             yield lambda number: (ran.append(torch.is_grad_enabled()), run(number))[1]
 
     counting = TrainedBlock(samples=5, running=running, target=block.target)
-    refined(weights, counting, starts, iterations=8, sequences=3)  # turns of 3 and 2 sequences: 20 in 8 iterations
+    # turns of 3 and 2 sequences: 20 in 8 iterations
+    refined(weights, counting, starts, iterations=8, sequences=3)
     assert (ran.count(True), ran.count(False)) == (20, 9 * 5)
     assert signround.runs(6, iterations=8, sequences=3) == 3 * 8 * 3 + 9 * 6
     assert signround.runs(100, iterations=200, sequences=8) == 3 * 200 * 8 + 11 * 32
@@ -285,21 +353,31 @@ def test_what_it_runs_is_counted():
 def test_zeros_stay_zeros_with_a_scale_of_one(scheme):
     weights = {"a": torch.zeros(4, 16)}
     inputs = [random(3, 16)]
-    block = TrainedBlock(samples=1, running=block_of(weights, inputs).running, target=lambda _: torch.ones(1, 3, 4))
+    block = TrainedBlock(
+        samples=1, running=block_of(weights, inputs).running, target=lambda _: torch.ones(1, 3, 4)
+    )
     found = refined(weights, block, started(weights, scheme), iterations=5)["a"]
     assert (found.weight.scale == 1).all() and not found.weight.dequantize().any()
-    assert (found.decisions["moved"], found.decisions["rescaled"], found.decisions["best_iteration"]) == (0, 0, 0)
+    assert (
+        found.decisions["moved"],
+        found.decisions["rescaled"],
+        found.decisions["best_iteration"],
+    ) == (0, 0, 0)
 
 
 def test_a_target_of_zeros_has_a_loss_that_is_a_number():
     weights = {"a": torch.zeros(4, 16)}
-    found = refined(weights, block_of(weights, [random(3, 16)]), started(weights, INT4), iterations=2)["a"]
+    found = refined(
+        weights, block_of(weights, [random(3, 16)]), started(weights, INT4), iterations=2
+    )["a"]
     assert (found.decisions["block_loss"], found.decisions["block_loss_start"]) == (0.0, 0.0)
 
 
 def test_one_element_is_learned_too():
     weights = {"a": torch.tensor([[-3.0]])}
-    found = refined(weights, block_of(weights, [torch.ones(1, 1)]), started(weights, INT4), iterations=3)["a"]
+    found = refined(
+        weights, block_of(weights, [torch.ones(1, 1)]), started(weights, INT4), iterations=3
+    )["a"]
     assert found.weight.dequantize().item() == pytest.approx(-3.0, rel=0.1)
 
 
@@ -318,13 +396,22 @@ def test_numbers_that_are_none_are_refused(change, kind, message):
 
 def test_errors_name_what_is_wrong_and_the_remedy():
     weights, block, starts = small(INT4)
-    with pytest.raises(StatisticsError, match="no calibration sequence; measure with calibration text"):
-        refined(weights, TrainedBlock(samples=0, running=block.running, target=block.target), starts)
+    with pytest.raises(
+        StatisticsError, match="no calibration sequence; measure with calibration text"
+    ):
+        refined(
+            weights, TrainedBlock(samples=0, running=block.running, target=block.target), starts
+        )
     floats = started(weights, preset("FP8_DYNAMIC"))
     with pytest.raises(SchemeError, match="a: signround with float per_channel; choose integers"):
         refined(weights, block, floats)
-    damaged = TrainedBlock(samples=1, running=block.running, target=lambda _: torch.full((1, 10, 8), float("nan")))
-    with pytest.raises(StatisticsError, match="a: signround: the squared error of its layer's output is nan; look at"):
+    damaged = TrainedBlock(
+        samples=1, running=block.running, target=lambda _: torch.full((1, 10, 8), float("nan"))
+    )
+    with pytest.raises(
+        StatisticsError,
+        match="a: signround: the squared error of its layer's output is nan; look at",
+    ):
         refined(weights, damaged, starts)
     with pytest.raises(SchemeError, match="in_features=16 is not a multiple of group_size=128"):
         started(weights, preset("W4A16"))
@@ -333,15 +420,23 @@ def test_errors_name_what_is_wrong_and_the_remedy():
 @pytest.mark.parametrize("scheme", [INT4_ASYM, INT2])
 def test_the_number_of_workers_does_not_change_a_bit(scheme):
     scheme = scheme if scheme.weights.group_size is None else with_group_size(preset("W2A16"), 32)
-    weights = {"a": random(300, 1024, seed=1).to(torch.bfloat16), "b": random(64, 300 if scheme is INT4_ASYM else 320, seed=2)}
-    weights["a"] = weights["a"] if scheme is INT4_ASYM else random(320, 1024, seed=1).to(torch.bfloat16)  # several units
+    weights = {
+        "a": random(300, 1024, seed=1).to(torch.bfloat16),
+        "b": random(64, 300 if scheme is INT4_ASYM else 320, seed=2),
+    }
+    # several units
+    weights["a"] = (
+        weights["a"] if scheme is INT4_ASYM else random(320, 1024, seed=1).to(torch.bfloat16)
+    )
     before = {name: weight.clone() for name, weight in weights.items()}
     exact = {name: weight.float() for name, weight in weights.items()}
     block = block_of(exact, [random(4, 1024, seed=3 + i) for i in range(5)])
     starts = started(weights, scheme, scale_dtype=torch.bfloat16)
     alone = refined(weights, block, starts, iterations=3, scale_dtype=torch.bfloat16)
     with Workers(3) as workers:
-        together = refined(weights, block, starts, iterations=3, scale_dtype=torch.bfloat16, workers=workers)
+        together = refined(
+            weights, block, starts, iterations=3, scale_dtype=torch.bfloat16, workers=workers
+        )
     for name in weights:
         one, other = alone[name].weight, together[name].weight
         assert torch.equal(weights[name], before[name])

@@ -36,8 +36,12 @@ def random(*shape, seed=0):
 
 def correlated(samples, features, *, seed):
     """Few directions carry most of the energy, and channels differ in size."""
-    directions = random(samples, max(1, features // 4), seed=seed) @ random(max(1, features // 4), features, seed=seed + 1)
-    return (2 * directions + random(samples, features, seed=seed + 2)) * torch.logspace(-0.5, 0.5, features)
+    directions = random(samples, max(1, features // 4), seed=seed) @ random(
+        max(1, features // 4), features, seed=seed + 1
+    )
+    return (2 * directions + random(samples, features, seed=seed + 2)) * torch.logspace(
+        -0.5, 0.5, features
+    )
 
 
 def statistics_of(rows, columns, *, seed=0, name="w"):
@@ -46,7 +50,9 @@ def statistics_of(rows, columns, *, seed=0, name="w"):
 
 
 def run(weight, scheme, statistics, *, scale_dtype=torch.float32, **more):
-    return yaqa.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=scale_dtype, **more)["w"]
+    return yaqa.quantize_group(
+        {"w": weight}, scheme, statistics=statistics, scale_dtype=scale_dtype, **more
+    )["w"]
 
 
 def grid_of(result):
@@ -74,13 +80,18 @@ def loss_of(errors, statistics):
 def conditional_minima(weight, result, statistics, blocks):
     """Fix one weight after the other where the loss is smallest if all that are still free could be any real number.
 
-    The loss is e^T (G x H) e with e the errors in one vector. In a block no row knows of the others' errors.
+    The loss is e^T (G x H) e with e the errors in one vector. In a block no row knows of the
+    others' errors.
     """
     scheme, (scale, zero_point) = result.weight.scheme, grid_of(result)
     outputs, inputs = sides(statistics)
     loss, columns = torch.kron(outputs, inputs), weight.shape[1]
     order = sorted(range(columns), key=lambda j: -inputs[j, j].item())
-    errors, qvalue, done = torch.zeros(weight.numel(), dtype=torch.float64), torch.zeros(weight.shape), []
+    errors, qvalue, done = (
+        torch.zeros(weight.numel(), dtype=torch.float64),
+        torch.zeros(weight.shape),
+        [],
+    )
     for block in blocks:
         fixed = list(done)
         for row in block:
@@ -88,10 +99,17 @@ def conditional_minima(weight, result, statistics, blocks):
             for column in order:
                 at = row * columns + column
                 free = [i for i in range(weight.numel()) if i not in mine]
-                wanted = -torch.linalg.solve(loss[free][:, free], loss[free][:, mine] @ errors[mine])[free.index(at)]
-                q = ((weight[row, column].double() - wanted) / scale[row, column] + zero_point[row, column]).round()
+                wanted = -torch.linalg.solve(
+                    loss[free][:, free], loss[free][:, mine] @ errors[mine]
+                )[free.index(at)]
+                q = (
+                    (weight[row, column].double() - wanted) / scale[row, column]
+                    + zero_point[row, column]
+                ).round()
                 qvalue[row, column] = q = q.clamp(scheme.qmin, scheme.qmax)
-                errors[at] = weight[row, column].double() - scale[row, column] * (q - zero_point[row, column])
+                errors[at] = weight[row, column].double() - scale[row, column] * (
+                    q - zero_point[row, column]
+                )
                 mine.append(at)
                 done.append(at)
     return qvalue.to(torch.int8)
@@ -108,8 +126,8 @@ def by_hand():
 
 
 def test_a_row_makes_up_for_another_worked_by_hand(monkeypatch):
-    # The last row comes first: 3.4 rounds to 3, error 0.4. G is damped by 0.03 * 3, so the first row is owed
-    # 0.4 * 2 / 2.09 = 0.383: 2.3 becomes 2.683 and rounds to 3, not 2.
+    # The last row comes first: 3.4 rounds to 3, error 0.4. G is damped by 0.03 * 3, so the first
+    # row is owed 0.4 * 2 / 2.09 = 0.383: 2.3 becomes 2.683 and rounds to 3, not 2.
     monkeypatch.setattr(yaqa, "_ROWS", 1)
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = by_hand()
@@ -119,9 +137,10 @@ def test_a_row_makes_up_for_another_worked_by_hand(monkeypatch):
 
 
 def test_descent_worked_by_hand():
-    # Side by side the rows round to 2 and 3, errors 0.3 and 0.4: 2.09 * 0.09 + 4 * 0.12 + 4.09 * 0.16 = 1.3225. The first
-    # one's step to 3 leaves -0.7 and 0.4: 1.0241 - 1.12 + 0.6544 = 0.5585. Alone the second one's to 4 would leave 0.9405.
-    # Scales that fit better are within 0.001 of 15 / 16, nearer to it than to the next of bfloat16.
+    # Side by side the rows round to 2 and 3, errors 0.3 and 0.4: 2.09 * 0.09 + 4 * 0.12 + 4.09 *
+    # 0.16 = 1.3225. The first one's step to 3 leaves -0.7 and 0.4: 1.0241 - 1.12 + 0.6544 = 0.5585.
+    # Alone the second one's to 4 would leave 0.9405. Scales that fit better are within 0.001 of 15
+    # / 16, nearer to it than to the next of bfloat16.
     weight, statistics = by_hand()
     result = run(weight, W4_CHANNEL, statistics, scale_dtype=torch.bfloat16)
     assert result.weight.scale.tolist() == [[0.9375], [0.9375]]
@@ -138,14 +157,19 @@ def test_descent_worked_by_hand():
         "zero_groups": 0,
         "sweeps": 1,
         "moved": 1,
-        # Of 0.9375^2 * (200 * 8^2 + 2.3^2 + 3.4^2): 0.7 and 0.4 of a step; rtn's scale is 1, and -7.5 off by 0.5.
+        # Of 0.9375^2 * (200 * 8^2 + 2.3^2 + 3.4^2): 0.7 and 0.4 of a step; rtn's scale is 1, and
+        # -7.5 off by 0.5.
         "output_error": pytest.approx(math.sqrt((0.7**2 + 0.4**2) / (12800 + 2.3**2 + 3.4**2))),
-        "output_error_rtn": pytest.approx(math.sqrt((200 * 0.5**2 + 0.15625**2 + 0.1875**2) / (0.9375**2 * 12816.85))),
+        "output_error_rtn": pytest.approx(
+            math.sqrt((200 * 0.5**2 + 0.15625**2 + 0.1875**2) / (0.9375**2 * 12816.85))
+        ),
         "same_as_rtn": False,
     }
 
 
-@pytest.mark.parametrize(("length", "blocks"), [(1, [[4], [3], [2], [1], [0]]), (2, [[2], [1, 4], [0, 3]])])
+@pytest.mark.parametrize(
+    ("length", "blocks"), [(1, [[4], [3], [2], [1], [0]]), (2, [[2], [1, 4], [0, 3]])]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_feedback_on_both_sides_takes_conditional_minima(monkeypatch, length, blocks, seed):
     monkeypatch.setattr(yaqa, "_ROWS", length)
@@ -169,23 +193,33 @@ def strictly_lower(matrix, sizes):
 def papers_update(weight, result, statistics, parts):
     """Round w + (L_O^T E L_I + L_O^T E + E L_I), weight after weight from the last, E the errors of what is rounded. float64.
 
-    L_O and L_I are of G and H, rows in the order of the parts and columns with the largest diagonal last.
+    L_O and L_I are of G and H, rows in the order of the parts and columns with the largest diagonal
+    last.
     """
-    scheme, outputs, inputs = result.weight.scheme, *(matrix.numpy() for matrix in sides(statistics))
+    scheme, outputs, inputs = (
+        result.weight.scheme,
+        *(matrix.numpy() for matrix in sides(statistics)),
+    )
     rows, columns = np.array([row for part in parts for row in part]), np.argsort(inputs.diagonal())
     sizes = [len(part) for part in parts]
     of_rows = strictly_lower(outputs[rows][:, rows], sizes)
     of_columns = strictly_lower(inputs[columns][:, columns], [1] * len(columns))
-    weight, scale, zero_point = (tensor.double().numpy()[rows][:, columns] for tensor in (weight, *grid_of(result)))
+    weight, scale, zero_point = (
+        tensor.double().numpy()[rows][:, columns] for tensor in (weight, *grid_of(result))
+    )
     error, qvalue = np.zeros_like(weight), np.zeros_like(weight)
     for last in np.cumsum(sizes)[::-1]:
         for row in range(last - sizes.pop(), last):
             for column in reversed(range(len(columns))):
                 pull = of_rows[:, row] @ error @ of_columns[:, column]
                 pull += of_rows[:, row] @ error[:, column] + error[row] @ of_columns[:, column]
-                q = np.round((weight[row, column] + pull) / scale[row, column] + zero_point[row, column])
+                q = np.round(
+                    (weight[row, column] + pull) / scale[row, column] + zero_point[row, column]
+                )
                 qvalue[row, column] = q = np.clip(q, scheme.qmin, scheme.qmax)
-                error[row, column] = weight[row, column] - scale[row, column] * (q - zero_point[row, column])
+                error[row, column] = weight[row, column] - scale[row, column] * (
+                    q - zero_point[row, column]
+                )
     back = np.empty_like(qvalue)
     back[np.ix_(rows, columns)] = qvalue
     return torch.from_numpy(back).to(torch.int8)
@@ -193,14 +227,19 @@ def papers_update(weight, result, statistics, parts):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
 @pytest.mark.parametrize(("rows", "length"), [(5, 1), (21, 8)])
-def test_feedback_on_both_sides_is_the_papers_update(monkeypatch, rows, length, scheme):  # arXiv:2505.22988
+# arXiv:2505.22988
+def test_feedback_on_both_sides_is_the_papers_update(monkeypatch, rows, length, scheme):
     monkeypatch.setattr(yaqa, "_ROWS", length)
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = random(rows, 64, seed=6), statistics_of(rows, 64, seed=6)
     result = run(weight, scheme, statistics)
-    expected = papers_update(weight, result, statistics, [part.tolist() for part in apart(rows, length)])
+    expected = papers_update(
+        weight, result, statistics, [part.tolist() for part in apart(rows, length)]
+    )
     assert torch.equal(result.weight.qvalue, expected)
-    plain = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    plain = gptq.quantize_group(
+        {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+    )["w"]
     assert not torch.equal(plain.weight.qvalue, expected)  # or the other side says nothing
 
 
@@ -212,7 +251,10 @@ def test_no_single_step_makes_the_descended_weight_better(monkeypatch, scheme):
     outputs, inputs = sides(statistics)
     scale, _ = grid_of(result)
     errors, qvalue = (weight - result.weight.dequantize()).double(), result.weight.qvalue
-    gradient, curvature = 2 * outputs @ errors @ inputs, torch.outer(outputs.diagonal(), inputs.diagonal())
+    gradient, curvature = (
+        2 * outputs @ errors @ inputs,
+        torch.outer(outputs.diagonal(), inputs.diagonal()),
+    )
     for step in (-1, 1):
         inside = (qvalue + step >= scheme.weights.qmin) & (qvalue + step <= scheme.weights.qmax)
         gain = step * scale * gradient - (step * scale) ** 2 * curvature
@@ -220,7 +262,9 @@ def test_no_single_step_makes_the_descended_weight_better(monkeypatch, scheme):
 
 
 @pytest.mark.parametrize("scheme", FLOAT4, ids=FLOAT4_IDS)
-def test_no_neighbour_among_the_values_of_e2m1_makes_the_descended_weight_better(monkeypatch, scheme):
+def test_no_neighbour_among_the_values_of_e2m1_makes_the_descended_weight_better(
+    monkeypatch, scheme
+):
     monkeypatch.setattr(yaqa, "_SWEEPS", 50)
     weight, statistics = random(10, 32, seed=3), statistics_of(10, 32, seed=3)
     result = run(weight, scheme, statistics)
@@ -230,11 +274,15 @@ def test_no_neighbour_among_the_values_of_e2m1_makes_the_descended_weight_better
     outputs, inputs = sides(statistics)
     scale, _ = grid_of(result)
     errors = (weight - result.weight.dequantize()).double()
-    gradient, curvature = 2 * outputs @ errors @ inputs, torch.outer(outputs.diagonal(), inputs.diagonal())
+    gradient, curvature = (
+        2 * outputs @ errors @ inputs,
+        torch.outer(outputs.diagonal(), inputs.diagonal()),
+    )
     place = torch.searchsorted(values, result.weight.qvalue.double())
     assert torch.equal(values[place], result.weight.qvalue.double())
     for neighbour in (-1, 1):
-        step = values[(place + neighbour).clamp(0, len(values) - 1)] - values[place]  # 0 at the ends, which gains nothing
+        # 0 at the ends, which gains nothing
+        step = values[(place + neighbour).clamp(0, len(values) - 1)] - values[place]
         gain = step * scale * gradient - (step * scale) ** 2 * curvature
         assert gain.max() < 1e-5 * loss_of(errors, statistics)
 
@@ -243,7 +291,9 @@ def test_no_neighbour_among_the_values_of_e2m1_makes_the_descended_weight_better
 def test_what_is_recorded_is_the_loss_and_descent_never_makes_it_larger(scheme):
     weight, statistics = random(40, 64, seed=1), statistics_of(40, 64, seed=1)
     result = run(weight, scheme, statistics)
-    expected = loss_of(weight - result.weight.dequantize(), statistics) / loss_of(weight, statistics)
+    expected = loss_of(weight - result.weight.dequantize(), statistics) / loss_of(
+        weight, statistics
+    )
     assert result.decisions["loss"] == pytest.approx(expected, rel=1e-4)
     assert result.decisions["loss"] < result.decisions["loss_start"]
     assert result.decisions["moved"] > 0 and result.decisions["sweeps"] in (1, 2)
@@ -253,7 +303,9 @@ def test_what_is_recorded_is_the_loss_and_descent_never_makes_it_larger(scheme):
 def test_the_models_error_gets_smaller_and_that_of_the_outputs_larger(scheme):  # why it exists
     weight, statistics = random(64, 64, seed=2), statistics_of(64, 64, seed=2)
     ours = weight - run(weight, scheme, statistics).weight.dequantize()
-    plain = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    plain = gptq.quantize_group(
+        {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+    )["w"]
     theirs = weight - plain.weight.dequantize()
     assert loss_of(ours, statistics) < 0.8 * loss_of(theirs, statistics)
     hessian = statistics["hessian_sum"]
@@ -265,7 +317,9 @@ def test_outputs_that_are_alike_are_rounded_as_gptq_rounds_them(monkeypatch, sch
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = random(20, 64, seed=4), statistics_of(20, 64, seed=4)
     statistics["w|gradient_sum"] = 3 * torch.eye(20)
-    plain = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    plain = gptq.quantize_group(
+        {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+    )["w"]
     assert torch.equal(run(weight, scheme, statistics).weight.qvalue, plain.weight.qvalue)
 
 
@@ -303,7 +357,9 @@ def test_the_company_of_a_linear_changes_nothing():
     statistics = statistics_of(10, 32, seed=0, name="a") | {"b|gradient_sum": torch.eye(4)}
     weights = {"a": random(10, 32, seed=1), "b": random(4, 32, seed=2)}
     both = yaqa.quantize_group(weights, W4_G32, statistics=statistics, scale_dtype=torch.float32)
-    alone = yaqa.quantize_group({"a": weights["a"]}, W4_G32, statistics=statistics, scale_dtype=torch.float32)
+    alone = yaqa.quantize_group(
+        {"a": weights["a"]}, W4_G32, statistics=statistics, scale_dtype=torch.float32
+    )
     assert torch.equal(both["a"].weight.qvalue, alone["a"].weight.qvalue)
 
 
@@ -317,7 +373,11 @@ def test_weights_and_statistics_are_not_modified_and_twice_gives_the_same(dtype)
     assert torch.equal(one.weight.qvalue, two.weight.qvalue) and one.decisions == two.decisions
 
 
-@pytest.mark.parametrize("gradient", [torch.zeros(4, 4), torch.ones(4, 4), torch.eye(4).mul(1e-30)], ids=["0", "1", "tiny"])
+@pytest.mark.parametrize(
+    "gradient",
+    [torch.zeros(4, 4), torch.ones(4, 4), torch.eye(4).mul(1e-30)],
+    ids=["0", "1", "tiny"],
+)
 @pytest.mark.parametrize("hessian", [torch.zeros(32, 32), torch.ones(32, 32)], ids=["0", "1"])
 def test_degenerate_statistics_give_a_valid_weight(gradient, hessian):
     statistics = {"hessian_sum": hessian, "count": torch.tensor(1), "w|gradient_sum": gradient}
@@ -327,8 +387,14 @@ def test_degenerate_statistics_give_a_valid_weight(gradient, hessian):
 
 
 def test_one_weight_and_zeros_are_weights():
-    single = {"hessian_sum": torch.ones(1, 1), "count": torch.tensor(1), "w|gradient_sum": torch.ones(1, 1)}
-    assert run(torch.tensor([[2.0]]), W4_CHANNEL, single).weight.dequantize().item() == pytest.approx(2.0, rel=0.05)
+    single = {
+        "hessian_sum": torch.ones(1, 1),
+        "count": torch.tensor(1),
+        "w|gradient_sum": torch.ones(1, 1),
+    }
+    assert run(
+        torch.tensor([[2.0]]), W4_CHANNEL, single
+    ).weight.dequantize().item() == pytest.approx(2.0, rel=0.05)
     zeros = run(torch.zeros(4, 32), W4_G32, statistics_of(4, 32))
     assert not zeros.weight.qvalue.any()
     assert (zeros.decisions["loss"], zeros.decisions["zero_groups"]) == (0.0, 4)
@@ -342,24 +408,50 @@ def test_one_weight_and_zeros_are_weights():
         (
             {
                 "scheme": replace(
-                    W4_CHANNEL, weights=replace(W4_CHANNEL.weights, granularity="per_tensor"), layout="int-quantized"
+                    W4_CHANNEL,
+                    weights=replace(W4_CHANNEL.weights, granularity="per_tensor"),
+                    layout="int-quantized",
                 )
             },
             SchemeError,
             "yaqa with one scale per tensor; use gptq",
         ),
-        ({"gradient": None}, StatisticsError, "w: statistic gradient_sum is missing; measure for yaqa"),
-        ({"gradient": torch.eye(3)}, StatisticsError, r"w: gradient_sum is \[3, 3\], the weight has 4 rows"),
-        ({"gradient": -torch.eye(4)}, StatisticsError, "w: gradient_sum holds NaN, Inf or a negative diagonal"),
+        (
+            {"gradient": None},
+            StatisticsError,
+            "w: statistic gradient_sum is missing; measure for yaqa",
+        ),
+        (
+            {"gradient": torch.eye(3)},
+            StatisticsError,
+            r"w: gradient_sum is \[3, 3\], the weight has 4 rows",
+        ),
+        (
+            {"gradient": -torch.eye(4)},
+            StatisticsError,
+            "w: gradient_sum holds NaN, Inf or a negative diagonal",
+        ),
         (
             {"gradient": torch.eye(4) + torch.tensor([[0, torch.nan, 0, 0]] + 3 * [[0.0] * 4])},
             StatisticsError,
             "w: gradient_sum",
         ),
-        ({"gradient": torch.ones(4, 4) * 100 - 99 * torch.eye(4)}, StatisticsError, "w: gradient_sum is not positive definite"),
-        ({"hessian": None}, StatisticsError, "w: statistic hessian_sum is missing; measure for yaqa"),
+        (
+            {"gradient": torch.ones(4, 4) * 100 - 99 * torch.eye(4)},
+            StatisticsError,
+            "w: gradient_sum is not positive definite",
+        ),
+        (
+            {"hessian": None},
+            StatisticsError,
+            "w: statistic hessian_sum is missing; measure for yaqa",
+        ),
         ({"weight": torch.full((4, 32), torch.nan)}, InputError, "w: weight holds NaN or Inf"),
-        ({"weight": random(4, 48)}, SchemeError, "in_features=48 is not a multiple of group_size=32"),
+        (
+            {"weight": random(4, 48)},
+            SchemeError,
+            "in_features=48 is not a multiple of group_size=32",
+        ),
     ],
 )
 def test_errors_name_the_linear_and_the_remedy(changes, error, message):
@@ -369,16 +461,23 @@ def test_errors_name_the_linear_and_the_remedy(changes, error, message):
         if key in changes:
             statistics[name] = changes[key]
     with pytest.raises(error, match=message):
-        run(weight, changes.get("scheme", W4_G32), {name: value for name, value in statistics.items() if value is not None})
+        run(
+            weight,
+            changes.get("scheme", W4_G32),
+            {name: value for name, value in statistics.items() if value is not None},
+        )
 
 
 def fitted(weight, qvalue, scale, outputs, inputs):
     """Scales of a row by least squares, all other rows left as they are; none doubles, halves or turns. float64."""
     groups = scale.shape[1]
     size = weight.shape[1] // groups
-    split = torch.zeros(*qvalue.shape, groups, dtype=torch.float64)  # column j of group k: q there, 0 elsewhere
+    # column j of group k: q there, 0 elsewhere
+    split = torch.zeros(*qvalue.shape, groups, dtype=torch.float64)
     for group in range(groups):
-        split[:, group * size : (group + 1) * size, group] = qvalue[:, group * size : (group + 1) * size].double()
+        split[:, group * size : (group + 1) * size, group] = qvalue[
+            :, group * size : (group + 1) * size
+        ].double()
     errors = weight.double() - (split @ scale.double()[:, :, None])[:, :, 0]
     new = scale.double().clone()
     for row in range(len(weight)):
@@ -418,11 +517,14 @@ def test_the_whole_of_it_is_what_the_formulas_say_in_float64(monkeypatch, seed):
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     before = run(weight, W4_G32, statistics)
     outputs, inputs = sides(statistics)
-    expected = conditional_minima(weight, before, statistics, [[0, 1, 2, 3, 4, 5]])  # one block of rows
+    # one block of rows
+    expected = conditional_minima(weight, before, statistics, [[0, 1, 2, 3, 4, 5]])
     scale, kept = before.weight.scale, (expected, before.weight.scale)
 
     def loss(qvalue, scale):
-        return loss_of(weight.double() - qvalue.double() * scale.double().repeat_interleave(32, 1), statistics)
+        return loss_of(
+            weight.double() - qvalue.double() * scale.double().repeat_interleave(32, 1), statistics
+        )
 
     least = loss(*kept)
     for _ in range(2):
@@ -447,7 +549,9 @@ def test_one_block_over_all_outputs_is_the_whole_and_more_are_linears_of_their_r
     sums = statistics["w|gradient_sum"]
     held = torch.zeros(40, 16)
     for first in (0, 16, 32):
-        held[first : first + 16, : min(16, 40 - first)] = sums[first : first + 16, first : first + 16]
+        held[first : first + 16, : min(16, 40 - first)] = sums[
+            first : first + 16, first : first + 16
+        ]
     cut = run(weight, W4_G32, {**statistics, "w|gradient_sum": held})
     for first in (0, 16, 32):
         rows = slice(first, min(first + 16, 40))

@@ -34,7 +34,11 @@ def problem_of(weight, *, groups=1, zero_point=None, outputs=None, inputs=None, 
 def nearest(problem):
     columns = problem.weight.shape[1]
     scale = problem.grid.scale.repeat_interleave(columns // problem.grid.scale.shape[1], 1)
-    zero_point = 0 if problem.grid.zero_point is None else problem.grid.zero_point.repeat_interleave(columns, 1)
+    zero_point = (
+        0
+        if problem.grid.zero_point is None
+        else problem.grid.zero_point.repeat_interleave(columns, 1)
+    )
     return (problem.weight / scale + zero_point).round().clamp(-8, 7).to(torch.int8)
 
 
@@ -50,7 +54,9 @@ def plain_loss(problem, real):
 def test_the_loss_is_the_trace():
     problem = problem_of(random(5, 8))
     qvalue = nearest(problem)
-    assert loss_of(problem, qvalue) == pytest.approx(plain_loss(problem, 0.3 * qvalue.float()), rel=1e-5)
+    assert loss_of(problem, qvalue) == pytest.approx(
+        plain_loss(problem, 0.3 * qvalue.float()), rel=1e-5
+    )
     assert loss_of(problem, None) == pytest.approx(plain_loss(problem, torch.zeros(5, 8)), rel=1e-5)
 
 
@@ -61,9 +67,17 @@ def test_rows_of_a_block_lie_far_apart_and_every_row_is_in_one():
 
 
 def test_a_scale_is_fitted_by_least_squares_worked_by_hand():
-    # H = diag(1, 3) + 1/4, d = (2, -1), w = (1.3, -0.5): s = (2 * 1.3 * 1.25 + 0.5 * 3.25) / (4 * 1.25 + 3.25) = 4.875 / 8.25
-    problem = problem_of(torch.tensor([[1.3, -0.5]]), outputs=torch.ones(1, 1), inputs=torch.diag(torch.tensor([1.0, 3.0])))
-    fitted = rescaled(replace(problem, grid=replace(problem.grid, scale=torch.tensor([[0.5]]))), torch.tensor([[2, -1]]).char())
+    # H = diag(1, 3) + 1/4, d = (2, -1), w = (1.3, -0.5): s = (2 * 1.3 * 1.25 + 0.5 * 3.25) / (4 *
+    # 1.25 + 3.25) = 4.875 / 8.25
+    problem = problem_of(
+        torch.tensor([[1.3, -0.5]]),
+        outputs=torch.ones(1, 1),
+        inputs=torch.diag(torch.tensor([1.0, 3.0])),
+    )
+    fitted = rescaled(
+        replace(problem, grid=replace(problem.grid, scale=torch.tensor([[0.5]]))),
+        torch.tensor([[2, -1]]).char(),
+    )
     assert fitted.grid.scale.item() == pytest.approx(4.875 / 8.25, rel=1e-5)
 
 
@@ -75,16 +89,25 @@ def test_scales_of_one_row_are_the_solution_of_the_normal_equations():
     fitted = rescaled(problem, (points + zero_point.repeat_interleave(4, 1)).to(torch.int8))
     basis = torch.block_diag(*points.view(3, 1, 4)).double()  # [G, I]
     hessian = problem.inputs.matrix.double() + 0.25 * torch.eye(12, dtype=torch.float64)
-    expected = torch.linalg.solve(basis @ hessian @ basis.T, basis @ hessian @ weight.double().T)[:, 0]
+    expected = torch.linalg.solve(basis @ hessian @ basis.T, basis @ hessian @ weight.double().T)[
+        :, 0
+    ]
     torch.testing.assert_close(fitted.grid.scale[0].double(), expected, rtol=1e-4, atol=0)
     assert fitted.grid.zero_point is problem.grid.zero_point
 
 
 def test_a_negative_scale_is_fitted_and_keeps_its_sign():  # the same equation, d turned
-    problem = problem_of(torch.tensor([[1.3, -0.5]]), outputs=torch.ones(1, 1), inputs=torch.diag(torch.tensor([1.0, 3.0])))
+    problem = problem_of(
+        torch.tensor([[1.3, -0.5]]),
+        outputs=torch.ones(1, 1),
+        inputs=torch.diag(torch.tensor([1.0, 3.0])),
+    )
     turned = replace(problem, grid=replace(problem.grid, scale=torch.tensor([[-0.5]])))
-    assert rescaled(turned, torch.tensor([[-2, 1]]).char()).grid.scale.item() == pytest.approx(-4.875 / 8.25, rel=1e-5)
-    assert rescaled(turned, torch.tensor([[2, -1]]).char()).grid.scale.item() == -0.5  # never through zero
+    assert rescaled(turned, torch.tensor([[-2, 1]]).char()).grid.scale.item() == pytest.approx(
+        -4.875 / 8.25, rel=1e-5
+    )
+    # never through zero
+    assert rescaled(turned, torch.tensor([[2, -1]]).char()).grid.scale.item() == -0.5
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -98,7 +121,9 @@ def test_negative_scales_are_positive_ones_of_the_turned_weight(seed):
     assert not torch.equal(one.grid.scale, torch.full_like(one.grid.scale, 0.3))
     for problem, points in ((one, qvalue), (other, same)):
         descend_(problem, points)
-    assert torch.equal(qvalue, same) and not torch.equal(qvalue, nearest(problem_of(weight, groups=2)))
+    assert torch.equal(qvalue, same) and not torch.equal(
+        qvalue, nearest(problem_of(weight, groups=2))
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 128])
@@ -119,7 +144,8 @@ def test_a_scale_that_would_more_than_double_is_left_and_a_group_of_zeros_keeps_
 def test_scales_are_what_their_layout_stores():
     problem = replace(problem_of(random(4, 8)), scale_dtype=torch.bfloat16)
     scale = rescaled(problem, nearest(problem)).grid.scale
-    changed = scale != problem.grid.scale  # 0.3 is none of bfloat16, and stays where a fit is refused
+    # 0.3 is none of bfloat16, and stays where a fit is refused
+    changed = scale != problem.grid.scale
     assert changed.any() and torch.equal(scale[changed], scale[changed].bfloat16().float())
 
 
@@ -132,7 +158,8 @@ def test_one_column_ends_where_no_step_of_a_single_row_helps(monkeypatch, length
     for _ in range(10):
         descend_(problem, qvalue)
     losses = {
-        point: plain_loss(problem, 0.25 * torch.tensor(point)[:, None]) for point in itertools.product(range(-8, 8), repeat=3)
+        point: plain_loss(problem, 0.25 * torch.tensor(point)[:, None])
+        for point in itertools.product(range(-8, 8), repeat=3)
     }
     end = tuple(qvalue[:, 0].tolist())
     for row, step in itertools.product(range(3), (-1, 1)):

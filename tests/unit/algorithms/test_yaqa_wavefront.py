@@ -14,7 +14,9 @@ INT4 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=
 
 
 def second_moment(size, seed):
-    x = torch.randn(3 * size, size, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-0.4, 0.4, size)
+    x = torch.randn(3 * size, size, generator=torch.Generator().manual_seed(seed)) * torch.logspace(
+        -0.4, 0.4, size
+    )
     x += x.roll(1, dims=1)
     return x.T @ x
 
@@ -33,13 +35,21 @@ def one_by_one(weight, grid, outputs, inputs, parts):
     done: list[int] = []
     for part in reversed(parts):
         for row in part.tolist():
-            # The change of the row that the errors of rounded ones call for, if all that are free could be any real number.
-            free = [row, *(other for other in range(len(weight)) if other not in done and other != row)]
+            # The change of the row that the errors of rounded ones call for, if all that are free
+            # could be any real number.
+            free = [
+                row,
+                *(other for other in range(len(weight)) if other not in done and other != row),
+            ]
             owed = torch.linalg.solve(rows[free][:, free], rows[free][:, done])[0] @ errors[done]
             left = torch.zeros(weight.shape[1], dtype=torch.float64)
             for at, column in enumerate(order.tolist()):
                 fixed, open_ = list(range(at)), list(range(at, len(order)))
-                push = torch.linalg.solve(columns[open_][:, open_], columns[open_][:, fixed])[0] if at else left[:0]
+                push = (
+                    torch.linalg.solve(columns[open_][:, open_], columns[open_][:, fixed])[0]
+                    if at
+                    else left[:0]
+                )
                 wanted = weight[row, column].double() + owed[column] + push @ left[order[fixed]]
                 scale, zero = grid.scale[row, column // size].double(), 0.0
                 if grid.zero_point is not None:
@@ -54,14 +64,20 @@ def one_by_one(weight, grid, outputs, inputs, parts):
 
 
 @pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize(("rows", "columns", "length"), [(1, 8, 8), (5, 40, 2), (9, 8, 4), (13, 72, 8), (20, 32, 1)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "length"), [(1, 8, 8), (5, 40, 2), (9, 8, 4), (13, 72, 8), (20, 32, 1)]
+)
 def test_every_weight_is_rounded_as_one_after_the_other(rows, columns, length, zero_points):
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, columns, generator=generator)
     count = columns // 8
     scale = 0.2 + 0.2 * torch.rand(rows, count, generator=generator)
     scale[:, ::2] *= 1 if zero_points else -1
-    zero_point = torch.randint(-3, 4, (rows, count), generator=generator).to(torch.int8) if zero_points else None
+    zero_point = (
+        torch.randint(-3, 4, (rows, count), generator=generator).to(torch.int8)
+        if zero_points
+        else None
+    )
     grid = Grid(scale=scale, zero_point=zero_point, zero_groups=0)
     outputs, inputs = second_moment(rows, 1), second_moment(columns, 2)
     parts = apart(rows, length)
@@ -74,4 +90,5 @@ def test_every_weight_is_rounded_as_one_after_the_other(rows, columns, length, z
 
 def test_the_memory_of_a_diagonal_is_that_of_its_tiles():
     small, large = (wavefront.working_bytes_of(256, rows, length=8) for rows in (64, 128))
-    assert large - small == 64 * 256 * 9  # errors twice and qvalues; eight tiles across are on a diagonal of either
+    # errors twice and qvalues; eight tiles across are on a diagonal of either
+    assert large - small == 64 * 256 * 9

@@ -14,7 +14,10 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, _, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
+# as preferred
+_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, _, int8_mm, int4_pack, int8_pack, reference = (
+    BACKENDS.values()
+)
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
@@ -30,12 +33,16 @@ W4_CHANNEL, W4A8_CHANNEL = replace(W4, weights=CHANNEL), replace(W4A8, weights=C
 NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 
 
-def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None) -> QuantizedLinear:
+def quantized(
+    scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None
+) -> QuantizedLinear:
     """Return a linear with random (or the given) qvalues, scales, of either sign where they may be, and zero points."""
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     if qvalue is None and weights.kind == "int":
-        qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
+        qvalue = torch.randint(
+            weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8
+        )
     elif qvalue is None:
         qvalue = float8.cast(torch.randn(shape, generator=generator), weights.float8)
     groups = shape[1] // (weights.group_size or shape[1])
@@ -45,13 +52,17 @@ def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qv
     if weights.kind == "int" and weights.symmetric:
         scale *= 2 * torch.randint(0, 2, scale_shape, generator=generator) - 1
     if not weights.symmetric:
-        zero_point = torch.randint(weights.qmin, weights.qmax + 1, scale_shape, generator=generator, dtype=torch.int8)
+        zero_point = torch.randint(
+            weights.qmin, weights.qmax + 1, scale_shape, generator=generator, dtype=torch.int8
+        )
     static = scheme.input is not None and scheme.input.measured
     return QuantizedLinear(
         weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights),
         scheme=scheme,
         input_scale=torch.tensor([0.03]) if static else None,
-        input_zero_point=torch.tensor([-11], dtype=torch.int8) if static and not scheme.input.symmetric else None,
+        input_zero_point=torch.tensor([-11], dtype=torch.int8)
+        if static and not scheme.input.symmetric
+        else None,
     )
 
 
@@ -72,8 +83,13 @@ def inputs(kind: str, shape: tuple[int, ...], *, seed: int = 1) -> torch.Tensor:
 def agree(backend, linear: QuantizedLinear, x: torch.Tensor, *, bias=None) -> None:
     """Check a backend against the oracle in float32 and bfloat16, within what rounding does to sums of |x| @ |W|."""
     weight = linear.weight.dequantize()
-    for dtype, tolerance in ((torch.float32, 2**-24 * (64 + weight.shape[1] / 4)), (torch.bfloat16, 2e-2)):
-        reason = backend.why_not(Case(scheme=linear.scheme, device=CPU, shape=tuple(weight.shape), dtype=dtype))
+    for dtype, tolerance in (
+        (torch.float32, 2**-24 * (64 + weight.shape[1] / 4)),
+        (torch.bfloat16, 2e-2),
+    ):
+        reason = backend.why_not(
+            Case(scheme=linear.scheme, device=CPU, shape=tuple(weight.shape), dtype=dtype)
+        )
         assert reason is None
         given_x = x.to(dtype)
         given_bias = None if bias is None else bias.to(dtype)
@@ -123,9 +139,15 @@ OURS = [
 def cases(pairs):
     """Return pairs of backend and scheme as parameters, our own kernels skipped with the reason where they cannot run."""
     skipped = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
-    names = [(f"{b.name}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric") for b, s in pairs]
+    names = [
+        (f"{b.name}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric")
+        for b, s in pairs
+    ]
     marks = [[skipped] if pair in OURS else [] for pair in pairs]
-    return [pytest.param(*pair, marks=m, id=name) for pair, m, name in zip(pairs, marks, names, strict=True)]
+    return [
+        pytest.param(*pair, marks=m, id=name)
+        for pair, m, name in zip(pairs, marks, names, strict=True)
+    ]
 
 
 CASES = cases([*TORCH, *OURS])
@@ -141,47 +163,77 @@ def test_the_oracle_multiplies_the_fake_quantized_input_with_the_dequantized_wei
 
 
 def test_a_product_worked_by_hand_comes_out_of_the_oracle_and_of_int8_mm():
-    # Input row [127.5, -127.5]: scale 1, qvalues 127.5 -> clamp(128) = 127 and -128. Weight [3, 5] * 0.5.
-    # 1 * 0.5 * (127 * 3 - 128 * 5) = -129.5
+    # Input row [127.5, -127.5]: scale 1, qvalues 127.5 -> clamp(128) = 127 and -128. Weight [3, 5]
+    # * 0.5. 1 * 0.5 * (127 * 3 - 128 * 5) = -129.5
     scheme = PRESETS["W8A8"]
-    weight = QTensor(qvalue=torch.tensor([[3, 5]], dtype=torch.int8), scale=torch.tensor([[0.5]]), scheme=scheme.weights)
+    weight = QTensor(
+        qvalue=torch.tensor([[3, 5]], dtype=torch.int8),
+        scale=torch.tensor([[0.5]]),
+        scheme=scheme.weights,
+    )
     linear = QuantizedLinear(weight=weight, scheme=scheme)
     x = torch.tensor([[127.5, -127.5]])
     for backend in (reference, int8_mm):
-        assert backend.linear(x, backend.prepare(linear, torch.float32), None).tolist() == [[-129.5]]
+        assert backend.linear(x, backend.prepare(linear, torch.float32), None).tolist() == [
+            [-129.5]
+        ]
 
 
 def test_the_zero_point_of_an_input_is_taken_out_of_the_integer_product_by_hand():
-    # scale 0.03, zero_point -11: x = 0.3 -> 10 - 11 = -1, x = 0 -> -11. Real values 0.3 and 0; weight [2, 100] * 1.
+    # scale 0.03, zero_point -11: x = 0.3 -> 10 - 11 = -1, x = 0 -> -11. Real values 0.3 and 0;
+    # weight [2, 100] * 1.
     scheme = PRESETS["W8A8_STATIC"]
-    weight = QTensor(qvalue=torch.tensor([[2, 100]], dtype=torch.int8), scale=torch.tensor([[1.0]]), scheme=scheme.weights)
+    weight = QTensor(
+        qvalue=torch.tensor([[2, 100]], dtype=torch.int8),
+        scale=torch.tensor([[1.0]]),
+        scheme=scheme.weights,
+    )
     linear = QuantizedLinear(
         weight=weight,
         scheme=scheme,
         input_scale=torch.tensor([0.03]),
         input_zero_point=torch.tensor([-11], dtype=torch.int8),
     )
-    actual = int8_mm.linear(torch.tensor([[0.3, 0.0]]), int8_mm.prepare(linear, torch.float32), None)
+    actual = int8_mm.linear(
+        torch.tensor([[0.3, 0.0]]), int8_mm.prepare(linear, torch.float32), None
+    )
     assert actual.item() == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(("backend", "scheme"), CASES)
 @pytest.mark.parametrize("kind", ["random", "outliers", "zeros", "saturated", "tiny"])
-@pytest.mark.parametrize("shape", [(1, 128), (2, 3, 128), (67, 128)], ids=["one token", "batch", "many tokens"])
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (2, 3, 128), (67, 128)], ids=["one token", "batch", "many tokens"]
+)
 def test_a_kernel_agrees_with_the_oracle_on_such_inputs(backend, scheme, kind, shape):
-    agree(backend, quantized(scheme, (48, 128)), inputs(kind, shape), bias=torch.linspace(-1, 1, 48))
+    agree(
+        backend, quantized(scheme, (48, 128)), inputs(kind, shape), bias=torch.linspace(-1, 1, 48)
+    )
 
 
-@pytest.mark.parametrize(("backend", "scheme"), cases([pair for pair in [*TORCH, *OURS] if pair[0] not in (fp8, mx)]))
+@pytest.mark.parametrize(
+    ("backend", "scheme"), cases([pair for pair in [*TORCH, *OURS] if pair[0] not in (fp8, mx)])
+)
 @pytest.mark.parametrize("end", ["qmin", "qmax"])
-def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_its_range(backend, scheme, end):
+def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_its_range(
+    backend, scheme, end
+):
     qvalue = torch.full((16, 4096), getattr(scheme.weights, end), dtype=torch.int8)
     for sign in (1, -1):
-        agree(backend, quantized(scheme, (16, 4096), qvalue=qvalue), sign * torch.full((2, 4096), 3.75))
+        agree(
+            backend,
+            quantized(scheme, (16, 4096), qvalue=qvalue),
+            sign * torch.full((2, 4096), 3.75),
+        )
 
 
 @settings(max_examples=12)
-@given(rows=st.integers(1, 40), outputs=st.integers(1, 40), columns=st.integers(2, 130), seed=st.integers(0, 2**20))
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    columns=st.integers(2, 130),
+    seed=st.integers(0, 2**20),
+)
 def test_int8_mm_agrees_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
     for preset in ("W8A8", "W8A8_STATIC"):
         linear = quantized(PRESETS[preset], (outputs, columns), seed=seed)
@@ -189,7 +241,12 @@ def test_int8_mm_agrees_with_the_oracle_at_any_shape(rows, outputs, columns, see
 
 
 @settings(max_examples=12)
-@given(rows=st.integers(1, 40), outputs=st.integers(1, 40), tiles=st.integers(1, 9), seed=st.integers(0, 2**20))
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    tiles=st.integers(1, 9),
+    seed=st.integers(0, 2**20),
+)
 def test_int8_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, outputs, tiles, seed):
     linear = quantized(PRESETS["W8A16"], (outputs, 16 * tiles), seed=seed)
     agree(int8_pack, linear, inputs("random", (rows, 16 * tiles), seed=seed))
@@ -203,16 +260,24 @@ def test_int8_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, outputs,
     group_size=st.sampled_from([32, 64, 128, 256]),
     seed=st.integers(0, 2**20),
 )
-def test_int4_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, tiles, groups, group_size, seed):
+def test_int4_pack_agrees_with_the_oracle_at_any_shape_it_accepts(
+    rows, tiles, groups, group_size, seed
+):
     for preset in ("W4A16", "W4A16_ASYM"):
-        linear = quantized(with_group_size(PRESETS[preset], group_size), (16 * tiles, groups * group_size), seed=seed)
+        linear = quantized(
+            with_group_size(PRESETS[preset], group_size),
+            (16 * tiles, groups * group_size),
+            seed=seed,
+        )
         agree(int4_pack, linear, inputs("random", (rows, groups * group_size), seed=seed))
 
 
 @pytest.mark.parametrize(("backend", "scheme"), CASES)
 def test_no_tokens_and_strided_inputs_are_handled(backend, scheme):
     linear = quantized(scheme, (16, 64))
-    assert backend.linear(torch.zeros(0, 64), backend.prepare(linear, torch.float32), None).shape == (0, 16)
+    assert backend.linear(
+        torch.zeros(0, 64), backend.prepare(linear, torch.float32), None
+    ).shape == (0, 16)
     agree(backend, linear, inputs("random", (64, 7)).t())
 
 
@@ -229,12 +294,22 @@ def test_nan_in_an_input_reaches_the_output_of_its_token_only(backend, scheme, d
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
 @settings(max_examples=15)
-@given(rows=st.integers(0, 40), outputs=st.integers(1, 140), columns=st.integers(1, 130), seed=st.integers(0, 2**20))
+@given(
+    rows=st.integers(0, 40),
+    outputs=st.integers(1, 140),
+    columns=st.integers(1, 130),
+    seed=st.integers(0, 2**20),
+)
 def test_our_own_kernels_agree_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
     for backend, scheme in OURS:
         if scheme.weights.group_size is None:
             linear = quantized(scheme, (outputs, columns), seed=seed)
-            agree(backend, linear, inputs("random", (rows, columns), seed=seed), bias=torch.linspace(-1, 1, outputs))
+            agree(
+                backend,
+                linear,
+                inputs("random", (rows, columns), seed=seed),
+                bias=torch.linspace(-1, 1, outputs),
+            )
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
@@ -246,15 +321,25 @@ def test_our_own_kernels_agree_with_the_oracle_at_any_shape(rows, outputs, colum
     group_size=st.sampled_from([16, 32, 48, 64, 128]),
     seed=st.integers(0, 2**20),
 )
-def test_our_own_kernels_agree_with_the_oracle_in_any_groups(rows, outputs, groups, group_size, seed):
+def test_our_own_kernels_agree_with_the_oracle_in_any_groups(
+    rows, outputs, groups, group_size, seed
+):
     for backend, scheme in OURS:
         if scheme.weights.group_size is not None and scheme.weights.scale_format == "float":
-            linear = quantized(with_group_size(scheme, group_size), (outputs, groups * group_size), seed=seed)
+            linear = quantized(
+                with_group_size(scheme, group_size), (outputs, groups * group_size), seed=seed
+            )
             agree(backend, linear, inputs("random", (rows, groups * group_size), seed=seed))
 
 
 REASONS = [
-    (int8_mm, PRESETS["W8A16"], (16, 64), torch.float32, "int8_mm needs int8 inputs, scheme W8A16 has none"),
+    (
+        int8_mm,
+        PRESETS["W8A16"],
+        (16, 64),
+        torch.float32,
+        "int8_mm needs int8 inputs, scheme W8A16 has none",
+    ),
     (
         int8_mm,
         PRESETS["FP8"],
@@ -304,8 +389,20 @@ REASONS = [
         torch.float32,
         "int8_pack needs symmetric int8 weights, scheme W4A16 has int4 per group",
     ),
-    (w8a8, PRESETS["W8A16"], (16, 64), torch.float32, "w8a8 needs int8 inputs, scheme W8A16 has none"),
-    (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has e4m3fn per tensor"),
+    (
+        w8a8,
+        PRESETS["W8A16"],
+        (16, 64),
+        torch.float32,
+        "w8a8 needs int8 inputs, scheme W8A16 has none",
+    ),
+    (
+        w8a8,
+        PRESETS["FP8"],
+        (16, 64),
+        torch.float32,
+        "w8a8 needs symmetric int8 weights, scheme FP8 has e4m3fn per tensor",
+    ),
     (
         w8a16,
         PRESETS["W8A8"],
@@ -313,7 +410,13 @@ REASONS = [
         torch.float32,
         "w8a16 needs inputs in the model's dtype, scheme W8A8 has int8 per token",
     ),
-    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has int4 per group"),
+    (
+        w8a16,
+        W4,
+        (16, 64),
+        torch.float32,
+        "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has int4 per group",
+    ),
     (w4a8, W4, (16, 64), torch.float32, "w4a8 needs int8 inputs, scheme W4A16 has none"),
     (
         w4a8,
@@ -322,7 +425,13 @@ REASONS = [
         torch.float32,
         "w4a8 needs integer weights of at most 4 bits, scheme W8A8 has int8 per channel",
     ),
-    (w4a16, W4A8, (16, 64), torch.float32, "w4a16 needs inputs in the model's dtype, scheme W4A8 has int8 per token"),
+    (
+        w4a16,
+        W4A8,
+        (16, 64),
+        torch.float32,
+        "w4a16 needs inputs in the model's dtype, scheme W4A8 has int8 per token",
+    ),
     (
         w4a16,
         PRESETS["FP8"],
@@ -352,7 +461,13 @@ REASONS = [
         torch.float32,
         "w8a8 sums in int32, which holds 43804 input features, not 43805",
     ),
-    (int4_pack, W4, (24, 64), torch.float32, "int4_pack needs out_features that 16 divides, not 24"),
+    (
+        int4_pack,
+        W4,
+        (24, 64),
+        torch.float32,
+        "int4_pack needs out_features that 16 divides, not 24",
+    ),
     (
         int4_pack,
         with_group_size(W4, 16),
@@ -360,7 +475,13 @@ REASONS = [
         torch.float32,
         "int4_pack needs group_size 32, 64, 128, 256, not 16",
     ),
-    (int4_pack, W4, (16, 80), torch.float32, "int4_pack needs in_features that group_size 32 divides, not 80"),
+    (
+        int4_pack,
+        W4,
+        (16, 80),
+        torch.float32,
+        "int4_pack needs in_features that group_size 32 divides, not 80",
+    ),
     (
         int4_pack,
         PRESETS["FP8_DYNAMIC"],
@@ -413,25 +534,34 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "scheme", "shape", "dtype", "reason"), REASONS, ids=[case[4] for case in REASONS])
+@pytest.mark.parametrize(
+    ("backend", "scheme", "shape", "dtype", "reason"), REASONS, ids=[case[4] for case in REASONS]
+)
 def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype, reason):
     assert backend.why_not(Case(scheme=scheme, device=CPU, shape=shape, dtype=dtype)) == reason
 
 
 @pytest.mark.parametrize(("backend", "scheme"), cases(OURS))
 def test_a_cpu_kernel_refuses_another_device(backend, scheme):
-    reason = backend.why_not(Case(scheme=scheme, device=torch.device("cuda"), shape=(16, 64), dtype=torch.float32))
+    reason = backend.why_not(
+        Case(scheme=scheme, device=torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
+    )
     assert reason == f"{backend.name} runs on cpu, not on cuda"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_others_cannot(preset, monkeypatch):
+def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_others_cannot(
+    preset, monkeypatch
+):
     monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "this CPU has no avx512_vnni")
     expected = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
     expected |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
-    backend, reasons = choose(Case(scheme=PRESETS[preset], device=CPU, shape=(16, 128), dtype=torch.float32))
+    backend, reasons = choose(
+        Case(scheme=PRESETS[preset], device=CPU, shape=(16, 128), dtype=torch.float32)
+    )
     names = list(BACKENDS)
-    assert expected.get(preset, "reference") == backend.name  # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
+    # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
+    assert expected.get(preset, "reference") == backend.name
     assert list(reasons) == names[: names.index(backend.name)]
 
 
@@ -441,49 +571,76 @@ def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset)
     expected = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
     expected |= {"NVFP4A16": "mx", "MXFP4A16": "mx", "MXFP8A16": "mx"}
-    expected |= dict.fromkeys(("NVFP4", "MXFP4", "MXFP8", "W4AFP8"), "reference")  # whose inputs no kernel rounds
+    # whose inputs no kernel rounds
+    expected |= dict.fromkeys(("NVFP4", "MXFP4", "MXFP8", "W4AFP8"), "reference")
     expected |= {name: "w8a16" for name in PRESETS if name[:2] in ("W6", "W5")}
-    backend, reasons = choose(Case(scheme=PRESETS[preset], device=CPU, shape=(17, 128), dtype=torch.bfloat16))
+    backend, reasons = choose(
+        Case(scheme=PRESETS[preset], device=CPU, shape=(17, 128), dtype=torch.bfloat16)
+    )
     assert expected.get(preset, "w4a16") == backend.name
     assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.name)]
 
 
 def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
-    backend, reasons = choose(Case(scheme=PRESETS["W4A16"], device=CPU, shape=(16, 128), dtype=torch.float16))
+    backend, reasons = choose(
+        Case(scheme=PRESETS["W4A16"], device=CPU, shape=(16, 128), dtype=torch.float16)
+    )
     assert backend.name == "reference"
     assert list(BACKENDS)[-1] == "reference"
     assert reasons["w4a16"] == "w4a16 needs float32 or bfloat16 inputs, not torch.float16"
 
 
 def test_where_our_own_kernels_cannot_be_had_the_reason_is_among_the_reasons(monkeypatch):
-    monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "no C compiler (gcc, cc); install gcc")
-    backend, reasons = choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32))
+    monkeypatch.setattr(
+        native, "why_not", lambda *_args, **_options: "no C compiler (gcc, cc); install gcc"
+    )
+    backend, reasons = choose(
+        Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32)
+    )
     assert backend.name == "int8_pack"
     assert reasons["w8a16"] == "w8a16 cannot be had here: no C compiler (gcc, cc); install gcc"
-    backend, reasons = choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32))
+    backend, reasons = choose(
+        Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32)
+    )
     assert backend.name == "reference"
     assert reasons["int8_pack"] == "int8_pack needs in_features that 16 divides, not 100"
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
-    with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
-        choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32), backend="int8_pack")
     with pytest.raises(
         UsageError,
-        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, fp8_block_mm, w8a8, w4a8, w4a16, w8a16, fp8, mx",
+        match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use",
     ):
-        choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32), backend="fast")
+        choose(
+            Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32),
+            backend="int8_pack",
+        )
+    with pytest.raises(
+        UsageError,
+        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, fp8_block_mm, w8a8, "
+        r"w4a8, w4a16, w8a16, fp8, mx",
+    ):
+        choose(
+            Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32),
+            backend="fast",
+        )
 
 
 def test_several_named_backends_are_tried_in_turn_and_nothing_else():
     def chosen(name, features, backend):
-        return choose(Case(scheme=PRESETS[name], device=CPU, shape=(16, features), dtype=torch.float32), backend=backend)
+        return choose(
+            Case(scheme=PRESETS[name], device=CPU, shape=(16, features), dtype=torch.float32),
+            backend=backend,
+        )
 
     backend, reasons = chosen("W8A16", 100, "int8_pack,reference")
     assert backend.name == "reference" and list(reasons) == ["int8_pack"]
     assert chosen("W8A16", 96, "int8_pack,reference")[0].name == "int8_pack"
     assert chosen("W8A16", 96, "int4_pack,auto")[0].name == chosen("W8A16", 96, "auto")[0].name
-    with pytest.raises(UsageError, match=r"^backend int8_pack,int4_pack: int8_pack needs in_features .* 100; int4_pack "):
+    with pytest.raises(
+        UsageError,
+        match=r"^backend int8_pack,int4_pack: int8_pack needs in_features .* 100; int4_pack ",
+    ):
         chosen("W8A16", 100, "int8_pack,int4_pack")
     with pytest.raises(UsageError, match=r"^backend 'fast' is unknown"):
         chosen("W8A16", 96, "int8_pack,fast")

@@ -1,6 +1,7 @@
 """The Gaudi backend against a stand-in for its bridge: what it asks for, what it computes, and what it says is missing.
 
-The stand-in does in float32 what the bridge is published to do. Whether the device does the same was not tried.
+The stand-in does in float32 what the bridge is published to do. Whether the device does the same
+was not tried.
 """
 
 import sys
@@ -52,7 +53,9 @@ def bridge(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "habana_frameworks", package)
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch", inner)
-    monkeypatch.setattr(torch.ops, "hpu", SimpleNamespace(cast_to_fp8_v2=cast, fp8_gemm_v2=gemm), raising=False)
+    monkeypatch.setattr(
+        torch.ops, "hpu", SimpleNamespace(cast_to_fp8_v2=cast, fp8_gemm_v2=gemm), raising=False
+    )
     return state
 
 
@@ -74,7 +77,9 @@ CHANNEL = replace(FP8, weights=replace(FP8.weights, granularity="per_channel"))
 @pytest.mark.parametrize("scheme", [FP8, CHANNEL], ids=["per tensor", "per channel"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("lead", [(3,), (2, 5), ()])
-def test_the_product_is_that_of_the_reference_with_the_measured_scales(bridge, scheme, biased, lead):
+def test_the_product_is_that_of_the_reference_with_the_measured_scales(
+    bridge, scheme, biased, lead
+):
     linear = linear_of(scheme)
     assert reason(scheme) is None
     x = torch.randn(*lead, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -89,7 +94,10 @@ def test_the_product_is_that_of_the_reference_with_the_measured_scales(bridge, s
 
 def test_inputs_beyond_the_measured_maximum_saturate_at_the_scale_that_was_measured(bridge):
     prepared = HPU_BACKEND.prepare(linear_of(FP8, input_scale=0.5), torch.bfloat16)
-    at, beyond = (HPU_BACKEND.linear(torch.full((1, 16), value).bfloat16(), prepared, None) for value in (120.0, 1e4))
+    at, beyond = (
+        HPU_BACKEND.linear(torch.full((1, 16), value).bfloat16(), prepared, None)
+        for value in (120.0, 1e4)
+    )
     assert torch.equal(at, beyond)
 
 
@@ -118,7 +126,11 @@ def test_a_package_without_a_device_and_one_that_fails_to_import_are_told(bridge
         (PRESETS["W4A16"], torch.bfloat16, "e4m3fn weights"),
         (PRESETS["FP8_DYNAMIC"], torch.bfloat16, "measured e4m3fn input scale"),
         (FP8, torch.float32, "bfloat16 inputs on hpu"),
-        (PRESETS["FP8"], torch.bfloat16, "holds 240 on GAUDI2, weights in e4m3fn reach 448; quantize with float8 gaudi2"),
+        (
+            PRESETS["FP8"],
+            torch.bfloat16,
+            "holds 240 on GAUDI2, weights in e4m3fn reach 448; quantize with float8 gaudi2",
+        ),
     ],
 )
 def test_what_gaudi_cannot_run_is_said(bridge, scheme, dtype, said):
@@ -127,7 +139,9 @@ def test_what_gaudi_cannot_run_is_said(bridge, scheme, dtype, said):
 
 def test_gaudi3_holds_the_whole_of_e4m3fn_and_is_preferred_over_the_reference(bridge):
     bridge.name = "GAUDI3"
-    chosen, reasons = choose(Case(scheme=PRESETS["FP8"], device=HPU, shape=(8, 16), dtype=torch.bfloat16))
+    chosen, reasons = choose(
+        Case(scheme=PRESETS["FP8"], device=HPU, shape=(8, 16), dtype=torch.bfloat16)
+    )
     assert chosen.name == "hpu" and reasons == {} and next(iter(BACKENDS)) == "hpu"
 
 

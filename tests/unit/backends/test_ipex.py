@@ -10,7 +10,9 @@ from quantflow.backends.backend import Case
 from quantflow.core.scheme import preset
 from quantflow.errors import UsageError
 
-CASE = Case(scheme=preset("W4A16"), device=torch.device("cpu"), shape=(64, 256), dtype=torch.float32)
+CASE = Case(
+    scheme=preset("W4A16"), device=torch.device("cpu"), shape=(64, 256), dtype=torch.float32
+)
 
 
 @pytest.fixture
@@ -29,7 +31,10 @@ def test_without_the_package_it_says_so(monkeypatch):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(ipex, "version", missing)
-    with pytest.raises(UsageError, match="ipex needs the package intel-extension-for-pytorch, which is not installed"):
+    with pytest.raises(
+        UsageError,
+        match="ipex needs the package intel-extension-for-pytorch, which is not installed",
+    ):
         choose(CASE, backend="ipex")
 
 
@@ -47,7 +52,9 @@ def test_a_package_that_does_not_load_says_why(installed):
         raise ImportError(f"{name}: libx.so is missing")
 
     installed(torch.__version__, importing=broken)
-    assert "importing it failed: intel_extension_for_pytorch: libx.so is missing" in str(ipex.BACKEND.why_not(CASE))
+    assert "importing it failed: intel_extension_for_pytorch: libx.so is missing" in str(
+        ipex.BACKEND.why_not(CASE)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import torch
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.core import affine, float8
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size, with_rounded_inputs
+from quantflow.core.scheme import (
+    PRESETS,
+    LinearScheme,
+    TensorScheme,
+    with_float8,
+    with_group_size,
+    with_rounded_inputs,
+)
 from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
 
@@ -29,7 +36,9 @@ def scheme_of(name: str, group_size: int = 32) -> LinearScheme:
     return scheme if scheme.weights.group_size is None else with_group_size(scheme, group_size)
 
 
-def linear_of(scheme: LinearScheme, qvalue: torch.Tensor, *, scale=None, zero_point=None, input_scale=None) -> QuantizedLinear:
+def linear_of(
+    scheme: LinearScheme, qvalue: torch.Tensor, *, scale=None, zero_point=None, input_scale=None
+) -> QuantizedLinear:
     weights = scheme.weights
     groups = qvalue.shape[1] // (weights.group_size or qvalue.shape[1])
     shape = (1, 1) if weights.granularity == "per_tensor" else (len(qvalue), groups)
@@ -42,25 +51,35 @@ def linear_of(scheme: LinearScheme, qvalue: torch.Tensor, *, scale=None, zero_po
         ),
         scheme=scheme,
         input_scale=None if input_scale is None else torch.tensor([input_scale]),
-        input_zero_point=torch.tensor([-11], dtype=torch.int8) if input_scale and not scheme.input.symmetric else None,
+        input_zero_point=torch.tensor([-11], dtype=torch.int8)
+        if input_scale and not scheme.input.symmetric
+        else None,
     )
 
 
-def random_linear(name: str, shape: tuple[int, int], *, scale_dtype: torch.dtype = torch.bfloat16) -> QuantizedLinear:
+def random_linear(
+    name: str, shape: tuple[int, int], *, scale_dtype: torch.dtype = torch.bfloat16
+) -> QuantizedLinear:
     scheme, generator = scheme_of(name), torch.Generator().manual_seed(0)
     weights = scheme.weights
     if weights.kind == "float":
         qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     else:
-        qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
+        qvalue = torch.randint(
+            weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8
+        )
     groups = shape[1] // (weights.group_size or shape[1])
     sizes = (1, 1) if weights.granularity == "per_tensor" else (shape[0], groups)
     zero_point = None
     if not weights.symmetric:
-        zero_point = torch.randint(weights.qmin, weights.qmax + 1, sizes, generator=generator, dtype=torch.int8)
+        zero_point = torch.randint(
+            weights.qmin, weights.qmax + 1, sizes, generator=generator, dtype=torch.int8
+        )
     scale = (torch.rand(sizes, generator=generator) + 0.1).to(scale_dtype).float()
     static = scheme.input is not None and not scheme.input.dynamic
-    return linear_of(scheme, qvalue, scale=scale, zero_point=zero_point, input_scale=0.03 if static else None)
+    return linear_of(
+        scheme, qvalue, scale=scale, zero_point=zero_point, input_scale=0.03 if static else None
+    )
 
 
 def run(linear: QuantizedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,17 +94,24 @@ def run_in_float32(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
-    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # the two codes of NaN are refused when an artifact is read
+    # the two codes of NaN are refused when an artifact is read
+    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
     qvalue = codes.repeat(3)[: 3 * 254].view(127, 6).contiguous()
     for scheme in (replace(PRESETS["FP8_DYNAMIC"], input=None), with_float8(STATIC_FP8, "gaudi2")):
-        linear = linear_of(scheme, qvalue) if scheme.input is None else linear_of(scheme, qvalue, input_scale=1.0)
+        linear = (
+            linear_of(scheme, qvalue)
+            if scheme.input is None
+            else linear_of(scheme, qvalue, input_scale=1.0)
+        )
         columns = run(linear, torch.eye(6, dtype=dtype))  # [6, 127]
         assert torch.equal(columns.float().t(), qvalue.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["W2A16", "W3A16", "W4A16", "W5A16", "W8A16", "W4A8", "W8A8", "W8A8_STATIC"])
+@pytest.mark.parametrize(
+    "name", ["W2A16", "W3A16", "W4A16", "W5A16", "W8A16", "W4A8", "W8A8", "W8A8_STATIC"]
+)
 def test_negative_scales_turn_the_signs_of_the_outputs_and_no_other_bit(dtype, scale_dtype, name):
     linear = random_linear(name, (70, 96), scale_dtype=scale_dtype)
     turned = replace(linear, weight=replace(linear.weight, scale=-linear.weight.scale))
@@ -122,26 +148,40 @@ def test_every_pair_of_a_qvalue_and_a_zero_point_is_their_difference_in_every_co
     qvalues = torch.arange(weights.qmin, weights.qmax + 1, dtype=torch.int8)
     zeros = torch.zeros(1, dtype=torch.int8) if weights.symmetric else qvalues
     count = len(qvalues)
-    qvalue = torch.stack([qvalues.repeat(16)[row : row + 16] for row in range(count)]).repeat(len(zeros), 1)  # [Z * Q, 16]
+    # [Z * Q, 16]
+    qvalue = torch.stack([qvalues.repeat(16)[row : row + 16] for row in range(count)]).repeat(
+        len(zeros), 1
+    )
     zero_point = zeros.repeat_interleave(count)[:, None]
     linear = linear_of(scheme, qvalue, zero_point=None if weights.symmetric else zero_point)
-    assert torch.equal(run(linear, torch.eye(16, dtype=dtype)).float().t(), (qvalue - zero_point).float())
+    assert torch.equal(
+        run(linear, torch.eye(16, dtype=dtype)).float().t(), (qvalue - zero_point).float()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("static", [True, False])
 def test_inputs_are_rounded_to_e4m3_as_torch_casts_them(dtype, static):
-    x = torch.cat([torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 2.0**e for e in range(-14, 10)])
+    x = torch.cat(
+        [
+            torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 2.0**e
+            for e in range(-14, 10)
+        ]
+    )
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2
-    x = torch.cat([x, codes, ties, -ties, ties.nextafter(codes[1:]), torch.tensor([1e9, -1e9, -0.0])])
+    x = torch.cat(
+        [x, codes, ties, -ties, ties.nextafter(codes[1:]), torch.tensor([1e9, -1e9, -0.0])]
+    )
     x = x[: len(x) // 64 * 64].view(-1, 64).to(dtype)
     unit = torch.eye(64).to(torch.float8_e4m3fn)
     if static:
         linear, scale = linear_of(STATIC_FP8, unit, input_scale=1.0), torch.ones(1)
     else:
         linear = linear_of(PRESETS["FP8_DYNAMIC"], unit)
-        scale = affine.scale_from_amax(x.abs().amax(dim=-1, keepdim=True), PRESETS["FP8_DYNAMIC"].input)
+        scale = affine.scale_from_amax(
+            x.abs().amax(dim=-1, keepdim=True), PRESETS["FP8_DYNAMIC"].input
+        )
     expected = float8.cast(x.float() / scale, "e4m3fn").float() * scale
     assert torch.equal(run(linear, x), expected.to(dtype))
 
@@ -150,38 +190,54 @@ def test_inputs_are_rounded_to_e4m3_as_torch_casts_them(dtype, static):
 @pytest.mark.parametrize("name", ["W8A8", "W8A8_STATIC", "W4A8"])
 def test_inputs_are_rounded_to_int8_as_the_equation_says(dtype, name):
     scheme = scheme_of(name)
-    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 4, 200)[:, None]
+    x = (
+        torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-30, 4, 200)[:, None]
+    )
     x[0] = 0
     x[1] = torch.arange(-32, 32) + 0.5  # halves: ties
     x[1, 0] = 127.5
     x = x.to(dtype)
     static = not scheme.input.dynamic
     linear = linear_of(scheme, torch.eye(64).to(torch.int8), input_scale=0.25 if static else None)
-    scale = linear.input_scale if static else affine.scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme.input)
+    scale = (
+        linear.input_scale
+        if static
+        else affine.scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme.input)
+    )
     qvalue = affine.quantize(x, scale, linear.input_zero_point, scheme.input)
     expected = affine.dequantize(qvalue, scale, linear.input_zero_point)
     assert torch.equal(run(linear, x), expected.to(dtype))
 
 
 def test_a_group_with_a_zero_point_worked_by_hand():
-    # 32 columns, qvalues 7 then zeros, zero_point -3, scale 0.5: weights 0.5 * (7 + 3) = 5 and 0.5 * 3 = 1.5.
-    # Inputs 127.5 and -51: scale 1, qvalues 127 and -51. 127 * 5 - 51 * 1.5 = 558.5, and a bias of 1.
+    # 32 columns, qvalues 7 then zeros, zero_point -3, scale 0.5: weights 0.5 * (7 + 3) = 5 and 0.5
+    # * 3 = 1.5. Inputs 127.5 and -51: scale 1, qvalues 127 and -51. 127 * 5 - 51 * 1.5 = 558.5, and
+    # a bias of 1.
     scheme = replace(scheme_of("W4A8"), weights=scheme_of("W4A16_ASYM").weights)
     qvalue = torch.zeros(1, 32, dtype=torch.int8)
     qvalue[0, 0] = 7
-    linear = linear_of(scheme, qvalue, scale=torch.tensor([[0.5]]), zero_point=torch.tensor([[-3]], dtype=torch.int8))
+    linear = linear_of(
+        scheme,
+        qvalue,
+        scale=torch.tensor([[0.5]]),
+        zero_point=torch.tensor([[-3]], dtype=torch.int8),
+    )
     x = torch.zeros(1, 32)
     x[0, 0], x[0, 31] = 127.5, -51
     assert w4a8.linear(x, w4a8.prepare(linear, torch.float32), torch.ones(1)).tolist() == [[559.5]]
 
 
-@pytest.mark.parametrize("name", [n for n, s in PRESETS.items() if s.weights.scale_format == "float" and n != "W4AFP8"])
+@pytest.mark.parametrize(
+    "name", [n for n, s in PRESETS.items() if s.weights.scale_format == "float" and n != "W4AFP8"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_neither_on_threads_nor_on_the_other_tokens(name, dtype):
     scheme = PRESETS[name]
     shape = (300, 2 * (scheme.weights.group_size or 100))
     linear = random_linear(name, shape)
-    x = torch.randn(31, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)  # tiles of 12, 12, 4, 1, 1 and 1
+    # tiles of 12, 12, 4, 1, 1 and 1
+    x = torch.randn(31, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     prepared = kernels.prepare(linear, dtype)
     before, results = torch.get_num_threads(), []
     for threads in (1, 2):
@@ -210,19 +266,24 @@ def test_scales_that_bfloat16_does_not_hold_are_not_rounded(name):
     linear = random_linear(name, (48, 64), scale_dtype=torch.float32)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     expected = linear.fake_quantize_input(x).double() @ linear.weight.dequantize().double().t()
-    assert torch.allclose(run(linear, x).double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    assert torch.allclose(
+        run(linear, x).double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["W8A8", "W4A8", "FP8_DYNAMIC", "W4A16"])
-def test_an_infinite_input_leaves_no_finite_output_of_its_token_and_a_zero_token_gives_the_bias(name, dtype):
+def test_an_infinite_input_leaves_no_finite_output_of_its_token_and_a_zero_token_gives_the_bias(
+    name, dtype
+):
     linear = random_linear(name, (40, 64))
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 5], x[1] = float("inf"), 0
     bias = torch.linspace(-1, 1, 40).to(dtype)
     y = run(linear, x, bias)
     if name == "W4A16":
-        assert torch.equal(~y[0].isfinite(), torch.ones(40, dtype=torch.bool))  # Inf * 0 is NaN, else Inf
+        # Inf * 0 is NaN, else Inf
+        assert torch.equal(~y[0].isfinite(), torch.ones(40, dtype=torch.bool))
     else:
         assert y[0].isnan().all()  # the oracle's, whose scale is Inf
     assert torch.equal(y[1], bias)
@@ -230,7 +291,8 @@ def test_an_infinite_input_leaves_no_finite_output_of_its_token_and_a_zero_token
 
 
 def test_four_bit_weights_are_multiplied_without_rounding_them_to_the_dtype_of_the_inputs():
-    # Why it exists: with bfloat16 inputs torch's kernel, which rounds, is ten times as far from the product.
+    # Why it exists: with bfloat16 inputs torch's kernel, which rounds, is ten times as far from the
+    # product.
     linear = random_linear("W4A16_ASYM", (64, 512))
     x = torch.randn(16, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     exact = x.double() @ linear.weight.dequantize().double().t()
@@ -238,29 +300,39 @@ def test_four_bit_weights_are_multiplied_without_rounding_them_to_the_dtype_of_t
     for backend in (w4a16, int4_pack):
         y = backend.linear(x, backend.prepare(linear, torch.bfloat16), None).double()
         errors.append((y - exact).abs().mean().item())
-    assert errors[0] <= 1.001 * (exact.bfloat16().double() - exact).abs().mean().item()  # that of rounding the result
+    # that of rounding the result
+    assert errors[0] <= 1.001 * (exact.bfloat16().double() - exact).abs().mean().item()
     assert errors[0] < errors[1]
 
 
-def in_groups_by_hand(linear: QuantizedLinear, x: torch.Tensor, *, sums: torch.dtype) -> torch.Tensor:
+def in_groups_by_hand(
+    linear: QuantizedLinear, x: torch.Tensor, *, sums: torch.dtype
+) -> torch.Tensor:
     """Return x @ W.T with int8 inputs in the groups of the weight: integers, then in each group one product with both scales.
 
     Args:
         linear: 4-bit weights [O, I], G groups.
         x: [T, I].
-        sums: float32 rounds as the kernel does, after a product, and after a product and its sum; float64 is all but exact.
+        sums: float32 rounds as the kernel does, after a product, and after a product and its sum;
+            float64 is all but exact.
     """
     weight, columns = linear.weight, x.shape[1]
     groups = weight.scale.shape[1]
     split = x.float().view(len(x), groups, columns // groups)  # [T, G, g]
     largest = split.abs().amax(dim=-1, keepdim=True)
-    steps = torch.where(largest > 0, (largest / 127.5).clamp_min(2.0**-126), torch.ones(()))  # [T, G, 1]
+    # [T, G, 1]
+    steps = torch.where(largest > 0, (largest / 127.5).clamp_min(2.0**-126), torch.ones(()))
     codes = (split / steps).round().clamp(-128, 127).long()
     zero = 0 if weight.zero_point is None else weight.zero_point.long()[..., None]
-    whole = torch.einsum("tgi,ogi->tog", codes, weight.qvalue.long().view(len(weight.qvalue), groups, -1) - zero)
+    whole = torch.einsum(
+        "tgi,ogi->tog", codes, weight.qvalue.long().view(len(weight.qvalue), groups, -1) - zero
+    )
     total = torch.zeros(len(x), len(weight.qvalue), dtype=sums)
     for g in range(groups):
-        part = (whole[..., g].to(sums) * steps[:, g].to(sums)).double() * weight.scale[:, g].double()  # [T, O]
+        # [T, O]
+        part = (whole[..., g].to(sums) * steps[:, g].to(sums)).double() * weight.scale[
+            :, g
+        ].double()
         total = (part + total.double()).to(sums)
     return total
 
@@ -286,7 +358,8 @@ def test_inputs_rounded_in_groups_give_the_bits_of_the_same_arithmetic_in_torch(
         rounded = with_rounded_inputs(linear.scheme)
         assert rounded.input.group_size == group_size
         linear = replace(linear, scheme=rounded)
-        x = torch.randn(29, shape[1], generator=generator) * torch.logspace(-3, 3, shape[1])  # an outlier in each group
+        # an outlier in each group
+        x = torch.randn(29, shape[1], generator=generator) * torch.logspace(-3, 3, shape[1])
         x[3], x[4, :group_size] = 0, 0
         x = x.to(dtype).float()
         expected = in_groups_by_hand(linear, x, sums=torch.float32)
@@ -294,9 +367,15 @@ def test_inputs_rounded_in_groups_give_the_bits_of_the_same_arithmetic_in_torch(
         assert torch.equal(found, expected)
         exact = in_groups_by_hand(linear, x, sums=torch.float64)
         assert torch.allclose(found.double(), exact, rtol=0, atol=2e-6 * exact.abs().max().item())
-        oracle = affine.fake_quantize_input(x, rounded.input, None, None).double() @ linear.weight.dequantize().double().t()
+        oracle = (
+            affine.fake_quantize_input(x, rounded.input, None, None).double()
+            @ linear.weight.dequantize().double().t()
+        )
         assert torch.allclose(oracle, exact, rtol=0, atol=1e-6 * exact.abs().max().item())
-        assert torch.equal(torch.cat([w4a8.linear(row[None], w4a8.prepare(linear, dtype), None) for row in x]), found)
+        assert torch.equal(
+            torch.cat([w4a8.linear(row[None], w4a8.prepare(linear, dtype), None) for row in x]),
+            found,
+        )
 
 
 def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away():
@@ -316,7 +395,8 @@ def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away()
     assert errors["group"] < errors["token"] / 2
 
 
-@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-march=x86-64-v3"])  # without bfloat16 products, without AVX-512
+# without bfloat16 products, without AVX-512
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-march=x86-64-v3"])
 def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
     compiler = tmp_path / "gcc"
     compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {flag}\n')
@@ -335,14 +415,20 @@ def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
             finally:
                 native._attempt.cache_clear()
         for name in names:
-            assert torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6 * wanted[name].abs().max().item())
+            assert torch.allclose(
+                found[name], wanted[name], rtol=0, atol=1e-6 * wanted[name].abs().max().item()
+            )
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_nan_whose_bits_are_all_set_is_not_rounded_to_a_number():
     x = torch.zeros(1, 64)
     x.view(torch.int32)[0, 3] = 0x7FFFFFFF  # adding half a bfloat16 to it would carry into the sign
-    assert kernels.linear(x, kernels.prepare(random_linear("W8A16", (8, 64)), torch.bfloat16), None).isnan().all()
+    assert (
+        kernels.linear(x, kernels.prepare(random_linear("W8A16", (8, 64)), torch.bfloat16), None)
+        .isnan()
+        .all()
+    )
 
 
 def test_a_copied_module_outlives_the_one_it_was_copied_from():
@@ -357,22 +443,35 @@ def test_a_copied_module_outlives_the_one_it_was_copied_from():
 
 def test_inputs_that_the_weight_was_not_prepared_for_are_refused():
     prepared = w8a8.prepare(random_linear("W8A8", (8, 32)), torch.float32)
-    for x in (torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 31), torch.zeros(2, 32, device="meta")):
-        with pytest.raises(UsageError, match=r"^inputs: .* the weight was prepared for torch.float32 \[..., 32\] on cpu; give"):
+    for x in (
+        torch.zeros(2, 32, dtype=torch.bfloat16),
+        torch.zeros(2, 31),
+        torch.zeros(2, 32, device="meta"),
+    ):
+        with pytest.raises(
+            UsageError,
+            match=r"^inputs: .* the weight was prepared for torch.float32 \[..., 32\] on cpu; give",
+        ):
             w8a8.linear(x, prepared, None)
     for bias in (torch.zeros(8, dtype=torch.bfloat16), torch.zeros(9), torch.zeros(8, 2)[:, 0]):
-        with pytest.raises(UsageError, match=r"^bias: .*, inputs and outputs are torch.float32 \[8\]; give"):
+        with pytest.raises(
+            UsageError, match=r"^bias: .*, inputs and outputs are torch.float32 \[8\]; give"
+        ):
             w8a8.linear(torch.zeros(2, 32), prepared, bias)
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"])
-def test_float32_inputs_of_a_weight_for_bfloat16_are_rounded_where_they_are_not_quantized_and_outputs_are_not(name):
+def test_float32_inputs_of_a_weight_for_bfloat16_are_rounded_where_they_are_not_quantized_and_outputs_are_not(
+    name,
+):
     linear = random_linear(name, (48, 64))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     bias = torch.randn(48, generator=torch.Generator().manual_seed(2))
     y = kernels.linear(x, kernels.prepare(linear, torch.bfloat16), bias)
     seen = x if linear.scheme.input is not None else x.bfloat16().float()
-    expected = linear.fake_quantize_input(seen).double() @ linear.weight.dequantize().double().t() + bias
+    expected = (
+        linear.fake_quantize_input(seen).double() @ linear.weight.dequantize().double().t() + bias
+    )
     assert y.dtype == torch.float32
     assert torch.allclose(y.double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
     assert not torch.equal(y, y.bfloat16().float())

@@ -52,11 +52,17 @@ try:
 except UnsupportedError as error:
     print(error)
 """
-    options = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **(environment or {})}}
+    options = {
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, **(environment or {})},
+    }
     return subprocess.Popen([sys.executable, "-c", code], **options)
 
 
-def test_a_source_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(tmp_path, cache, monkeypatch):
+def test_a_source_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(
+    tmp_path, cache, monkeypatch
+):
     path = source(tmp_path)
     assert native.library(path).answer() == 42
     (built,) = cache.glob("small-*.so")
@@ -80,7 +86,9 @@ def test_another_source_compiler_or_cpu_gets_a_library_of_its_own(tmp_path, cach
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", ["truncated", pytest.param("empty", marks=pytest.mark.slow), "flipped"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", pytest.param("empty", marks=pytest.mark.slow), "flipped"]
+)
 def test_a_damaged_library_is_compiled_again(tmp_path, cache, damage):
     path = source(tmp_path)
     assert in_another_process(path).communicate()[0] == "42\n"
@@ -88,7 +96,9 @@ def test_a_damaged_library_is_compiled_again(tmp_path, cache, damage):
     content = bytearray(built.read_bytes())
     content[len(content) // 2] ^= 1
     whole = len(content)
-    built.write_bytes({"truncated": content[: whole // 2], "empty": b"", "flipped": content}[damage])
+    built.write_bytes(
+        {"truncated": content[: whole // 2], "empty": b"", "flipped": content}[damage]
+    )
     assert native.library(path).answer() == 42
     assert built.stat().st_size == whole
 
@@ -113,14 +123,25 @@ def test_it_takes_as_many_threads_as_torch(tmp_path):
 def test_a_missing_compiler_is_named_with_a_remedy(tmp_path, monkeypatch):
     path = source(tmp_path)
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(UnsupportedError, match=r"^no C compiler \(no-such-compiler\); install gcc, or set CC to a compiler$"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^no C compiler \(no-such-compiler\); install gcc, or set CC to a compiler$",
+    ):
         native.library(path)
-    assert native.why_not(path, needs=()) == "no C compiler (no-such-compiler); install gcc, or set CC to a compiler"
+    assert (
+        native.why_not(path, needs=())
+        == "no C compiler (no-such-compiler); install gcc, or set CC to a compiler"
+    )
 
 
-def test_a_source_that_does_not_compile_says_what_the_compiler_said_and_is_tried_once(tmp_path, cache, monkeypatch):
+def test_a_source_that_does_not_compile_says_what_the_compiler_said_and_is_tried_once(
+    tmp_path, cache, monkeypatch
+):
     path = source(tmp_path, "nonsense")
-    with pytest.raises(UnsupportedError, match=r"^small\.c: .*gcc exits 1: .*nonsense.* undeclared.*; set CC to a gcc"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^small\.c: .*gcc exits 1: .*nonsense.* undeclared.*; set CC to a gcc",
+    ):
         native.library(path)
     assert list(cache.iterdir()) == []
     monkeypatch.setattr(native, "_build", None)
@@ -130,7 +151,10 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_said_and_is_tried
 def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUANTFLOW_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(UnsupportedError, match=r"/file/cache: Not a directory; set QUANTFLOW_CACHE to a folder of your own"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"/file/cache: Not a directory; set QUANTFLOW_CACHE to a folder of your own",
+    ):
         native.library(source(tmp_path))
 
 
@@ -142,12 +166,17 @@ def test_a_user_without_a_home_is_told_what_to_set(tmp_path, monkeypatch):
         raise KeyError(number)
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container whose user /etc/passwd lacks
-    with pytest.raises(UnsupportedError, match=r"HOME is not set and user \d+ has no home folder; set QUANTFLOW_CACHE"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"HOME is not set and user \d+ has no home folder; set QUANTFLOW_CACHE",
+    ):
         native.library(source(tmp_path))
     assert "HOME is not set" in native.why_not(source(tmp_path), needs=())
 
 
-def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwise(tmp_path, cache, monkeypatch):
+def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwise(
+    tmp_path, cache, monkeypatch
+):
     held, missing = source(tmp_path), source(tmp_path, 7, "other.c")
     native.library(held)
     native._attempt.cache_clear()
@@ -155,16 +184,22 @@ def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwis
     def refuse(**_options):
         raise PermissionError(13, "Permission denied", str(cache))
 
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)  # root, who runs some of these tests, may write anywhere
+    # root, who runs some of these tests, may write anywhere
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)
     assert native.library(held).answer() == 42
-    with pytest.raises(UnsupportedError, match=r"/other-\w+\.so: Permission denied; set QUANTFLOW_CACHE"):
+    with pytest.raises(
+        UnsupportedError, match=r"/other-\w+\.so: Permission denied; set QUANTFLOW_CACHE"
+    ):
         native.library(missing)
 
 
 def test_code_is_not_loaded_from_a_folder_that_others_may_write(tmp_path, cache):
     cache.mkdir()
     cache.chmod(0o777)
-    with pytest.raises(UnsupportedError, match=r"/cache: others may write code to it that this process would run; set"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"/cache: others may write code to it that this process would run; set",
+    ):
         native.library(source(tmp_path))
 
 
@@ -176,7 +211,9 @@ def test_the_cache_follows_xdg_and_is_the_users_alone(tmp_path):
     assert len(list(folder.iterdir())) == 1
 
 
-def test_an_instruction_set_that_the_cpu_lacks_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
+def test_an_instruction_set_that_the_cpu_lacks_is_named_before_anything_is_compiled(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(native, "_build", None)
     assert native.why_not(source(tmp_path), needs=("avx9000",)) == "this CPU has no avx9000"
 

@@ -18,7 +18,8 @@ TESTS = [
     "tests/unit/runtime/test_lean.py",
     "tests/unit/runtime/batching/test_invariance.py",
 ]
-# Counts numbers that lie between two codes of a cache; sums in another order, as this build's are, move some of them.
+# Counts numbers that lie between two codes of a cache; sums in another order, as this build's are,
+# move some of them.
 OTHER_SUMS = "not test_a_smaller_cache_gives"
 
 
@@ -34,6 +35,11 @@ def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_pa
     environment = {**os.environ, "CC": str(compiler), "QUANTFLOW_CACHE": str(tmp_path / "cache")}
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
     command = [sys.executable, "-m", "pytest", *options, *TESTS]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
-    assert {path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir()} == {"kernels", "decode"}
+    assert {path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir()} == {
+        "kernels",
+        "decode",
+    }

@@ -20,9 +20,11 @@ TESTS = [  # every entry of C, and every way in which Python calls it
     "tests/unit/runtime/test_packed.py",
     "tests/unit/runtime/test_hostile_artifacts.py",
 ]
-# Counts numbers that lie between two codes of a cache; sums in another order, as this build's are, move some of them.
+# Counts numbers that lie between two codes of a cache; sums in another order, as this build's are,
+# move some of them.
 OTHER_SUMS = "not test_a_smaller_cache_gives"
-BEYOND = "AddressSanitizer: (heap-buffer-overflow|unknown-crash)"  # unknown: a register begins inside and ends outside
+# unknown: a register begins inside and ends outside
+BEYOND = "AddressSanitizer: (heap-buffer-overflow|unknown-crash)"
 
 
 def sanitizer() -> str | None:
@@ -47,7 +49,14 @@ def checked(arguments, tmp_path):
         "QUANTFLOW_NATIVE": "checked",
         "QUANTFLOW_CACHE": str(tmp_path / "cache"),
     }
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -73,7 +82,11 @@ OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "told"),
-    [(NULL, "decode.c:.*: not x && out"), (EMPTY, "decode.c:.*: not .*width > 0"), (OVERFLOW, BEYOND)],
+    [
+        (NULL, "decode.c:.*: not x && out"),
+        (EMPTY, "decode.c:.*: not .*width > 0"),
+        (OVERFLOW, BEYOND),
+    ],
     ids=["null", "empty", "overflow"],
 )
 def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, tmp_path):

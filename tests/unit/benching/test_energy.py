@@ -11,7 +11,12 @@ def counters(tmp_path):
 
     def put(**values):
         for name, value in values.items():
-            folder = tmp_path / {"first": "intel-rapl:0", "part": "intel-rapl:0:0", "second": "intel-rapl:1"}[name]
+            folder = (
+                tmp_path
+                / {"first": "intel-rapl:0", "part": "intel-rapl:0:0", "second": "intel-rapl:1"}[
+                    name
+                ]
+            )
             folder.mkdir(exist_ok=True)
             (folder / "energy_uj").write_text(f"{value}\n")
             (folder / "max_energy_range_uj").write_text("10000000\n")

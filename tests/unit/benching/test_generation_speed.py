@@ -44,7 +44,9 @@ def test_the_first_token_and_each_further_one_are_timed_alone(monkeypatch):
 
 
 def test_tokens_that_were_asked_for_and_those_that_came_are_counted_apart(monkeypatch):
-    run = time_run(Clocked(monkeypatch), torch.ones(2, 5, dtype=torch.int64), new_tokens=7, ends=[5])
+    run = time_run(
+        Clocked(monkeypatch), torch.ones(2, 5, dtype=torch.int64), new_tokens=7, ends=[5]
+    )
     # Row 0 says 3 4 5, row 1 says 4 5: the batch ends with the later of the two.
     assert (run.requested, run.produced, len(run.step_seconds)) == (14, 5, 2)
 
@@ -65,9 +67,13 @@ class Choosing(Clocked):
 
 
 @pytest.mark.parametrize("method", [None, Beams(count=2)])
-def test_of_several_sequences_and_of_beams_a_token_is_known_when_the_next_forward_begins(monkeypatch, method):
+def test_of_several_sequences_and_of_beams_a_token_is_known_when_the_next_forward_begins(
+    monkeypatch, method
+):
     prompts = torch.ones(2, 5, dtype=torch.int64)
-    run = time_generation(Choosing(monkeypatch), prompts, new_tokens=4, method=method, sampling=Sampling(top_k=3))
+    run = time_generation(
+        Choosing(monkeypatch), prompts, new_tokens=4, method=method, sampling=Sampling(top_k=3)
+    )
     assert run.first_seconds == pytest.approx(2.0)
     assert run.step_seconds == pytest.approx((0.1, 0.2, 0.3))
     assert (run.requested, run.produced) == (8, 8)
@@ -75,9 +81,12 @@ def test_of_several_sequences_and_of_beams_a_token_is_known_when_the_next_forwar
 
 def test_tokens_that_were_confirmed_together_are_known_together(monkeypatch):
     decoder = Choosing(monkeypatch)
-    # After the prompt but its last token (2 s) a forward in 0.1 s says 4 everywhere; it is proposed from then on.
+    # After the prompt but its last token (2 s) a forward in 0.1 s says 4 everywhere; it is proposed
+    # from then on.
     decoder.forward = lambda ids, **words: _always_4(decoder, ids, **words)
-    run = time_generation(decoder, torch.tensor([[4, 4, 4]]), new_tokens=6, method=Lookup(tokens=2, ngram=1))
+    run = time_generation(
+        decoder, torch.tensor([[4, 4, 4]]), new_tokens=6, method=Lookup(tokens=2, ngram=1)
+    )
     assert run.first_seconds == pytest.approx(2.1)
     assert run.step_seconds == pytest.approx((0.0, 0.0, 0.2, 0.0, 0.0))
     assert (run.requested, run.produced) == (6, 6)
@@ -85,20 +94,28 @@ def test_tokens_that_were_confirmed_together_are_known_together(monkeypatch):
 
 def _always_4(decoder, ids, *, padding=None, last_only=True):
     logits = Choosing.forward(decoder, ids, last_only=False)
-    logits = torch.nn.functional.one_hot(torch.full(logits.shape[:2], 4), decoder.vocab_size).float()
+    logits = torch.nn.functional.one_hot(
+        torch.full(logits.shape[:2], 4), decoder.vocab_size
+    ).float()
     return logits[:, -1] if last_only else logits
 
 
 def test_a_sequence_that_ends_early_produces_up_to_its_end(monkeypatch):
     run = time_generation(
-        Choosing(monkeypatch), torch.ones(2, 5, dtype=torch.int64), new_tokens=7, sampling=Sampling(top_k=1), ends=[5]
+        Choosing(monkeypatch),
+        torch.ones(2, 5, dtype=torch.int64),
+        new_tokens=7,
+        sampling=Sampling(top_k=1),
+        ends=[5],
     )
     assert (run.requested, run.produced) == (14, 5)  # row 0 says 3 4 5, row 1 says 4 5
 
 
 @pytest.mark.parametrize(("length", "new"), [(9, 4), (3, 0)])
 def test_more_than_the_model_has_positions_for_is_an_error(monkeypatch, length, new):
-    with pytest.raises(UsageError, match=rf"{length} prompt tokens \+ {new} new ones: the model has 12 positions"):
+    with pytest.raises(
+        UsageError, match=rf"{length} prompt tokens \+ {new} new ones: the model has 12 positions"
+    ):
         time_run(Clocked(monkeypatch), torch.ones(1, length, dtype=torch.int64), new_tokens=new)
 
 

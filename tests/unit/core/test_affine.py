@@ -50,13 +50,18 @@ def test_a_symmetric_scale_is_amax_over_half_the_range(scheme, amax, scale):
     assert affine.scale_from_amax(tensor(amax), scheme).tolist() == tensor(scale).tolist()
 
 
-@pytest.mark.parametrize("flavour_and_largest", [("e4m3fn", 448), ("e5m2", 57344), ("e4m3fnuz", 240), ("gaudi2", 240)])
+@pytest.mark.parametrize(
+    "flavour_and_largest", [("e4m3fn", 448), ("e5m2", 57344), ("e4m3fnuz", 240), ("gaudi2", 240)]
+)
 def test_a_float8_scale_maps_amax_to_the_largest_value_of_the_flavour(flavour_and_largest):
     flavour, largest = flavour_and_largest
     scheme = TensorScheme(kind="float", num_bits=8, granularity="per_tensor", float8=flavour)
     scale = affine.scale_from_amax(tensor(3.0), scheme)
     assert scale.tolist() == tensor(3.0 / largest).tolist()
-    assert affine.quantize(tensor(3.0, -3.0), scale, None, scheme).float().tolist() == [largest, -largest]
+    assert affine.quantize(tensor(3.0, -3.0), scale, None, scheme).float().tolist() == [
+        largest,
+        -largest,
+    ]
 
 
 @pytest.mark.parametrize("scheme", [INT4, INT8, FP8])
@@ -69,7 +74,9 @@ def test_nan_and_inf_are_passed_on_by_scales_so_that_validation_sees_them():
     scale = affine.scale_from_amax(tensor(math.nan, math.inf), INT8)
     assert scale[0].isnan()
     assert scale[1].isinf()
-    wide, _ = affine.scale_and_zero_point_from_range(tensor(math.nan, -3e38), tensor(1.0, 3e38), INT8_ASYM)
+    wide, _ = affine.scale_and_zero_point_from_range(
+        tensor(math.nan, -3e38), tensor(1.0, 3e38), INT8_ASYM
+    )
     assert wide[0].isnan()
     assert wide[1].isinf()
 
@@ -100,21 +107,26 @@ def test_a_symmetric_scale_keeps_the_shape_and_is_float32_whatever_comes_in():
     ],
 )
 def test_an_asymmetric_range_worked_by_hand(scheme, low, high, scale, zero_point):
-    got_scale, got_zero_point = affine.scale_and_zero_point_from_range(tensor(low), tensor(high), scheme)
+    got_scale, got_zero_point = affine.scale_and_zero_point_from_range(
+        tensor(low), tensor(high), scheme
+    )
     assert got_scale.tolist() == [scale]
     assert got_zero_point.tolist() == [zero_point]
     assert got_zero_point.dtype == torch.int8
 
 
 def test_a_tiny_range_has_a_positive_scale_and_a_zero_point_in_range():
-    scale, zero_point = affine.scale_and_zero_point_from_range(tensor(-1e-45, 0.0), tensor(1e-45, 1e-44), INT8_ASYM)
+    scale, zero_point = affine.scale_and_zero_point_from_range(
+        tensor(-1e-45, 0.0), tensor(1e-45, 1e-44), INT8_ASYM
+    )
     assert scale.tolist() == [SMALLEST_NORMAL] * 2
     assert zero_point.tolist() == [-128, -128]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_stored_scale_keeps_its_sign_and_is_never_zero(dtype):
-    # 2^-24 and 2^-133 are the smallest of float16 and bfloat16; 1.0 + 2^-9 is none of bfloat16 and below half a step
+    # 2^-24 and 2^-133 are the smallest of float16 and bfloat16; 1.0 + 2^-9 is none of bfloat16 and
+    # below half a step
     smallest = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}[dtype]
     assert affine.stored(tensor(-3.0, 3.0, -1e-42, 1e-42, 0.0, -0.25), dtype).tolist() == [
         -3.0, 3.0, -smallest, smallest, smallest, -0.25
@@ -123,36 +135,86 @@ def test_a_stored_scale_keeps_its_sign_and_is_never_zero(dtype):
     assert affine.stored(tensor(math.nan, -math.inf), dtype).isfinite().tolist() == [False, False]
 
 
-@pytest.mark.parametrize(("scheme", "signed"), [(INT4, True), (INT8, True), (INT4_ASYM, False), (FP8, False)])
+@pytest.mark.parametrize(
+    ("scheme", "signed"), [(INT4, True), (INT8, True), (INT4_ASYM, False), (FP8, False)]
+)
 def test_a_scale_is_finite_and_positive_or_of_symmetric_integers_not_zero(scheme, signed):
     scale = tensor(1.0, -1.0, 0.0, -0.0, math.inf, -math.inf, math.nan)
-    assert affine.is_scale(scale, scheme).tolist() == [True, signed, False, False, False, False, False]
+    assert affine.is_scale(scale, scheme).tolist() == [
+        True,
+        signed,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert affine.sign_of_scales(scheme) == ("not zero" if signed else "positive")
 
 
 def test_with_a_negative_scale_the_longer_side_is_above_zero():
-    assert affine.quantize(tensor(8.0, 7.0, 0.5, -7.0, -8.0), tensor(-1.0), None, INT4).tolist() == [-8, -7, 0, 7, 7]
+    assert affine.quantize(
+        tensor(8.0, 7.0, 0.5, -7.0, -8.0), tensor(-1.0), None, INT4
+    ).tolist() == [-8, -7, 0, 7, 7]
 
 
 @pytest.mark.parametrize("scheme", [INT8, FP8])
 def test_a_range_for_a_symmetric_or_float_scheme_is_refused(scheme):
-    with pytest.raises(SchemeError, match=r"a range with symmetric=True, kind='(int|float)'; use scale_from_amax"):
+    with pytest.raises(
+        SchemeError, match=r"a range with symmetric=True, kind='(int|float)'; use scale_from_amax"
+    ):
         affine.scale_and_zero_point_from_range(tensor(-1.0), tensor(1.0), scheme)
 
 
 def test_rounding_is_half_to_even_and_the_ends_clamp():
     x = tensor(-7.5, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 6.5, 7.5, 100.0, -100.0, math.inf, -math.inf)
-    assert affine.quantize(x, tensor(1.0), None, INT4).tolist() == [-8, -2, -2, 0, 0, 2, 2, 6, 7, 7, -8, 7, -8]
-    assert affine.quantize(x, tensor(1.0), None, INT8).tolist()[:9] == [-8, -2, -2, 0, 0, 2, 2, 6, 8]
+    assert affine.quantize(x, tensor(1.0), None, INT4).tolist() == [
+        -8,
+        -2,
+        -2,
+        0,
+        0,
+        2,
+        2,
+        6,
+        7,
+        7,
+        -8,
+        7,
+        -8,
+    ]
+    assert affine.quantize(x, tensor(1.0), None, INT8).tolist()[:9] == [
+        -8,
+        -2,
+        -2,
+        0,
+        0,
+        2,
+        2,
+        6,
+        8,
+    ]
     assert affine.quantize(tensor(1e9, -1e9), tensor(1.0), None, INT8).tolist() == [127, -128]
-    assert affine.quantize(tensor(3.5, 2.5, -3.5, -9.0), tensor(1.0), None, INT3).tolist() == [3, 2, -4, -4]
-    assert affine.quantize(tensor(1.5, 0.5, -1.5, -9.0), tensor(1.0), None, INT2).tolist() == [1, 0, -2, -2]
+    assert affine.quantize(tensor(3.5, 2.5, -3.5, -9.0), tensor(1.0), None, INT3).tolist() == [
+        3,
+        2,
+        -4,
+        -4,
+    ]
+    assert affine.quantize(tensor(1.5, 0.5, -1.5, -9.0), tensor(1.0), None, INT2).tolist() == [
+        1,
+        0,
+        -2,
+        -2,
+    ]
 
 
 def test_the_zero_point_is_added_before_rounding():
     zero_point = torch.tensor([3], dtype=torch.int8)
     # 0.5 + 3 = 3.5 rounds to 4; rounding first would give 3
-    assert affine.quantize(tensor(0.5, -0.5, 1.5, -20.0), tensor(1.0), zero_point, INT4).tolist() == [4, 2, 4, -8]
+    assert affine.quantize(
+        tensor(0.5, -0.5, 1.5, -20.0), tensor(1.0), zero_point, INT4
+    ).tolist() == [4, 2, 4, -8]
 
 
 def test_dequantize_is_scale_times_qvalue_minus_zero_point():
@@ -165,7 +227,9 @@ def test_dequantize_is_scale_times_qvalue_minus_zero_point():
 
 def test_int8_differences_do_not_wrap():
     zero_point = torch.tensor([-128], dtype=torch.int8)
-    assert affine.dequantize(torch.tensor([127], dtype=torch.int8), tensor(1.0), zero_point).tolist() == [255.0]
+    assert affine.dequantize(
+        torch.tensor([127], dtype=torch.int8), tensor(1.0), zero_point
+    ).tolist() == [255.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -181,7 +245,10 @@ def test_fake_quantize_keeps_the_dtype_and_does_not_change_its_argument(dtype):
 @pytest.mark.parametrize("scheme", [INT8, FP8])
 def test_nan_survives_fake_quantize_because_zero_would_hide_it(scheme):
     x = torch.tensor([[1.0, math.nan], [2.0, 1.0]])
-    assert affine.fake_quantize(x, tensor(1.0), None, scheme).isnan().tolist() == [[False, True], [False, False]]
+    assert affine.fake_quantize(x, tensor(1.0), None, scheme).isnan().tolist() == [
+        [False, True],
+        [False, False],
+    ]
     assert affine.fake_quantize_per_token(x, scheme)[0].isnan().any()
     assert affine.fake_quantize_per_token(x, scheme)[1].isfinite().all()
 
@@ -247,7 +314,9 @@ def test_a_float8_error_is_at_most_a_sixteenth_or_half_a_subnormal_step(values):
     assert (error <= bound * 1.0001).all()
 
 
-@pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8])
+@pytest.mark.parametrize(
+    "scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8]
+)
 @settings(max_examples=50)
 @given(values=st.lists(st.floats(width=32, min_value=-1e6, max_value=1e6), min_size=2, max_size=8))
 def test_quantizing_twice_changes_nothing_and_order_is_kept(scheme, values):
@@ -264,11 +333,17 @@ def test_quantizing_twice_changes_nothing_and_order_is_kept(scheme, values):
 
 def their_args(scheme: TensorScheme) -> QuantizationArgs:
     return QuantizationArgs(
-        num_bits=scheme.num_bits, type=scheme.kind, symmetric=scheme.symmetric, strategy="channel", dynamic=False
+        num_bits=scheme.num_bits,
+        type=scheme.kind,
+        symmetric=scheme.symmetric,
+        strategy="channel",
+        dynamic=False,
     )
 
 
-@pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8])
+@pytest.mark.parametrize(
+    "scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8]
+)
 def test_scales_zero_points_and_rounding_are_those_of_compressed_tensors(scheme):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) + 0.3
     low, high = x.amin(dim=1, keepdim=True), x.amax(dim=1, keepdim=True)
@@ -285,10 +360,13 @@ def test_scales_zero_points_and_rounding_are_those_of_compressed_tensors(scheme)
 
 
 @pytest.mark.parametrize(
-    ("amax", "scale"), [(448.0, 1.0), (448.1, 2.0), (447.9, 1.0), (224.0, 0.5), (0.0, 1.0), (3.0, 2.0**-7)]
+    ("amax", "scale"),
+    [(448.0, 1.0), (448.1, 2.0), (447.9, 1.0), (224.0, 0.5), (0.0, 1.0), (3.0, 2.0**-7)],
 )
 def test_a_scale_rounded_to_a_power_of_two_is_the_next_one_that_is_not_below(amax, scale):
-    scheme = TensorScheme(kind="float", num_bits=8, granularity="per_channel", scale_rounding="pow2")
+    scheme = TensorScheme(
+        kind="float", num_bits=8, granularity="per_channel", scale_rounding="pow2"
+    )
     assert affine.scale_from_amax(torch.tensor([amax]), scheme).tolist() == [scale]
 
 

@@ -21,9 +21,15 @@ from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS, Rule
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError, UsageError
 from quantflow.formats.gaudi.scale_methods import method_config, spelled
 
-# m -> (raw scale as printed, exponent of POW2, exponent of HW) for Gaudi2 and Gaudi3, activations and weights
+# m -> (raw scale as printed, exponent of POW2, exponent of HW) for Gaudi2 and Gaudi3, activations
+# and weights
 GOLDEN = {
-    0.001: [("1.6667e-5", -15, -8), ("8.3333e-6", -16, -8), ("8.9286e-6", -16, -16), ("4.4643e-6", -17, -17)],
+    0.001: [
+        ("1.6667e-5", -15, -8),
+        ("8.3333e-6", -16, -8),
+        ("8.9286e-6", -16, -16),
+        ("4.4643e-6", -17, -17),
+    ],
     1: [("0.016667", -5, -4), ("0.0083333", -6, -4), ("0.0089286", -6, -6), ("0.0044643", -7, -7)],
     60: [("1", 0, 0), ("0.5", -1, 0), ("0.53571", 0, 0), ("0.26786", -1, -1)],
     61: [("1.0167", 1, 4), ("0.50833", 0, 0), ("0.54464", 0, 0), ("0.27232", -1, -1)],
@@ -31,7 +37,12 @@ GOLDEN = {
     240: [("4", 2, 4), ("2", 1, 4), ("2.1429", 2, 2), ("1.0714", 1, 1)],
     5000: [("83.333", 7, 4), ("41.667", 6, 4), ("44.643", 6, 6), ("22.321", 5, 5)],
 }
-COLUMNS = [("gaudi2", "activation"), ("gaudi2", "weight"), ("gaudi3", "activation"), ("gaudi3", "weight")]
+COLUMNS = [
+    ("gaudi2", "activation"),
+    ("gaudi2", "weight"),
+    ("gaudi3", "activation"),
+    ("gaudi3", "weight"),
+]
 ROWS = [
     pytest.param(m, device, side, *entry, id=f"{m}-{device}-{side}")
     for m, entries in GOLDEN.items()
@@ -47,7 +58,9 @@ def rule(method: str, side: str) -> Rule:
 
 
 def scale(amax: float, method: str, side: str, device: str, arithmetic: str = "exact") -> float:
-    return scale_from_amax(torch.tensor(amax), rule(method, side), target=target(device), arithmetic=arithmetic).item()
+    return scale_from_amax(
+        torch.tensor(amax), rule(method, side), target=target(device), arithmetic=arithmetic
+    ).item()
 
 
 @pytest.mark.parametrize(("m", "device", "side", "raw", "pow2", "hw"), ROWS)
@@ -57,7 +70,8 @@ def test_the_published_table(m, device, side, raw, pow2, hw):
     assert scale(m, "maxabs_hw", side, device) == 2.0**hw
 
 
-# method -> (activations, weights): a column of the table, a fixed exponent per device, or None where it is not of a maximum
+# method -> (activations, weights): a column of the table, a fixed exponent per device, or None
+# where it is not of a maximum
 ONE, SINGLE = {"gaudi2": 0, "gaudi3": 0}, {"gaudi2": 4, "gaudi3": 7}
 METHOD_COLUMNS = {
     "unit_scale": (ONE, ONE),
@@ -78,24 +92,43 @@ METHOD_COLUMNS = {
 
 def test_every_scale_method_has_its_columns():
     assert METHOD_COLUMNS.keys() == SCALE_METHODS.keys()
-    assert {(rule(name, "activation").backoff, rule(name, "weight").backoff) for name in STATIC[2:]} == {(0.25, 0.5)}
+    assert {
+        (rule(name, "activation").backoff, rule(name, "weight").backoff) for name in STATIC[2:]
+    } == {(0.25, 0.5)}
 
 
 @pytest.mark.parametrize("method", METHOD_COLUMNS)
 @pytest.mark.parametrize(("m", "device", "side", "raw", "pow2", "hw"), ROWS)
-def test_every_method_takes_its_scales_from_the_columns_of_the_table(method, m, device, side, raw, pow2, hw):
+def test_every_method_takes_its_scales_from_the_columns_of_the_table(
+    method, m, device, side, raw, pow2, hw
+):
     column = METHOD_COLUMNS[method][side == "weight"]
     if column is None:
         assert rule(method, side).value == "OPT" or rule(method, side).dynamic
         return
-    found = torch.atleast_1d(scale_from_amax(torch.tensor(m), rule(method, side), target=target(device)))
+    found = torch.atleast_1d(
+        scale_from_amax(torch.tensor(m), rule(method, side), target=target(device))
+    )
     if side == "weight":
         weight = torch.tensor([[0.5, -1.0], [-0.25, 1.0]]) * m
-        found = torch.cat([found, torch.atleast_1d(weight_scale(weight, rule(method, side), target=target(device)))])
+        found = torch.cat(
+            [
+                found,
+                torch.atleast_1d(weight_scale(weight, rule(method, side), target=target(device))),
+            ]
+        )
         assert len(found) == (3 if "pcs_max" in method or method == "maxabs_pcs_pow2" else 2)
-    exponent = column[device] if isinstance(column, dict) else {"raw": None, "pow2": pow2, "hw": hw}[column]
+    exponent = (
+        column[device]
+        if isinstance(column, dict)
+        else {"raw": None, "pow2": pow2, "hw": hw}[column]
+    )
     for value in found.tolist():
-        assert float(f"{value:.4e}") == float(f"{float(raw):.4e}") if exponent is None else value == 2.0**exponent
+        assert (
+            float(f"{value:.4e}") == float(f"{float(raw):.4e}")
+            if exponent is None
+            else value == 2.0**exponent
+        )
 
 
 @pytest.mark.parametrize("device", HW)
@@ -125,16 +158,23 @@ def test_fixed_scales_look_at_nothing(method, side, device, expected):
 
 
 def test_log2_in_bfloat16_rounds_down_where_the_exact_scale_is_just_above_a_power():
-    just_above = 2.0**-10 * (1 + 2.0**-7) * 60  # raw scale of Gaudi2's activations, which bfloat16 holds
+    # raw scale of Gaudi2's activations, which bfloat16 holds
+    just_above = 2.0**-10 * (1 + 2.0**-7) * 60
     assert scale(just_above, "maxabs_pow2", "activation", "gaudi2") == 2.0**-9
     assert scale(just_above, "maxabs_pow2", "activation", "gaudi2", "BF16") == 2.0**-10
     assert scale(just_above, "maxabs_pow2", "activation", "gaudi2", "FP32") == 2.0**-9
 
 
 def test_one_maximum_in_seventy_has_another_scale_in_bfloat16():
-    amax = torch.exp2(torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 24 - 12).bfloat16().float()
+    amax = (
+        torch.exp2(torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 24 - 12)
+        .bfloat16()
+        .float()
+    )
     found = {
-        arithmetic: scale_from_amax(amax, rule("maxabs_pow2", "activation"), target=target("gaudi2"), arithmetic=arithmetic)
+        arithmetic: scale_from_amax(
+            amax, rule("maxabs_pow2", "activation"), target=target("gaudi2"), arithmetic=arithmetic
+        )
         for arithmetic in ("exact", "BF16")
     }
     differing = found["exact"] != found["BF16"]
@@ -146,9 +186,13 @@ def test_one_maximum_in_seventy_has_another_scale_in_bfloat16():
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_shapes_are_kept_and_zero_has_a_scale(arithmetic):
     amax = torch.tensor([[0.0], [60.0]])
-    found = scale_from_amax(amax, rule("maxabs_pow2", "activation"), target=target("gaudi2"), arithmetic=arithmetic)
+    found = scale_from_amax(
+        amax, rule("maxabs_pow2", "activation"), target=target("gaudi2"), arithmetic=arithmetic
+    )
     assert found.tolist() == [[1.0], [1.0]] and found.dtype == torch.float32
-    hw = scale_from_amax(amax, rule("maxabs_hw", "activation"), target=target("gaudi2"), arithmetic=arithmetic)
+    hw = scale_from_amax(
+        amax, rule("maxabs_hw", "activation"), target=target("gaudi2"), arithmetic=arithmetic
+    )
     assert hw.tolist() == [[2.0**-8], [1.0]]
 
 
@@ -158,11 +202,15 @@ def test_what_is_no_maximum_is_refused(bad):
         scale(bad, "maxabs_pow2", "activation", "gaudi2")
 
 
-@pytest.mark.parametrize(("device", "fp8"), [("cpu", "E4M3"), ("gaudi2", "E5M2"), ("gaudi3", "E5M2")])
+@pytest.mark.parametrize(
+    ("device", "fp8"), [("cpu", "E4M3"), ("gaudi2", "E5M2"), ("gaudi3", "E5M2")]
+)
 def test_hardware_scales_are_refused_where_none_are_known(device, fp8):
     with pytest.raises(UnsupportedError, match="no hardware scales"):
         scale_from_amax(torch.tensor(1.0), rule("maxabs_hw", "weight"), target=target(device, fp8))
-    found = scale_from_amax(torch.tensor(57344.0), rule("maxabs_pow2", "weight"), target=target("gaudi2", "E5M2"))
+    found = scale_from_amax(
+        torch.tensor(57344.0), rule("maxabs_pow2", "weight"), target=target("gaudi2", "E5M2")
+    )
     assert found == 2.0
 
 
@@ -178,7 +226,9 @@ def test_unknown_devices_and_arithmetics_are_refused():
         scale(1.0, "maxabs_pow2", "weight", "gaudi2", "FP64")
 
 
-@pytest.mark.parametrize("method", ["act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw", "maxabs_pcs_pow2"])
+@pytest.mark.parametrize(
+    "method", ["act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw", "maxabs_pcs_pow2"]
+)
 def test_dynamic_methods_have_no_stored_scale_of_activations(method):
     assert SCALE_METHODS[method].dynamic
     with pytest.raises(SchemeError, match="dynamic"):
@@ -204,17 +254,28 @@ def test_scales_of_weights_are_positive_and_per_tensor_or_per_output_channel(met
 
 
 def test_per_channel_is_per_tensor_of_each_row():
-    found = weight_scale(WEIGHT, rule("act_maxabs_hw_weights_pcs_maxabs_pow2", "weight"), target=target("gaudi3"))
+    found = weight_scale(
+        WEIGHT, rule("act_maxabs_hw_weights_pcs_maxabs_pow2", "weight"), target=target("gaudi3")
+    )
     for row, value in zip(WEIGHT[:-1], found, strict=False):
-        assert value == weight_scale(row[None], rule("maxabs_pow2", "weight"), target=target("gaudi3"))
-    assert found[-1] == torch.finfo(torch.bfloat16).tiny  # a channel of zeros: the smallest normal, never zero
+        assert value == weight_scale(
+            row[None], rule("maxabs_pow2", "weight"), target=target("gaudi3")
+        )
+    # a channel of zeros: the smallest normal, never zero
+    assert found[-1] == torch.finfo(torch.bfloat16).tiny
 
 
 @pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
-@pytest.mark.parametrize(("method", "exponents"), [("maxabs_hw_opt_weight", None), ("maxabs_pow2_opt_weight", range(-10, 10))])
+@pytest.mark.parametrize(
+    ("method", "exponents"),
+    [("maxabs_hw_opt_weight", None), ("maxabs_pow2_opt_weight", range(-10, 10))],
+)
 def test_the_search_per_tensor_takes_the_candidate_that_loses_least(method, exponents, device):
     candidates = list(exponents or HW[device])
-    losses = {e: (quantized(WEIGHT, 2.0**e, LARGEST[device]) - WEIGHT).double().square().sum().item() for e in candidates}
+    losses = {
+        e: (quantized(WEIGHT, 2.0**e, LARGEST[device]) - WEIGHT).double().square().sum().item()
+        for e in candidates
+    }
     found = weight_scale(WEIGHT, rule(method, "weight"), target=target(device)).item()
     assert losses[round(math.log2(found))] == pytest.approx(min(losses.values()), rel=1e-12)
 
@@ -225,7 +286,11 @@ def test_the_search_per_channel_multiplies_each_channels_scale_by_2_to_minus_3_u
     for row, value in zip(WEIGHT[:5], found, strict=True):
         reference = 2.0 ** math.ceil(math.log2(row.abs().max().item() / 120))
         losses = {
-            reference * 2.0**e: (quantized(row, reference * 2.0**e, 240) - row).double().square().sum().item()
+            reference * 2.0**e: (quantized(row, reference * 2.0**e, 240) - row)
+            .double()
+            .square()
+            .sum()
+            .item()
             for e in range(-3, 5)
         }
         assert losses[value.item()] == pytest.approx(min(losses.values()), rel=1e-12)
@@ -234,10 +299,17 @@ def test_the_search_per_channel_multiplies_each_channels_scale_by_2_to_minus_3_u
 def test_of_equally_good_candidates_the_later_wins_per_tensor_and_the_earlier_per_channel():
     exact = torch.full((2, 4), 1.0)  # every power of 2 from 2^-7 to 2^6 holds it exactly
     ascending = rule("maxabs_pow2_opt_weight", "weight")
-    assert weight_scale(exact, ascending, target=target("gaudi3")) == 2.0**9  # 2^-9, the smallest code, is exact too
-    assert weight_scale(exact, rule("maxabs_hw_opt_weight", "weight"), target=target("gaudi2")) == 2.0**-4
-    per_channel = weight_scale(exact, rule("act_maxabs_hw_weights_pcs_opt_pow2", "weight"), target=target("gaudi2"))
-    assert per_channel.tolist() == [2.0**-7] * 2  # POW2 of 1 / 120 is 2^-6; its half holds 1, its quarter saturates
+    # 2^-9, the smallest code, is exact too
+    assert weight_scale(exact, ascending, target=target("gaudi3")) == 2.0**9
+    assert (
+        weight_scale(exact, rule("maxabs_hw_opt_weight", "weight"), target=target("gaudi2"))
+        == 2.0**-4
+    )
+    per_channel = weight_scale(
+        exact, rule("act_maxabs_hw_weights_pcs_opt_pow2", "weight"), target=target("gaudi2")
+    )
+    # POW2 of 1 / 120 is 2^-6; its half holds 1, its quarter saturates
+    assert per_channel.tolist() == [2.0**-7] * 2
 
 
 @pytest.mark.parametrize("method", ["maxabs_hw_opt_weight", "maxabs_pow2_opt_weight"])
@@ -251,7 +323,9 @@ def test_the_errors_of_rows_add_up_to_the_choice_of_the_whole_weight(method, dev
     assert torch.equal(scale_from_errors(sum(parts), by, target=goal), whole) and whole.ndim == 0
 
 
-@pytest.mark.parametrize(("flavour", "device"), [("gaudi2", "gaudi2"), ("e4m3fn", "gaudi3"), ("e5m2", "gaudi3")])
+@pytest.mark.parametrize(
+    ("flavour", "device"), [("gaudi2", "gaudi2"), ("e4m3fn", "gaudi3"), ("e5m2", "gaudi3")]
+)
 def test_a_flavour_has_the_hardware_scales_of_the_device_that_runs_it(flavour, device):
     found = target_of(flavour)
     assert (found.device, found.flavour) == (device, flavour)
@@ -267,15 +341,28 @@ def test_a_weight_that_holds_nan_is_refused_by_every_method():
                 weight_scale(bad, rule(method, "weight"), target=target("gaudi2"))
 
 
-PART = {"granularity": "PTS", "scale_value_type": "MAXABS", "rounding_method": "POW2", "backoff": 0.25}
+PART = {
+    "granularity": "PTS",
+    "scale_value_type": "MAXABS",
+    "rounding_method": "POW2",
+    "backoff": 0.25,
+}
 POW2 = {"activation": PART, "weight": {**PART, "backoff": 0.5}}
 RAW = {side: {**part, "rounding_method": "identity"} for side, part in POW2.items()}
-UNIT = {side: {"granularity": "pts", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"} for side in POW2}
+UNIT = {
+    side: {"granularity": "pts", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
+    for side in POW2
+}
 
 
 def test_the_dictionary_form_asks_nodes_then_layers_then_types_then_the_default():
     config = method_config(
-        {"default": POW2, "nodes": {"model.layers.1.mlp.up": RAW}, "layers": {"1": UNIT}, "layer_types": {"Matmul": RAW}}
+        {
+            "default": POW2,
+            "nodes": {"model.layers.1.mlp.up": RAW},
+            "layers": {"1": UNIT},
+            "layer_types": {"Matmul": RAW},
+        }
     )
     assert config.method("model.layers.1.mlp.up", "Linear").name == "maxabs_arbitrary"
     assert config.method("model.layers.1.self_attn.matmul_qk", "Matmul").name == "unit_scale"
@@ -291,7 +378,11 @@ def test_what_the_dictionary_form_leaves_out_is_the_defaults():
     assert method.name == "act_maxabs_pow2_weights_pcs_maxabs_pow2"
     assert (method.weight.backoff, method.activation.backoff) == (0.5, 0.25)
     bare = method_config({"default": {}}).default
-    assert (bare.name, bare.weight.backoff, bare.activation.backoff) == ("maxabs_arbitrary", 1.0, 1.0)
+    assert (bare.name, bare.weight.backoff, bare.activation.backoff) == (
+        "maxabs_arbitrary",
+        1.0,
+        1.0,
+    )
 
 
 def test_another_backoff_is_taken_and_spelled_again():
@@ -313,7 +404,10 @@ def test_another_backoff_is_taken_and_spelled_again():
             {"default": {**POW2, "weight": {**PART, "rounding_method": "HW_ALIGNED"}}},
             "Unsupported config: scale method config for default",
         ),
-        ({"default": {**POW2, "weight": {**PART, "granularity": "PTC"}}}, "Invalid input 'PTC' for ScaleGranularity"),
+        (
+            {"default": {**POW2, "weight": {**PART, "granularity": "PTC"}}},
+            "Invalid input 'PTC' for ScaleGranularity",
+        ),
         ({"default": {**POW2, "weight": {**PART, "backoff": 0}}}, "backoff 0"),
         ({"default": {**POW2, "weight": {**PART, "params": {"x": 1}}}}, "params"),
         ({"default": POW2, "layers": {"first": POW2}}, "'first'"),

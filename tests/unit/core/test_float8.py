@@ -14,7 +14,12 @@ from quantflow.core import float8
 from quantflow.core.scheme import FLOAT4, FLOAT8_FLAVOURS
 
 # flavour -> (exponent bits, mantissa bits, bias, largest value used)
-LAYOUT = {"e4m3fn": (4, 3, 7, 448), "e5m2": (5, 2, 15, 57344), "e4m3fnuz": (4, 3, 8, 240), "gaudi2": (4, 3, 7, 240)}
+LAYOUT = {
+    "e4m3fn": (4, 3, 7, 448),
+    "e5m2": (5, 2, 15, 57344),
+    "e4m3fnuz": (4, 3, 8, 240),
+    "gaudi2": (4, 3, 7, 240),
+}
 ML_DTYPES = {
     "e4m3fn": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
@@ -95,15 +100,21 @@ def test_the_largest_value_is_the_largest_usable_code(flavour):
 def test_every_value_of_the_format_casts_to_its_own_code(flavour, sign):
     values = usable(flavour)[1:]
     offset = 0x80 if sign < 0 else 0
-    assert codes(sign * torch.tensor(values), flavour) == [offset + code for code in range(1, len(values) + 1)]
+    assert codes(sign * torch.tensor(values), flavour) == [
+        offset + code for code in range(1, len(values) + 1)
+    ]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_midpoints_go_to_the_even_code_and_their_neighbours_to_the_nearer_one(flavour, sign):
     values = usable(flavour)
-    middles = torch.tensor([(low + high) / 2 for low, high in zip(values, values[1:], strict=False)])
-    assert middles.double().tolist() == [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+    middles = torch.tensor(
+        [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+    )
+    assert middles.double().tolist() == [
+        (low + high) / 2 for low, high in zip(values, values[1:], strict=False)
+    ]
     below = torch.nextafter(middles, torch.zeros(()))
     above = torch.nextafter(middles, torch.tensor(math.inf))
     offset = 0x80 if sign < 0 else 0
@@ -118,14 +129,24 @@ def test_midpoints_go_to_the_even_code_and_their_neighbours_to_the_nearer_one(fl
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_values_beyond_the_largest_saturate_and_infinities_do_too(flavour):
     largest = LAYOUT[flavour][3]
-    beyond = [math.nextafter(largest, math.inf), largest * 1.01, largest * 1.07, largest * 2, 1e30, 3.4e38, math.inf]
+    beyond = [
+        math.nextafter(largest, math.inf),
+        largest * 1.01,
+        largest * 1.07,
+        largest * 2,
+        1e30,
+        3.4e38,
+        math.inf,
+    ]
     assert float8.cast(torch.tensor(beyond), flavour).float().tolist() == [largest] * len(beyond)
     assert float8.cast(-torch.tensor(beyond), flavour).float().tolist() == [-largest] * len(beyond)
 
 
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_nan_stays_nan_whatever_its_sign_and_payload(flavour):
-    payloads = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    payloads = torch.tensor([0x7FC00000, -0x400000, 0x7F800001, -1], dtype=torch.int32).view(
+        torch.float32
+    )
     assert payloads.isnan().all()
     assert float8.cast(payloads, flavour).float().isnan().all()
 
@@ -147,7 +168,9 @@ def test_subnormals_are_multiples_of_the_smallest_one(flavour):
 
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_any_float32_goes_where_a_search_in_the_table_puts_it(flavour):
-    bits = torch.randint(-(2**31), 2**31, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (4000,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
     random_bits = bits.view(torch.float32)
     random_bits = random_bits[torch.isfinite(random_bits)]
     near = torch.randn(4000, generator=torch.Generator().manual_seed(1)) * LAYOUT[flavour][3] / 3
@@ -158,7 +181,9 @@ def test_any_float32_goes_where_a_search_in_the_table_puts_it(flavour):
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_the_cast_agrees_with_ml_dtypes_inside_the_range(flavour):
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(50_000, generator=generator) * torch.exp2(torch.randint(-18, 8, (50_000,), generator=generator))
+    x = torch.randn(50_000, generator=generator) * torch.exp2(
+        torch.randint(-18, 8, (50_000,), generator=generator)
+    )
     x = x.clamp(-LAYOUT[flavour][3], LAYOUT[flavour][3])
     expected = x.numpy().astype(ML_DTYPES[flavour]).view(np.uint8)
     np.testing.assert_array_equal(np.array(codes(x, flavour), dtype=np.uint8), expected)
@@ -170,9 +195,12 @@ def test_every_number_of_16_bits_goes_where_ml_dtypes_puts_it(dtype, flavour):
     x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
     largest = LAYOUT[flavour][3]
     with np.errstate(invalid="ignore"):
-        expected = x.clamp(-largest, largest).numpy().astype(ML_DTYPES[flavour])  # it saturates nowhere
+        # it saturates nowhere
+        expected = x.clamp(-largest, largest).numpy().astype(ML_DTYPES[flavour])
     known = ~x.isnan()  # of NaN a format may have several codes
-    assert np.array_equal(float8.cast(x, flavour).view(torch.uint8)[known], expected.view(np.uint8)[known])
+    assert np.array_equal(
+        float8.cast(x, flavour).view(torch.uint8)[known], expected.view(np.uint8)[known]
+    )
     assert float8.cast(x, flavour)[~known].float().isnan().all() and (~known).sum() > 200
     rounded = torch.from_numpy(expected.astype(np.float32))
     assert torch.equal(float8.round_(x.clone(), flavour)[known], rounded[known])
@@ -185,7 +213,8 @@ def test_codes_of_e4m3fn_mean_half_as_much_in_e4m3fnuz_but_for_nan_and_minus_zer
         if code == 0x80:
             assert half == 0 and math.isnan(there)  # whoever reads these codes so has to make it 0
         elif code & 0x7F == 0x7F:
-            assert math.isnan(half) and abs(there) == 240  # the only values that e4m3fn has no code for
+            # the only values that e4m3fn has no code for
+            assert math.isnan(half) and abs(there) == 240
         else:
             assert there == half
 
@@ -195,7 +224,10 @@ def test_codes_of_e4m3fn_mean_half_as_much_in_e4m3fnuz_but_for_nan_and_minus_zer
 @given(value=st.floats(width=32, allow_nan=False))
 def test_casting_twice_changes_nothing(flavour, value):
     once = float8.cast(torch.tensor([value]), flavour)
-    assert float8.cast(once.float(), flavour).view(torch.uint8).tolist() == once.view(torch.uint8).tolist()
+    assert (
+        float8.cast(once.float(), flavour).view(torch.uint8).tolist()
+        == once.view(torch.uint8).tolist()
+    )
 
 
 def test_the_cast_is_the_same_for_vectors_of_any_length_and_stride():
@@ -214,7 +246,9 @@ def test_every_code_widens_to_its_value(flavour):
     codes = torch.arange(256, dtype=torch.uint8).view(float8.FLAVOURS[flavour].dtype)
     expected = codes.float()  # torch's own conversion
     for chosen in (codes, codes[~expected.isnan()], codes[::2], codes[:0], codes[3]):
-        assert torch.equal(torch.nan_to_num(float8.widen(chosen), 1e9), torch.nan_to_num(chosen.float(), 1e9))
+        assert torch.equal(
+            torch.nan_to_num(float8.widen(chosen), 1e9), torch.nan_to_num(chosen.float(), 1e9)
+        )
     negative_zero = float8.widen(torch.tensor([-0.0]).to(float8.FLAVOURS[flavour].dtype))
     assert negative_zero.dtype == torch.float32 and negative_zero.item() == 0
 
@@ -241,12 +275,27 @@ def test_the_cast_that_may_use_its_input_gives_the_codes_of_the_one_that_may_not
 @pytest.mark.parametrize("flavour", LAYOUT)
 def test_values_rounded_in_float32_are_those_that_a_search_in_the_table_finds(flavour):
     generator = torch.Generator().manual_seed(3)
-    bits = torch.randint(-(2**31), 2**31, (4000,), generator=generator).to(torch.int32).view(torch.float32)
+    bits = (
+        torch.randint(-(2**31), 2**31, (4000,), generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     values = torch.tensor(usable(flavour))
     middles = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(middles, torch.tensor(end)) for end in (0.0, math.inf)]
-    x = torch.cat([bits[bits.isfinite()], torch.randn(4000, generator=generator) * values[-1] / 3, values, middles, *beside])
-    expected = [math.copysign(decode(nearest_code(value, flavour) & 0x7F, flavour), value) for value in x.tolist()]
+    x = torch.cat(
+        [
+            bits[bits.isfinite()],
+            torch.randn(4000, generator=generator) * values[-1] / 3,
+            values,
+            middles,
+            *beside,
+        ]
+    )
+    expected = [
+        math.copysign(decode(nearest_code(value, flavour) & 0x7F, flavour), value)
+        for value in x.tolist()
+    ]
     found = x.clone()
     assert float8.round_(found, flavour) is found
     assert found.tolist() == expected

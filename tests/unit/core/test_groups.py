@@ -30,7 +30,10 @@ def test_groups_are_a_view_also_of_a_transposed_weight():
 
 
 def test_values_per_group_are_repeated_over_its_columns():
-    assert groups.expand(torch.tensor([[1, 2], [3, 4]]), 6).tolist() == [[1, 1, 1, 2, 2, 2], [3, 3, 3, 4, 4, 4]]
+    assert groups.expand(torch.tensor([[1, 2], [3, 4]]), 6).tolist() == [
+        [1, 1, 1, 2, 2, 2],
+        [3, 3, 3, 4, 4, 4],
+    ]
     assert groups.expand(torch.tensor([[9]]), 3).tolist() == [[9, 9, 9]]
 
 
@@ -48,7 +51,11 @@ def test_flattening_the_groups_of_a_row_gives_the_row_back(rows, count, size):
 def test_expand_gives_each_column_the_value_of_its_group(rows, count, size):
     per = torch.arange(rows * count).reshape(rows, count)
     wide = groups.expand(per, count * size)
-    assert all(wide[row, column] == per[row, column // size] for row in range(rows) for column in range(count * size))
+    assert all(
+        wide[row, column] == per[row, column // size]
+        for row in range(rows)
+        for column in range(count * size)
+    )
 
 
 def test_rows_of_a_block_have_its_value_and_the_last_block_may_be_shorter():
@@ -68,7 +75,9 @@ def test_a_group_size_that_divides_is_taken(in_features):
 
 def test_a_group_size_that_does_not_divide_is_refused_with_the_name_of_the_weight():
     with pytest.raises(
-        SchemeError, match=r"q_proj: in_features=10 is not a multiple of group_size=4; choose a divisor of 10, or list"
+        SchemeError,
+        match=r"q_proj: in_features=10 is not a multiple of group_size=4; choose a divisor of "
+        r"10, or list",
     ):
         groups.group_size_for(per_group(4), 10, name="q_proj")
 
@@ -84,7 +93,9 @@ def test_spans_cover_everything_once_and_the_last_may_be_shorter():
     assert groups.spans(0, 4) == []
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((300, 2048), [128, 128, 44]), ((3, 2**20), [1, 1, 1]), ((5, 1), [5])])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((300, 2048), [128, 128, 44]), ((3, 2**20), [1, 1, 1]), ((5, 1), [5])]
+)
 def test_units_of_rows_have_a_quarter_of_a_million_elements_or_one_row(shape, rows):
     units = groups.row_units(torch.empty(shape, dtype=torch.int8))
     assert [unit.stop - unit.start for unit in units] == rows

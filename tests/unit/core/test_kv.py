@@ -20,7 +20,11 @@ def ones(x):
 def test_scales_worked_by_hand():
     found = kv_scales(FP8, keys=torch.tensor([448.0]), values=torch.tensor([7.0]))
     assert (found.keys.tolist(), found.values.tolist()) == ([1.0], [0.015625])
-    found = kv_scales(kv_scheme("INT8", "per_head"), keys=torch.tensor([255.0, 1.275]), values=torch.tensor([0.0, 127.5]))
+    found = kv_scales(
+        kv_scheme("INT8", "per_head"),
+        keys=torch.tensor([255.0, 1.275]),
+        values=torch.tensor([0.0, 127.5]),
+    )
     assert found.keys.tolist() == pytest.approx([2.0, 0.01])
     assert found.values.tolist() == [1.0, 1.0]  # of nothing but zeros it is 1
 
@@ -28,16 +32,29 @@ def test_scales_worked_by_hand():
 def test_rounding_worked_by_hand():
     int8 = KVScales(scheme=INT8, keys=torch.tensor([0.5]), values=torch.tensor([2.0]))
     x = ones(torch.tensor([0.24, 0.25, 0.75, -64.0, 1000.0, -1000.0]))
-    assert int8.round_keys(x).flatten().tolist() == [0.0, 0.0, 1.0, -64.0, 63.5, -64.0]  # halves to even, then -128..127
+    # halves to even, then -128..127
+    assert int8.round_keys(x).flatten().tolist() == [0.0, 0.0, 1.0, -64.0, 63.5, -64.0]
     assert int8.round_values(x).flatten().tolist() == [0.0, 0.0, 0.0, -64.0, 254.0, -256.0]
     float8 = KVScales(scheme=FP8, keys=torch.tensor([0.5]), values=torch.tensor([1.0]))
-    # 17 / 0.5 = 34 is a tie between 32 and 36 of e4m3: to the even mantissa, 32. 1000 saturates at 448.
-    assert float8.round_keys(ones(torch.tensor([17.0, 18.0, -1000.0]))).flatten().tolist() == [16.0, 18.0, -224.0]
-    assert float8.round_values(ones(torch.tensor([17.0, -500.0]))).flatten().tolist() == [16.0, -448.0]
+    # 17 / 0.5 = 34 is a tie between 32 and 36 of e4m3: to the even mantissa, 32. 1000 saturates at
+    # 448.
+    assert float8.round_keys(ones(torch.tensor([17.0, 18.0, -1000.0]))).flatten().tolist() == [
+        16.0,
+        18.0,
+        -224.0,
+    ]
+    assert float8.round_values(ones(torch.tensor([17.0, -500.0]))).flatten().tolist() == [
+        16.0,
+        -448.0,
+    ]
 
 
 def test_each_head_has_its_own_scale():
-    scales = KVScales(scheme=kv_scheme("INT8", "per_head"), keys=torch.tensor([1.0, 10.0]), values=torch.tensor([4.0, 1.0]))
+    scales = KVScales(
+        scheme=kv_scheme("INT8", "per_head"),
+        keys=torch.tensor([1.0, 10.0]),
+        values=torch.tensor([4.0, 1.0]),
+    )
     x = torch.tensor([[6.0], [7.0]]).expand(2, 3).reshape(1, 2, 1, 3)  # heads in the second place
     assert scales.round_keys(x)[0, :, 0, 0].tolist() == [6.0, 10.0]
     assert scales.round_values(x)[0, :, 0, 0].tolist() == [8.0, 7.0]  # 1.5 is a tie: to 2
@@ -81,11 +98,16 @@ def test_dtype_shape_and_nan_stay():
 
 @pytest.mark.parametrize("bad", [-1.0, torch.inf, torch.nan])
 def test_magnitudes_that_are_none_are_refused(bad):
-    with pytest.raises(SchemeError, match=r"values: amax \[.*\]; magnitudes are finite and not negative; measure again"):
+    with pytest.raises(
+        SchemeError,
+        match=r"values: amax \[.*\]; magnitudes are finite and not negative; measure again",
+    ):
         kv_scales(FP8, keys=torch.tensor([1.0]), values=torch.tensor([bad]))
 
 
 def test_words_that_mean_nothing_are_refused():
     for words in (("FP4", "per_tensor"), ("FP8", "per_token")):
-        with pytest.raises(SchemeError, match=r"kv_cache scheme '\w+' '\w+' is unknown; use FP8 or INT8"):
+        with pytest.raises(
+            SchemeError, match=r"kv_cache scheme '\w+' '\w+' is unknown; use FP8 or INT8"
+        ):
             kv_scheme(*words)

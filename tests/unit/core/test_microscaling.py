@@ -16,7 +16,9 @@ EVERY_BYTE = torch.arange(256, dtype=torch.uint8)[None]
 
 def test_every_byte_of_e2m1_has_the_two_values_that_others_read():
     values = microscaling.unpack_e2m1(EVERY_BYTE).float()
-    nibbles = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.uint8).reshape(-1)
+    nibbles = (
+        np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.uint8).reshape(-1)
+    )
     expected = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(values[0].numpy(), expected)
     np.testing.assert_array_equal(np.signbit(values[0].numpy()), np.signbit(expected))
@@ -37,7 +39,12 @@ def test_what_e2m1_does_not_hold_is_refused():
 
 
 def test_rounding_to_e2m1_is_to_nearest_ties_to_even_and_saturates():
-    x = torch.cat([torch.arange(-4096, 4097) / 512, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1e9, -torch.inf])])
+    x = torch.cat(
+        [
+            torch.arange(-4096, 4097) / 512,
+            torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1e9, -torch.inf]),
+        ]
+    )
     expected = x.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     np.testing.assert_array_equal(float8.cast(x, "e2m1").float().numpy(), expected)
     np.testing.assert_array_equal(float8.round_(x.clone(), "e2m1").numpy(), expected)
@@ -48,7 +55,9 @@ def test_rounding_to_e2m1_is_to_nearest_ties_to_even_and_saturates():
 def test_every_code_of_e8m0_is_the_power_of_two_that_others_read():
     codes = EVERY_BYTE[0]
     found = microscaling.unpack_e8m0(codes)
-    np.testing.assert_array_equal(found.numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    np.testing.assert_array_equal(
+        found.numpy(), codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    )
     assert torch.equal(found[:255], codes.view(torch.float8_e8m0fnu).float()[:255])
     assert torch.equal(microscaling.pack_e8m0(found[:255]), codes[:255])
 
@@ -77,9 +86,18 @@ def test_a_global_scale_is_the_largest_power_of_two_by_which_scales_fit_e4m3():
 def test_scales_that_were_fitted_are_stored_as_the_nearest_that_a_format_has():
     scale = torch.logspace(-6, 3, 2001)
     powers = affine.stored_scale(scale, PRESETS["MXFP4"].weights, torch.float8_e8m0fnu)
-    np.testing.assert_array_equal(powers.numpy(), 2.0 ** np.round(np.log2(scale.numpy().astype(np.float64))))
-    assert torch.equal(affine.stored_scale(powers, PRESETS["MXFP4"].weights, torch.float8_e8m0fnu), powers)
+    np.testing.assert_array_equal(
+        powers.numpy(), 2.0 ** np.round(np.log2(scale.numpy().astype(np.float64)))
+    )
+    assert torch.equal(
+        affine.stored_scale(powers, PRESETS["MXFP4"].weights, torch.float8_e8m0fnu), powers
+    )
     given = torch.tensor([0.25])
-    stored = affine.stored_scale(scale, PRESETS["NVFP4"].weights, torch.float8_e4m3fn, global_scale=given)
-    expected = np.clip(scale.numpy() / 4, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 4
+    stored = affine.stored_scale(
+        scale, PRESETS["NVFP4"].weights, torch.float8_e4m3fn, global_scale=given
+    )
+    expected = (
+        np.clip(scale.numpy() / 4, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        * 4
+    )
     np.testing.assert_array_equal(stored.numpy(), expected)

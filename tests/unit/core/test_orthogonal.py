@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from quantflow.core.orthogonal import mixed, paley, rotate_columns_, rotate_rows_, rotated, rotation
 from quantflow.errors import InputError
 
-MODEL_SIZES = [64, 80, 96, 128, 512, 768, 896, 1536, 2560, 3584]  # heads and hidden states of published models
+# heads and hidden states of published models
+MODEL_SIZES = [64, 80, 96, 128, 512, 768, 896, 1536, 2560, 3584]
 
 
 def matrix(by) -> torch.Tensor:
@@ -71,9 +72,13 @@ def test_rows_and_columns_are_rotated_as_by_the_matrix(seed, size, times):
     generator = torch.Generator().manual_seed(seed)
     by, weight = rotation(size, seed=seed), torch.randn(5, times * size, generator=generator)
     q = torch.block_diag(*[matrix(by)] * times)
-    torch.testing.assert_close(rotate_rows_(torch.empty(weight.shape), weight, by), weight @ q, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        rotate_rows_(torch.empty(weight.shape), weight, by), weight @ q, rtol=1e-4, atol=1e-5
+    )
     tall = weight.T.contiguous()
-    torch.testing.assert_close(rotate_columns_(torch.empty(tall.shape), tall, by), q.T @ tall, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        rotate_columns_(torch.empty(tall.shape), tall, by), q.T @ tall, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_signs_come_from_the_seed_and_the_place():
@@ -84,7 +89,10 @@ def test_signs_come_from_the_seed_and_the_place():
 
 
 def test_a_large_matrix_in_pieces_is_the_same_and_its_source_is_left_alone():
-    by, weight = rotation(512, seed=0), torch.randn(1500, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    by, weight = (
+        rotation(512, seed=0),
+        torch.randn(1500, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    )
     before = weight.clone()
     found = rotate_rows_(torch.empty_like(weight), weight, by)
     assert torch.equal(found, rotated(weight, by).to(torch.bfloat16))
@@ -135,5 +143,8 @@ def test_mixing_keeps_the_dtype_computes_in_float32_and_nan_stays_in_its_block()
 
 @pytest.mark.parametrize("block", [0, 3, 6, 64, -2])
 def test_a_block_that_cannot_mix_the_channels_is_refused(block):
-    with pytest.raises(InputError, match=f"rotation: 96 channels by {block}; mix by a power of two that divides them"):
+    with pytest.raises(
+        InputError,
+        match=f"rotation: 96 channels by {block}; mix by a power of two that divides them",
+    ):
         mixed(torch.ones(2, 96), block)

@@ -36,7 +36,9 @@ def test_elements_of_3_bits_across_two_word_boundaries_worked_by_hand():
     qvalue = torch.full((1, 32), -4, dtype=torch.int8)
     qvalue[0, 10], qvalue[0, 21] = 0b101 - 4, 0b110 - 4
     assert pack(qvalue, 3).tolist() == [[0b01 << 30, 0b1, 0b11]]
-    assert torch.equal(unpack(torch.tensor([[0b01 << 30, 0b1, 0b11]], dtype=torch.int32), 3, 32), qvalue)
+    assert torch.equal(
+        unpack(torch.tensor([[0b01 << 30, 0b1, 0b11]], dtype=torch.int32), 3, 32), qvalue
+    )
 
 
 def test_the_first_bytes_of_3_bits_worked_by_hand():
@@ -46,7 +48,8 @@ def test_the_first_bytes_of_3_bits_worked_by_hand():
 
 
 def test_the_first_bytes_of_5_and_6_bits_worked_by_hand():
-    # 1 2 3 4 5 6 7 8, lowest bits first. 5 bits: 01000 00111 00110 00101 00100 00011 00010 00001 is 0x41CC520C41.
+    # 1 2 3 4 5 6 7 8, lowest bits first. 5 bits: 01000 00111 00110 00101 00100 00011 00010 00001 is
+    # 0x41CC520C41.
     qvalue = torch.arange(1, 9, dtype=torch.int8)[None]
     assert pack(qvalue - 16, 5).tolist() == [[0xCC520C41 - 2**32, 0x41]]
     # 6 bits: 001000 000111 000110 000101 000100 000011 000010 000001 is 0x207185103081.
@@ -58,12 +61,18 @@ def test_rows_are_the_bits_of_one_large_number(num_bits):
     generator = torch.Generator().manual_seed(num_bits)
     half = 1 << (num_bits - 1)
     qvalue = torch.randint(-half, half, (7, 101), generator=generator).to(torch.int8)
-    for row, words in zip(qvalue.tolist(), pack(qvalue, num_bits).numpy().view(np.uint32).tolist(), strict=True):
+    for row, words in zip(
+        qvalue.tolist(), pack(qvalue, num_bits).numpy().view(np.uint32).tolist(), strict=True
+    ):
         number = sum((value + half) << (index * num_bits) for index, value in enumerate(row))
-        assert words == [(number >> (32 * word)) & 0xFFFFFFFF for word in range(-(-101 * num_bits // 32))]
+        assert words == [
+            (number >> (32 * word)) & 0xFFFFFFFF for word in range(-(-101 * num_bits // 32))
+        ]
 
 
-@pytest.mark.parametrize(("num_bits", "elements"), [(2, 16), (3, 32), (4, 8), (5, 32), (6, 16), (8, 4)])
+@pytest.mark.parametrize(
+    ("num_bits", "elements"), [(2, 16), (3, 32), (4, 8), (5, 32), (6, 16), (8, 4)]
+)
 def test_this_many_elements_fill_whole_words(num_bits, elements):
     assert elements_of_whole_words(num_bits) == elements
 
@@ -99,7 +108,9 @@ def test_every_pair_of_bytes_packs_to_itself_and_back_in_8_bits(half):
 
 @pytest.mark.parametrize("num_bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("columns", [*range(1, 20), 31, 32, 33, 43, 64])
-def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bits(num_bits, columns):
+def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bits(
+    num_bits, columns
+):
     offset = 1 << (num_bits - 1)
     generator = torch.Generator().manual_seed(columns)
     qvalue = torch.randint(-offset, offset, (3, columns), generator=generator).to(torch.int8)
@@ -115,10 +126,17 @@ def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bit
 
 
 @settings(max_examples=60)
-@given(num_bits=st.sampled_from([2, 3, 4, 5, 6, 8]), rows=st.integers(1, 4), columns=st.integers(1, 40), data=st.data())
+@given(
+    num_bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 40),
+    data=st.data(),
+)
 def test_unpack_undoes_pack(num_bits, rows, columns, data):
     offset = 1 << (num_bits - 1)
-    values = data.draw(st.lists(st.integers(-offset, offset - 1), min_size=rows * columns, max_size=rows * columns))
+    values = data.draw(
+        st.lists(st.integers(-offset, offset - 1), min_size=rows * columns, max_size=rows * columns)
+    )
     qvalue = torch.tensor(values, dtype=torch.int8).reshape(rows, columns)
     assert torch.equal(unpack(pack(qvalue, num_bits), num_bits, columns), qvalue)
 
@@ -146,13 +164,18 @@ def test_no_rows_and_no_columns_pack_to_nothing():
 
 
 def test_columns_of_a_transposed_tensor_pack_as_its_copy():
-    qvalue = torch.randint(-4, 4, (40, 20), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    qvalue = torch.randint(-4, 4, (40, 20), generator=torch.Generator().manual_seed(0)).to(
+        torch.int8
+    )
     assert torch.equal(pack(qvalue.T, 3), pack(qvalue.T.contiguous(), 3))
     assert torch.equal(unpack(pack(qvalue, 3).T.contiguous().T, 3, 20), qvalue)
 
 
 def test_a_qvalue_that_does_not_fit_is_refused_and_the_message_gives_both_ranges():
-    with pytest.raises(SchemeError, match=r"qvalue spans -9\.\.3, 4 bits hold -8\.\.7; quantize with the same num_bits"):
+    with pytest.raises(
+        SchemeError,
+        match=r"qvalue spans -9\.\.3, 4 bits hold -8\.\.7; quantize with the same num_bits",
+    ):
         pack(torch.tensor([[-9, 3]], dtype=torch.int8), 4)
     with pytest.raises(SchemeError, match=r"spans 0\.\.8"):
         pack(torch.tensor([[0, 8]], dtype=torch.int8), 4)
@@ -164,7 +187,9 @@ def test_a_qvalue_that_does_not_fit_is_refused_and_the_message_gives_both_ranges
 
 @pytest.mark.parametrize("num_bits", [0, 1, 7, 16])
 def test_other_widths_are_refused(num_bits):
-    with pytest.raises(SchemeError, match=f"num_bits={num_bits}; words hold elements of 2, 3, 4, 5, 6 or 8 bits"):
+    with pytest.raises(
+        SchemeError, match=f"num_bits={num_bits}; words hold elements of 2, 3, 4, 5, 6 or 8 bits"
+    ):
         pack(torch.zeros(1, 8, dtype=torch.int8), num_bits)
     with pytest.raises(SchemeError, match=f"num_bits={num_bits}"):
         unpack(torch.zeros(1, 1, dtype=torch.int32), num_bits, 8)
@@ -173,12 +198,16 @@ def test_other_widths_are_refused(num_bits):
 @pytest.mark.parametrize("in_features", [0, 8, 17])
 def test_words_that_do_not_match_the_recorded_shape_are_refused(in_features):
     needed = -(-in_features * 4 // 32)
-    with pytest.raises(SchemeError, match=f"2 words, in_features={in_features} of 4 bits need {needed}; .* damaged"):
+    with pytest.raises(
+        SchemeError, match=f"2 words, in_features={in_features} of 4 bits need {needed}; .* damaged"
+    ):
         unpack(torch.zeros(1, 2, dtype=torch.int32), 4, in_features)
 
 
 @pytest.mark.parametrize(("in_features", "needed"), [(10, 1), (22, 3)])
 def test_words_of_3_bits_hold_21_elements_in_two(in_features, needed):
     assert unpack(torch.zeros(1, 2, dtype=torch.int32), 3, 21).tolist() == [[-4] * 21]
-    with pytest.raises(SchemeError, match=f"2 words, in_features={in_features} of 3 bits need {needed}; .* damaged"):
+    with pytest.raises(
+        SchemeError, match=f"2 words, in_features={in_features} of 3 bits need {needed}; .* damaged"
+    ):
         unpack(torch.zeros(1, 2, dtype=torch.int32), 3, in_features)

@@ -12,7 +12,9 @@ PATIENCE = 10.0  # seconds until a test that waits for another thread gives up
 
 def test_one_worker_runs_in_the_callers_thread_one_item_after_the_other():
     seen = []
-    results = Workers(1).map(lambda item: seen.append((item, threading.current_thread())) or item * item, range(4))
+    results = Workers(1).map(
+        lambda item: seen.append((item, threading.current_thread())) or item * item, range(4)
+    )
     assert results == [0, 1, 4, 9]
     assert seen == [(item, threading.current_thread()) for item in range(4)]
 
@@ -24,10 +26,13 @@ def test_two_workers_run_two_units_at_once():
 
 
 def test_every_thread_is_told_anew_how_many_threads_a_product_takes(monkeypatch):
-    # It is a setting of each thread: what a stage says in its own reaches no other, and a product on two has other bits.
+    # It is a setting of each thread: what a stage says in its own reaches no other, and a product
+    # on two has other bits.
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: told.append((threading.get_ident(), number)))
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda number: told.append((threading.get_ident(), number))
+    )
     with Workers(2) as workers:
         both = threading.Barrier(2, timeout=PATIENCE)
         ran = workers.map(lambda _: both.wait() >= 0 and threading.get_ident(), range(2))

@@ -20,7 +20,9 @@ def test_decisions_survive_json_unchanged(algorithm):
     }
     weights = {"a": torch.arange(16.0).reshape(2, 8)}
     scheme = with_group_size(preset("W4A16"), 4)
-    result = ALGORITHMS[algorithm].quantize_group(weights, scheme, statistics=statistics, scale_dtype=torch.float32)
+    result = ALGORITHMS[algorithm].quantize_group(
+        weights, scheme, statistics=statistics, scale_dtype=torch.float32
+    )
     assert json.loads(json.dumps(result["a"].decisions)) == result["a"].decisions
     assert result["a"].decisions["zero_groups"] == 0
 

@@ -28,7 +28,8 @@ def machine(tmp_path):
     return write
 
 
-TWO = (["0-3,8-11", "4-7,12-15"], [f"{core},{core + 8}" for core in range(8)])  # two nodes of four cores of two threads
+# two nodes of four cores of two threads
+TWO = (["0-3,8-11", "4-7,12-15"], [f"{core},{core + 8}" for core in range(8)])
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,14 @@ TWO = (["0-3,8-11", "4-7,12-15"], [f"{core},{core + 8}" for core in range(8)])  
         (4, range(16), [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
         (3, range(16), [{0, 1, 2, 3}, {4, 5}, {6, 7}]),
         (8, range(16), [{core} for core in range(8)]),
-        (16, range(16), [{core} for core in (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)]),  # every thread
-        (2, range(8, 16), [{8, 9, 10, 11}, {12, 13, 14, 15}]),  # the other threads, where taskset leaves those alone
+        # every thread
+        (
+            16,
+            range(16),
+            [{core} for core in (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)],
+        ),
+        # the other threads, where taskset leaves those alone
+        (2, range(8, 16), [{8, 9, 10, 11}, {12, 13, 14, 15}]),
         (2, range(4), [{0, 1}, {2, 3}]),  # one node
         (1, [0, 8, 4, 12, 5], [{4, 5}]),  # the node that has more
     ],
@@ -58,13 +65,23 @@ def test_a_processor_that_no_node_names_makes_them_one_node(machine):
 
 
 def test_more_ranks_than_processors_are_refused(machine):
-    with pytest.raises(UsageError, match="bind: 9 ranks on a NUMA node of 8 processors, 17 ranks in all; use fewer ranks"):
+    with pytest.raises(
+        UsageError,
+        match="bind: 9 ranks on a NUMA node of 8 processors, 17 ranks in all; use fewer ranks",
+    ):
         cores_of(17, usable=range(16), system=machine(*TWO))
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores"
+)
 def test_this_machine_has_cores_for_one_rank_that_this_process_may_use():
     (cores,) = cores_of(1)
     assert cores and cores <= os.sched_getaffinity(0)
     program = f"import os; os.sched_setaffinity(0, {set(cores)}); print(os.sched_getaffinity(0) == {set(cores)})"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "True\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "True\n"
+    )

@@ -49,12 +49,30 @@ def test_the_rank_is_what_the_environment_says(monkeypatch):
 @pytest.mark.parametrize(
     ("rank", "world"),
     [
-        *[("1", None), (None, "4"), ("", "4"), ("1", ""), ("one", "4"), ("1", "4.0"), ("-1", "4"), ("٣", "4")],
+        *[
+            ("1", None),
+            (None, "4"),
+            ("", "4"),
+            ("1", ""),
+            ("one", "4"),
+            ("1", "4.0"),
+            ("-1", "4"),
+            ("٣", "4"),
+        ],
         *[("4", "4"), ("0", "0"), ("0", "65537"), ("0", "9" * 5000)],
     ],
 )
-def test_a_rank_that_is_none_is_a_mistake_in_the_environment_and_not_one_process(monkeypatch, rank, world):
-    put(monkeypatch, {name: value for name, value in (("RANK", rank), ("WORLD_SIZE", world)) if value is not None})
+def test_a_rank_that_is_none_is_a_mistake_in_the_environment_and_not_one_process(
+    monkeypatch, rank, world
+):
+    put(
+        monkeypatch,
+        {
+            name: value
+            for name, value in (("RANK", rank), ("WORLD_SIZE", world))
+            if value is not None
+        },
+    )
     with pytest.raises(UsageError, match=f"RANK={rank or ''} WORLD_SIZE={world or ''}: not "):
         launched_rank()
 
@@ -72,7 +90,9 @@ def test_of_ranks_that_somebody_started_the_first_speaks_and_of_our_own_none(mon
 def test_the_ranks_of_somebodys_torchrun_need_consent_and_an_address(monkeypatch):
     require_trust("measure", trusted=False)  # no rank
     put(monkeypatch, TORCHRUN)
-    with pytest.raises(UsageError, match="measure: torchrun's store at first:29500 is open to everybody") as caught:
+    with pytest.raises(
+        UsageError, match="measure: torchrun's store at first:29500 is open to everybody"
+    ) as caught:
         require_trust("measure", trusted=False)
     assert "--trust-network" in caught.value.remedy and "--ranks N" in caught.value.remedy
     require_trust("measure", trusted=True)
@@ -80,7 +100,9 @@ def test_the_ranks_of_somebodys_torchrun_need_consent_and_an_address(monkeypatch
         for wrong in ("", "port", "70000")[: 3 if name == "MASTER_PORT" else 1]:
             with monkeypatch.context() as patch:
                 patch.setenv(name, wrong)
-                with pytest.raises(UsageError, match=f"{name}={wrong}.*no address where ranks can meet"):
+                with pytest.raises(
+                    UsageError, match=f"{name}={wrong}.*no address where ranks can meet"
+                ):
                     require_trust("measure", trusted=True)
     put(monkeypatch, launched_environment("private", rank=0, world=2))
     require_trust("measure", trusted=False)  # ours meet in a private folder
@@ -89,7 +111,12 @@ def test_the_ranks_of_somebodys_torchrun_need_consent_and_an_address(monkeypatch
 @pytest.mark.parametrize(
     ("ends", "said", "named", "exit_code"),
     [
-        ({2: 3, 0: 3, 3: -9, 1: -15}, {2: LOST, 0: f"measure: {LOST}: reset"}, "rank 3 of 4 was ended by SIGKILL", 5),
+        (
+            {2: 3, 0: 3, 3: -9, 1: -15},
+            {2: LOST, 0: f"measure: {LOST}: reset"},
+            "rank 3 of 4 was ended by SIGKILL",
+            5,
+        ),
         ({0: -15, 1: 3}, {1: "m.txt: not there"}, "rank 1 of 4 failed: m.txt: not there", 3),
         ({0: 5, 2: 7}, {0: LOST, 2: "x: differs"}, "rank 2 of 4 failed: x: differs", 7),
         ({0: 143, 2: 2}, {0: "terminated", 2: "use 4"}, "rank 2 of 4 failed: use 4", 2),
@@ -119,7 +146,11 @@ def test_a_child_imports_nothing_from_the_folder_that_it_is_started_in(tmp_path)
     command = [*child_process.python_module("timeit")[:2], "-c", program]
     subprocess.run(command, cwd=tmp_path, env=child_process.environment(), check=True)
     result = subprocess.run(
-        child_process.python_module("runs"), cwd=tmp_path, env=child_process.environment(), capture_output=True, text=True
+        child_process.python_module("runs"),
+        cwd=tmp_path,
+        env=child_process.environment(),
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 1 and "No module named runs" in result.stderr
 
@@ -148,7 +179,9 @@ def started(monkeypatch, tmp_path):
         command = lambda _module, arguments: [sys.executable, "-P", str(script), *arguments]  # noqa: E731
         monkeypatch.setattr(launching.child_process, "python_module", command)
         monkeypatch.setattr(launching, "_GRACE", 0.5)
-        return launch("measure", Nothing(), ranks=ranks, progress=ProgressLine(quiet=True), stream=stream)
+        return launch(
+            "measure", Nothing(), ranks=ranks, progress=ProgressLine(quiet=True), stream=stream
+        )
 
     return run
 
@@ -213,7 +246,11 @@ def test_ranks_listen_on_the_loopback_interface_alone(tmp_path):
         environment = launched_environment(str(tmp_path / "private"), rank=rank, world=2)
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-P", "-c", program],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
         )
     try:
@@ -238,6 +275,7 @@ def listening(process: int) -> list[str]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:  # LISTEN
                 raw = bytes.fromhex(fields[1].partition(":")[0])
-                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))  # of 4 bytes, in this CPU's order
+                # of 4 bytes, in this CPU's order
+                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
                 found.append(socket.inet_ntop(family, words))
     return found

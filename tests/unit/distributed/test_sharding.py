@@ -82,7 +82,11 @@ def test_each_weight_is_cut_as_transformers_itself_cuts_it(family, tp):
             continue
         kind = {None: "replicated", "rowwise": "row"}.get(style, "column")
         assert (placement["kind"], placement["full_shape"]) == (kind, shapes[source]), source
-        output = {"rowwise": "reduced", "colwise_gather_output": "gathered", "embedding_rowwise": "reduced"}.get(style)
+        output = {
+            "rowwise": "reduced",
+            "colwise_gather_output": "gathered",
+            "embedding_rowwise": "reduced",
+        }.get(style)
         assert placement.get("output") == output, source
         seen.add(style)
     assert {"colwise", "rowwise", "colwise_gather_output"} <= seen
@@ -105,28 +109,63 @@ def test_the_shares_of_all_cards_are_the_whole_and_can_be_recorded(family, tp):
 def test_a_llama_layer_on_the_second_of_two_cards_by_hand():
     config = CONFIGS["llama"]  # 8 heads of 8, 4 key and value heads
     found = placements(config, shapes_of(config), tp=2, rank=1)
-    layer = {name.removeprefix("model.layers.1."): one for name, one in found.items() if name.startswith("model.layers.1.")}
+    layer = {
+        name.removeprefix("model.layers.1."): one
+        for name, one in found.items()
+        if name.startswith("model.layers.1.")
+    }
     column = {"kind": "column", "axis": 0}
     row = {"kind": "row", "axis": 1, "output": "reduced"}
     assert layer == {
-        "self_attn.q_proj": {**column, "offset": 32, "length": 32, "full_shape": [64, 64], "unit": 8},
-        "self_attn.k_proj": {**column, "offset": 16, "length": 16, "full_shape": [32, 64], "unit": 8},
-        "self_attn.v_proj": {**column, "offset": 16, "length": 16, "full_shape": [32, 64], "unit": 8},
+        "self_attn.q_proj": {
+            **column,
+            "offset": 32,
+            "length": 32,
+            "full_shape": [64, 64],
+            "unit": 8,
+        },
+        "self_attn.k_proj": {
+            **column,
+            "offset": 16,
+            "length": 16,
+            "full_shape": [32, 64],
+            "unit": 8,
+        },
+        "self_attn.v_proj": {
+            **column,
+            "offset": 16,
+            "length": 16,
+            "full_shape": [32, 64],
+            "unit": 8,
+        },
         "self_attn.o_proj": {**row, "offset": 32, "length": 32, "full_shape": [64, 64], "unit": 8},
         "self_attn": {**column, "offset": 2, "length": 2, "full_shape": [4, 8]},
         "mlp.gate_proj": {**column, "offset": 48, "length": 48, "full_shape": [96, 64]},
         "mlp.up_proj": {**column, "offset": 48, "length": 48, "full_shape": [96, 64]},
         "mlp.down_proj": {**row, "offset": 48, "length": 48, "full_shape": [64, 96]},
     }
-    assert found["model.embed_tokens"] == {**column, "offset": 25, "length": 25, "full_shape": [50, 64], "output": "reduced"}
-    assert found["lm_head"] == {**column, "offset": 25, "length": 25, "full_shape": [50, 64], "output": "gathered"}
+    assert found["model.embed_tokens"] == {
+        **column,
+        "offset": 25,
+        "length": 25,
+        "full_shape": [50, 64],
+        "output": "reduced",
+    }
+    assert found["lm_head"] == {
+        **column,
+        "offset": 25,
+        "length": 25,
+        "full_shape": [50, 64],
+        "output": "gathered",
+    }
 
 
 def test_the_fused_projection_of_gpt_neox_is_cut_between_heads():
     config = CONFIGS["gpt_neox"]
     found = placements(config, shapes_of(config), tp=4, rank=3)
     fused = found["gpt_neox.layers.0.attention.query_key_value"]
-    assert (fused["offset"], fused["length"], fused["unit"]) == (144, 48, 24)  # two heads of 3 * 8 rows
+    # two heads of 3 * 8 rows
+    assert (fused["offset"], fused["length"], fused["unit"]) == (144, 48, 24)
     assert found["gpt_neox.layers.0.attention"] == {
         "kind": "column",
         "axis": 0,
@@ -142,18 +181,43 @@ def test_one_card_holds_everything_and_the_plan_says_how_it_would_be_cut():
     found = placements(config, shapes_of(config), tp=1, rank=0, copy_kv_heads=True)
     base = {"kind": "replicated", "axis": None, "offset": 0}
     prefix = "model.layers.0"
-    assert found[f"{prefix}.self_attn.k_proj"] == {**base, "full_shape": [32, 64], "plan": "column", "unit": 8, "copies": True}
-    assert found[f"{prefix}.self_attn"] == {**base, "full_shape": [4, 8], "plan": "column", "copies": True}
-    assert found[f"{prefix}.self_attn.q_proj"] == {**base, "full_shape": [64, 64], "plan": "column", "unit": 8}
-    assert found[f"{prefix}.mlp.down_proj"] == {**base, "full_shape": [64, 96], "plan": "row", "output": "reduced"}
+    assert found[f"{prefix}.self_attn.k_proj"] == {
+        **base,
+        "full_shape": [32, 64],
+        "plan": "column",
+        "unit": 8,
+        "copies": True,
+    }
+    assert found[f"{prefix}.self_attn"] == {
+        **base,
+        "full_shape": [4, 8],
+        "plan": "column",
+        "copies": True,
+    }
+    assert found[f"{prefix}.self_attn.q_proj"] == {
+        **base,
+        "full_shape": [64, 64],
+        "plan": "column",
+        "unit": 8,
+    }
+    assert found[f"{prefix}.mlp.down_proj"] == {
+        **base,
+        "full_shape": [64, 96],
+        "plan": "row",
+        "output": "reduced",
+    }
 
 
 def test_a_vocabulary_that_does_not_divide_is_cut_as_torch_cuts_it():
     config = LlamaConfig(**SIZES | {"vocab_size": 51}, num_key_value_heads=4)
     shapes = shapes_of(config)
     found = [placements(config, shapes, tp=4, rank=rank)["lm_head"] for rank in range(4)]
-    assert [one["length"] for one in found] == [len(part) for part in torch.chunk(torch.arange(51), 4)]
-    assert [one["offset"] for one in found] == [int(part[0]) for part in torch.chunk(torch.arange(51), 4)]
+    assert [one["length"] for one in found] == [
+        len(part) for part in torch.chunk(torch.arange(51), 4)
+    ]
+    assert [one["offset"] for one in found] == [
+        int(part[0]) for part in torch.chunk(torch.arange(51), 4)
+    ]
 
 
 def test_what_is_measured_of_a_row_is_the_callers_to_say():
@@ -191,9 +255,21 @@ def test_key_and_value_heads_are_copied_where_that_is_asked_for():
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("self_attn.q_proj", [60, 64], r"q_proj: 60 rows, config.json has num_attention_heads=8 of 8 rows each"),
-        ("self_attn.k_proj", [64, 64], r"k_proj: 64 rows, config.json has num_key_value_heads=4 of 8 rows each"),
-        ("self_attn.o_proj", [64, 32], r"o_proj: 32 columns, config.json has num_attention_heads=8 of 8 columns each"),
+        (
+            "self_attn.q_proj",
+            [60, 64],
+            r"q_proj: 60 rows, config.json has num_attention_heads=8 of 8 rows each",
+        ),
+        (
+            "self_attn.k_proj",
+            [64, 64],
+            r"k_proj: 64 rows, config.json has num_key_value_heads=4 of 8 rows each",
+        ),
+        (
+            "self_attn.o_proj",
+            [64, 32],
+            r"o_proj: 32 columns, config.json has num_attention_heads=8 of 8 columns each",
+        ),
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
@@ -210,15 +286,25 @@ def test_heads_that_hold_their_gate_too_are_whole_on_one_card_and_refused_on_two
     shapes = {name: shape for name, shape in shapes_of(config).items() if len(shape) == 2}
     found = placements(config, shapes, tp=1, rank=0)
     query = "model.layers.1.self_attn.q_proj"
-    assert found[query] == {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [256, 64]}  # 8 heads of 16, twice
+    # 8 heads of 16, twice
+    assert found[query] == {
+        "kind": "replicated",
+        "axis": None,
+        "offset": 0,
+        "full_shape": [256, 64],
+    }
     assert found["model.layers.1.self_attn"]["full_shape"] == [4, 16]
-    with pytest.raises(InputError, match=r"q_proj: 256 rows, config.json has num_attention_heads=8 of 16 rows each"):
+    with pytest.raises(
+        InputError, match=r"q_proj: 256 rows, config.json has num_attention_heads=8 of 16 rows each"
+    ):
         placements(config, shapes, tp=2, rank=0)
 
 
 def test_layers_of_several_head_sizes_are_whole_on_one_card():
     kinds = ["sliding_attention", "full_attention"]
-    config = Gemma4TextConfig(**SIZES, num_key_value_heads=4, head_dim=16, global_head_dim=32, layer_types=kinds)
+    config = Gemma4TextConfig(
+        **SIZES, num_key_value_heads=4, head_dim=16, global_head_dim=32, layer_types=kinds
+    )
     shapes = {name: shape for name, shape in shapes_of(config).items() if len(shape) == 2}
     found = placements(config, shapes, tp=1, rank=0)
     heads = [found[f"model.layers.{layer}.self_attn"]["full_shape"] for layer in (0, 1)]
@@ -235,15 +321,29 @@ def test_experts_are_cut_over_the_cards_as_the_stacked_tensors_are():
             one = found[f"{prefix}.experts.{number}.{name}"]
             assert (one["kind"], one["offset"], one["length"]) == ("column", 48, 48)
         one = found[f"{prefix}.experts.{number}.w2"]
-        assert (one["kind"], one["offset"], one["length"], one["output"]) == ("row", 48, 48, "reduced")
+        assert (one["kind"], one["offset"], one["length"], one["output"]) == (
+            "row",
+            48,
+            48,
+            "reduced",
+        )
     assert found[f"{prefix}.gate"]["kind"] == "replicated"
 
 
 def test_experts_are_spread_whole_over_ranks_where_that_is_asked_for():
     config = Qwen3MoeConfig(**SIZES, num_key_value_heads=4, num_experts=4, moe_intermediate_size=32)
-    shapes = expert_shapes(config, experts=4, width=32, first="mlp", names=("gate_proj", "up_proj", "down_proj"))
+    shapes = expert_shapes(
+        config, experts=4, width=32, first="mlp", names=("gate_proj", "up_proj", "down_proj")
+    )
     found = [placements(config, shapes, tp=2, rank=rank, ep=2) for rank in range(2)]
-    held = [[number for number in range(4) if one[f"model.layers.0.mlp.experts.{number}.up_proj"]["length"]] for one in found]
+    held = [
+        [
+            number
+            for number in range(4)
+            if one[f"model.layers.0.mlp.experts.{number}.up_proj"]["length"]
+        ]
+        for one in found
+    ]
     assert held == [[0, 1], [2, 3]]
     assert found[1]["model.layers.0.mlp.experts.3.down_proj"] == {
         "kind": "expert",
@@ -259,8 +359,14 @@ def test_experts_are_spread_whole_over_ranks_where_that_is_asked_for():
 
 def test_a_missing_expert_is_named():
     config = MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)
-    shapes = {name: shape for name, shape in expert_shapes(config, experts=4, width=96).items() if ".experts.2." not in name}
-    with pytest.raises(InputError, match=r"block_sparse_moe\.experts: 3 experts up to number 3, 2 is missing"):
+    shapes = {
+        name: shape
+        for name, shape in expert_shapes(config, experts=4, width=96).items()
+        if ".experts.2." not in name
+    }
+    with pytest.raises(
+        InputError, match=r"block_sparse_moe\.experts: 3 experts up to number 3, 2 is missing"
+    ):
         placements(config, shapes, tp=1, rank=0, ep=3)
 
 
@@ -268,7 +374,9 @@ def test_experts_in_one_tensor_are_refused():
     config = MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4)
     shapes = {"model.layers.0.mlp.experts.gate_up_proj": [4, 192, 64]}
     assert placements(config, shapes, tp=1, rank=0) == {}
-    with pytest.raises(UnsupportedError, match=r"experts\.gate_up_proj: \[4, 192, 64\], all experts in one tensor"):
+    with pytest.raises(
+        UnsupportedError, match=r"experts\.gate_up_proj: \[4, 192, 64\], all experts in one tensor"
+    ):
         placements(config, shapes, tp=2, rank=0)
 
 
@@ -283,8 +391,14 @@ def test_shared_experts_are_ordinary_linears():
 def test_a_family_without_a_plan_is_measured_on_one_card_alone():
     config = OPTConfig(hidden_size=64, num_attention_heads=8, ffn_dim=96, num_hidden_layers=1)
     shapes = {"model.decoder.layers.0.fc1.weight": [96, 64]}
-    assert placements(config, shapes, tp=1, rank=0)["model.decoder.layers.0.fc1"]["kind"] == "replicated"
-    with pytest.raises(UnsupportedError, match=r"model_type 'opt': transformers has no tensor-parallel plan; use --tp 1"):
+    assert (
+        placements(config, shapes, tp=1, rank=0)["model.decoder.layers.0.fc1"]["kind"]
+        == "replicated"
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match=r"model_type 'opt': transformers has no tensor-parallel plan; use --tp 1",
+    ):
         placements(config, shapes, tp=2, rank=0)
 
 
@@ -292,5 +406,8 @@ def test_a_plan_that_cuts_fused_tensors_is_refused_by_name():
     config = Phi3Config(**SIZES, num_key_value_heads=4, pad_token_id=0)
     shapes = {"model.layers.0.self_attn.o_proj.weight": [64, 64]}
     assert "plan" not in placements(config, shapes, tp=1, rank=0)["model.layers.0.self_attn.o_proj"]
-    with pytest.raises(UnsupportedError, match=r"o_proj: transformers cuts it as 'rowwise_split_input', known are colwise"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"o_proj: transformers cuts it as 'rowwise_split_input', known are colwise",
+    ):
         placements(config, shapes, tp=2, rank=0)

@@ -37,14 +37,19 @@ def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world, among):
             size = sizes[turn % len(sizes)]
             part = torch.arange(size, dtype=torch.float32) + 1000 * turn + 0.25 * wire.rank
             found.append(wire.gather(part[None]))
-        numbers = torch.tensor([5, 6, -(2**60)]) if wire.rank == 0 else torch.zeros(3, dtype=torch.int64)
+        numbers = (
+            torch.tensor([5, 6, -(2**60)]) if wire.rank == 0 else torch.zeros(3, dtype=torch.int64)
+        )
         wire.broadcast(numbers)
         return found, numbers.tolist(), sockets.parts - before
 
     for found, numbers, over_sockets in among(world, work):
         for turn, parts in enumerate(found):
             size = sizes[turn % len(sizes)]
-            expected = [torch.arange(size, dtype=torch.float32) + 1000 * turn + 0.25 * rank for rank in range(world)]
+            expected = [
+                torch.arange(size, dtype=torch.float32) + 1000 * turn + 0.25 * rank
+                for rank in range(world)
+            ]
             assert torch.equal(parts, torch.stack(expected)[:, None])
         assert numbers == [5, 6, -(2**60)]
         assert over_sockets == 7  # the size that exceeds a room by one float comes seven times
@@ -72,5 +77,8 @@ def test_a_rank_whose_process_ended_is_not_waited_for(monkeypatch, meeting):
     ended.wait()
     memory = shared_memory.mmap.mmap(-1, shared_memory.size_of(2))
     wire = SharedMemory("generate", meeting(0, 2), memory, processes=[os.getpid(), ended.pid])
-    with pytest.raises(ResourceError, match="generate: another rank ended, or cannot be reached: rank 1 has no process"):
+    with pytest.raises(
+        ResourceError,
+        match="generate: another rank ended, or cannot be reached: rank 1 has no process",
+    ):
         wire.gather(torch.zeros(1))

@@ -18,12 +18,14 @@ SECONDS = 20.0  # in which two that wait for each other are found out
 class Wires:
     """What a backend without tags does: the operations of two cards with each other are done in each one's order.
 
-    A send ends when the other card receives it, and no operation of a pair begins before the one before it has ended.
+    A send ends when the other card receives it, and no operation of a pair begins before the one
+    before it has ended.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._begun: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = defaultdict(list)  # (card, other) -> in order
+        # (card, other) -> in order
+        self._begun: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = defaultdict(list)
         self._done: dict[tuple[int, int], int] = defaultdict(int)
 
     def isend(self, tensor, other, *, group, tag):
@@ -41,7 +43,9 @@ class Wires:
 
         def wait():
             with self._lock:
-                ended = self._lock.wait_for(lambda: self._done[card, other] > number, timeout=SECONDS)
+                ended = self._lock.wait_for(
+                    lambda: self._done[card, other] > number, timeout=SECONDS
+                )
             assert ended, f"card {card} waits to {what} what card {other} does not come to"
 
         return SimpleNamespace(wait=wait)
@@ -64,17 +68,28 @@ def values(sequence, number, tokens):
     return torch.full((1, tokens, FEATURES[number]), float(100 * sequence + number))
 
 
-@pytest.mark.parametrize(("world", "tokens"), [(1, [5]), (2, [5, 7]), (3, [5, 7, 6]), (3, [4, 2]), (4, [1, 2, 3, 4])])
-def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_waits_for_ever(monkeypatch, world, tokens):
+@pytest.mark.parametrize(
+    ("world", "tokens"), [(1, [5]), (2, [5, 7]), (3, [5, 7, 6]), (3, [4, 2]), (4, [1, 2, 3, 4])]
+)
+def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_waits_for_ever(
+    monkeypatch, world, tokens
+):
     monkeypatch.setattr(teams, "distributed", Wires())
     added, failed = defaultdict(list), []
 
     def card(rank):
         try:
             ran = rank < len(tokens)  # the last sequences are fewer than the cards
-            inputs = {number: values(rank, number, tokens[rank]) for number in FEATURES} if ran else {}
+            inputs = (
+                {number: values(rank, number, tokens[rank]) for number in FEATURES} if ran else {}
+            )
             team = Team(rank=rank, world=world, group=rank)
-            team.gather(inputs, FEATURES, tokens=tokens, add=lambda number, x: added[number].append((rank, x.clone())))
+            team.gather(
+                inputs,
+                FEATURES,
+                tokens=tokens,
+                add=lambda number, x: added[number].append((rank, x.clone())),
+            )
             assert not inputs
         except AssertionError as error:
             failed.append(error)
@@ -91,7 +106,9 @@ def test_every_card_adds_up_its_groups_in_the_order_of_the_sequences_and_none_wa
             assert torch.equal(x, values(sequence, number, tokens[sequence]))
 
 
-def test_tensors_of_a_device_go_by_torchs_backend_for_it_and_those_of_host_memory_by_gloo(monkeypatch):
+def test_tensors_of_a_device_go_by_torchs_backend_for_it_and_those_of_host_memory_by_gloo(
+    monkeypatch,
+):
     there = Device(kind=torch.device("cuda", 0), model="a GPU", capability="9.0")
     assert backend_of(HOST) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -101,10 +118,14 @@ def test_tensors_of_a_device_go_by_torchs_backend_for_it_and_those_of_host_memor
 
 
 @pytest.mark.parametrize(("built", "backends"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
-def test_ranks_meet_with_the_backends_of_both_memories_where_torch_has_them(monkeypatch, built, backends):
+def test_ranks_meet_with_the_backends_of_both_memories_where_torch_has_them(
+    monkeypatch, built, backends
+):
     met = []
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: met.append(backend))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **_: met.append(backend)
+    )
     there = Device(kind=torch.device("cuda", 0), model="a GPU", capability="9.0")
     teams.meet(teams.MEETING, there)
     teams.meet(teams.MEETING)

@@ -41,7 +41,19 @@ def quantized(tmp_path_factory, llama) -> dict[str, Path]:
     text = llama.parent / "calibration.txt"
     text.write_text("a scale and a value\n\n" * 8)
     assert run("measure", llama, "-o", folder / "m", "--calibration", text, "--samples", "2") == 0
-    assert run("quantize", llama, "-o", folder / "canary", "--scheme", "W8A8", "--measurement", folder / "m") == 0
+    assert (
+        run(
+            "quantize",
+            llama,
+            "-o",
+            folder / "canary",
+            "--scheme",
+            "W8A8",
+            "--measurement",
+            folder / "m",
+        )
+        == 0
+    )
     return {"tensors": folder / "tensors", "canary": folder / "canary"}
 
 
@@ -67,7 +79,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
-        a.dtype == right[name].dtype and torch.equal(a.flatten().view(torch.uint8), right[name].flatten().view(torch.uint8))
+        a.dtype == right[name].dtype
+        and torch.equal(a.flatten().view(torch.uint8), right[name].flatten().view(torch.uint8))
         for name, a in left.items()
     )
 
@@ -82,12 +95,19 @@ def damage(path: Path, *, at: int = -1) -> None:
 def remade(artifact: Path) -> None:
     """Make the manifest vouch for whatever the files hold now."""
     manifest = read_manifest(artifact)
-    body = {key: value for key, value in manifest.items() if key not in ("layout_version", "files", "digest")}
+    body = {
+        key: value
+        for key, value in manifest.items()
+        if key not in ("layout_version", "files", "digest")
+    }
     write_manifest(artifact, build_manifest(artifact, body=body))
 
 
 def stored(name: str, nbytes: int, path: str = "f") -> Stored:
-    return Stored(path=Path(path), info=TensorInfo(name=name, dtype="U8", shape=(nbytes,), offset=0, nbytes=nbytes))
+    return Stored(
+        path=Path(path),
+        info=TensorInfo(name=name, dtype="U8", shape=(nbytes,), offset=0, nbytes=nbytes),
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,39 +121,55 @@ def stored(name: str, nbytes: int, path: str = "f") -> Stored:
     ],
 )
 def test_files_of_at_most_the_largest_size_hold_whole_layers_where_they_fit(limit, expected):
-    layers = [[stored("a", 2, "0"), stored("b", 4, "0")], [stored("c", 3, "1"), stored("d", 5, "1")]]
+    layers = [
+        [stored("a", 2, "0"), stored("b", 4, "0")],
+        [stored("c", 3, "1"), stored("d", 5, "1")],
+    ]
     shards = shards_for([stored("e", 6), stored("h", 4)], layers, limit=limit)
     assert [[t.info.name for t in shard.tensors] for shard in shards] == expected
     whole = {0: Path("0"), 1: Path("1")}
     for shard in shards:
         names = [t.info.name for t in shard.tensors]
-        assert shard.link == (whole[0] if names == ["a", "b"] else whole[1] if names == ["c", "d"] else None)
+        assert shard.link == (
+            whole[0] if names == ["a", "b"] else whole[1] if names == ["c", "d"] else None
+        )
     assert shard_names(shards)[0] == (
         "model.safetensors" if len(shards) == 1 else f"model-00001-of-{len(shards):05d}.safetensors"
     )
 
 
 @pytest.mark.parametrize("kind", ["tensors", "canary"])
-def test_layers_become_shards_without_being_copied_and_the_tensors_are_those_of_one_file(quantized, export, kind):
+def test_layers_become_shards_without_being_copied_and_the_tensors_are_those_of_one_file(
+    quantized, export, kind
+):
     single, sharded = export(quantized[kind], "single"), export(quantized[kind], "sharded", "60KiB")
     assert [path.name for path in single.glob("*.safetensors")] == ["model.safetensors"]
     files = sorted(path.name for path in sharded.glob("*.safetensors"))
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert files == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
     for index, name in enumerate(files[-2:]):
-        assert os.path.samefile(sharded / name, quantized[kind] / "layers" / f"{index:05d}.safetensors")
+        assert os.path.samefile(
+            sharded / name, quantized[kind] / "layers" / f"{index:05d}.safetensors"
+        )
     assert equal(tensors_of(single), tensors_of(sharded))
     index = json.loads((sharded / INDEX).read_text())
     assert index["metadata"] == {"total_size": sum(t.nbytes for t in tensors_of(sharded).values())}
     for name, file in index["weight_map"].items():
         assert name in safetensors.torch.load_file(sharded / file)
     manifest = read_manifest(sharded)
-    assert {name: manifest["files"][name]["sha256"] for name in files} == {name: file_digest(sharded / name) for name in files}
+    assert {name: manifest["files"][name]["sha256"] for name in files} == {
+        name: file_digest(sharded / name) for name in files
+    }
     assert manifest["proof"]["kind"] == kind and manifest["proof"]["layers"] == 2
     assert verify(sharded)["tensors"] == len(index["weight_map"])
 
 
 def test_a_layer_larger_than_a_file_is_split(quantized, export):
-    whole, split = export(quantized["tensors"], "whole"), export(quantized["tensors"], "split", "20KiB")
+    whole, split = (
+        export(quantized["tensors"], "whole"),
+        export(quantized["tensors"], "split", "20KiB"),
+    )
     sizes = [path.stat().st_size for path in split.glob("*.safetensors")]
     assert len(sizes) > 4 and equal(tensors_of(whole), tensors_of(split))
     verify(split)
@@ -166,7 +202,9 @@ def test_no_more_than_a_piece_of_a_tensor_is_in_memory(quantized, export, monkey
     assert max(pieces) == 512 and len(pieces) > 100
 
 
-def test_a_source_with_nan_outside_the_layers_is_refused_by_name(quantized, llama, tmp_path, capsys):
+def test_a_source_with_nan_outside_the_layers_is_refused_by_name(
+    quantized, llama, tmp_path, capsys
+):
     model = Path(shutil.copytree(llama, tmp_path / llama.name))
     tensors = safetensors.torch.load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
@@ -180,9 +218,13 @@ def test_a_source_with_nan_outside_the_layers_is_refused_by_name(quantized, llam
 def test_a_damaged_layer_is_named_and_nothing_is_published(quantized, tmp_path, capsys, size):
     copy = Path(shutil.copytree(quantized["tensors"], tmp_path / "q"))
     damage(copy / "layers" / "00001.safetensors")
-    assert run("export", copy, "-o", tmp_path / "a", "--shard-size", size) == 7  # 60KiB: the process of the proof finds it
+    # 60KiB: the process of the proof finds it
+    assert run("export", copy, "-o", tmp_path / "a", "--shard-size", size) == 7
     told = capsys.readouterr().err
-    assert f"{copy}/layers/00001.safetensors: differs from the hash in DONE.json" in told and "quantflow quantize" in told
+    assert (
+        f"{copy}/layers/00001.safetensors: differs from the hash in DONE.json" in told
+        and "quantflow quantize" in told
+    )
     assert not (tmp_path / "a").exists()
 
 
@@ -209,11 +251,24 @@ def change(artifact: Path, name: str) -> None:
             "model.layers.1.mlp.down_proj.weight_packed",
             "model.layers.1.mlp.down_proj: the exported artifact decodes",
         ),
-        ("tensors", "model.layers.0.self_attn.q_proj.weight_scale", "model.layers.0.self_attn.q_proj: the exported artifact"),
-        ("tensors", "model.layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight: differs from the source"),
-        ("tensors", "model.embed_tokens.weight", "model.embed_tokens.weight: differs from the source"),
+        (
+            "tensors",
+            "model.layers.0.self_attn.q_proj.weight_scale",
+            "model.layers.0.self_attn.q_proj: the exported artifact",
+        ),
+        (
+            "tensors",
+            "model.layers.0.input_layernorm.weight",
+            "model.layers.0.input_layernorm.weight: differs from the source",
+        ),
+        (
+            "tensors",
+            "model.embed_tokens.weight",
+            "model.embed_tokens.weight: differs from the source",
+        ),
         ("canary", "model.layers.1.mlp.down_proj.weight", "layer 1: the artifact computes"),
-        ("canary", "model.layers.0.input_layernorm.weight", "layer 0: the artifact computes"),  # it absorbed a smoothing
+        # it absorbed a smoothing
+        ("canary", "model.layers.0.input_layernorm.weight", "layer 0: the artifact computes"),
         ("canary", "lm_head.weight", "lm_head.weight: differs from the source"),
     ],
 )
@@ -246,7 +301,9 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("proof_by_a_new_interpreter")
-def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(quantized, tmp_path, kind, told):
+def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(
+    quantized, tmp_path, kind, told
+):
     assert run("export", quantized[kind], "-o", tmp_path / "a", "--shard-size", "60KiB") == 0
     assert read_manifest(tmp_path / "a")["proof"]["kind"] == kind
     assert told in (tmp_path / "a" / "README.md").read_text()
@@ -297,7 +354,10 @@ def resealed(folder: Path, name: str, change) -> None:
     (folder / name).write_text(json.dumps(value))
     done = json.loads((folder / "DONE.json").read_text())
     if name != "DONE.json":
-        done["files"][name] = {"sha256": file_digest(folder / name), "bytes": (folder / name).stat().st_size}
+        done["files"][name] = {
+            "sha256": file_digest(folder / name),
+            "bytes": (folder / name).stat().st_size,
+        }
         (folder / "DONE.json").write_text(json.dumps(done))
 
 
@@ -306,20 +366,38 @@ def resealed(folder: Path, name: str, change) -> None:
     [
         ("quantize.json", lambda value: value.pop("plan"), "plan"),
         ("quantize.json", lambda value: value["plan"].update(schemes=[]), "plan.schemes"),
-        ("quantize.json", lambda value: next(iter(value["plan"]["schemes"].values())).update(more=1), "more"),
-        ("quantize.json", lambda value: value["plan"]["schemes"].pop(QUERY), f"plan.schemes: nothing of {QUERY}"),
-        ("quantize.json", lambda value: value["plan"]["schemes"][QUERY]["weights"].update(symmetric=[]), "weights.symmetric"),
+        (
+            "quantize.json",
+            lambda value: next(iter(value["plan"]["schemes"].values())).update(more=1),
+            "more",
+        ),
+        (
+            "quantize.json",
+            lambda value: value["plan"]["schemes"].pop(QUERY),
+            f"plan.schemes: nothing of {QUERY}",
+        ),
+        (
+            "quantize.json",
+            lambda value: value["plan"]["schemes"][QUERY]["weights"].update(symmetric=[]),
+            "weights.symmetric",
+        ),
         ("quantize.json", lambda value: value.update(proof="none"), "proof"),
         ("quantize.json", lambda value: value["source"].pop("folder"), "source.folder"),
         ("layers/00000.json", lambda value: value.pop("changed"), "layers/00000.json: changed"),
         ("layers/00000.json", lambda value: value.update(errors=5), "layers/00000.json: errors"),
         ("DONE.json", lambda value: value["inputs"].pop("model"), "inputs: model"),
         ("DONE.json", lambda value: value["files"].update({"quantize.json": 5}), "quantize.json"),
-        ("DONE.json", lambda value: value["files"].pop("quantize.json"), "files: has no quantize.json"),
+        (
+            "DONE.json",
+            lambda value: value["files"].pop("quantize.json"),
+            "files: has no quantize.json",
+        ),
         ("DONE.json", lambda value: value.update(files={}), "files: has no layers/00000.json"),
     ],
 )
-def test_a_record_of_a_quantized_folder_that_is_none_is_refused_with_its_key(quantized, tmp_path, capsys, name, change, said):
+def test_a_record_of_a_quantized_folder_that_is_none_is_refused_with_its_key(
+    quantized, tmp_path, capsys, name, change, said
+):
     folder = Path(shutil.copytree(quantized["tensors"], tmp_path / "q"))
     resealed(folder, name, change)
     assert run("export", folder, "-o", tmp_path / "a") == 3

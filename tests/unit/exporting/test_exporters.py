@@ -15,7 +15,9 @@ from quantflow.planning.recipe import Export
 
 @pytest.mark.parametrize("name", EXPORTERS)
 def test_every_format_has_a_module_that_makes_a_job_of_a_request_and_runs_it(name):
-    request = ExportRequest(source=Path("s"), output=Path("o"), options=Export(format=name), replace=True)
+    request = ExportRequest(
+        source=Path("s"), output=Path("o"), options=Export(format=name), replace=True
+    )
     job = EXPORTERS[name].job(request)
     assert (job.output, job.replace) == (Path("o"), True)
     assert callable(import_module(EXPORTERS[name].module).run)
@@ -37,6 +39,10 @@ def test_an_unknown_format_is_refused_with_the_nearest():
 
 
 def test_a_model_beside_the_one_that_becomes_a_gguf_is_refused():
-    request = ExportRequest(source=Path("s"), output=Path("o"), options=Export(format="gguf"), model=Path("x"))
-    with pytest.raises(UsageError, match="--model x beside format gguf; give the model's folder instead"):
+    request = ExportRequest(
+        source=Path("s"), output=Path("o"), options=Export(format="gguf"), model=Path("x")
+    )
+    with pytest.raises(
+        UsageError, match="--model x beside format gguf; give the model's folder instead"
+    ):
         exporter("gguf").job(request)

@@ -13,7 +13,13 @@ from quantflow.formats import openvino_ir
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+}
 
 
 class Stored:
@@ -38,7 +44,9 @@ def test_two_codes_of_four_bits_are_a_byte_the_first_in_its_lower_half():
     assert openvino_ir._bytes(codes, 8, 128).tolist() == [120, 135, 129, 128, 127, 130]
 
 
-@pytest.mark.parametrize(("bits", "kind", "offset"), [(4, "i4", 0), (4, "u4", 8), (8, "i8", 0), (8, "u8", 128)])
+@pytest.mark.parametrize(
+    ("bits", "kind", "offset"), [(4, "i4", 0), (4, "u4", 8), (8, "i8", 0), (8, "u8", 128)]
+)
 def test_every_code_is_read_back(bits, kind, offset):
     half = 1 << (bits - 1)
     codes = torch.arange(-half, half - 1, dtype=torch.int8)  # an odd number of them
@@ -67,7 +75,10 @@ def test_integers_of_4_and_8_bits_are_held_with_groups_and_with_rows(name):
     [
         ("W8A8", "scheme W8A8 quantizes inputs"),
         ("FP8_DYNAMIC", "scheme FP8_DYNAMIC quantizes inputs"),
-        ("W3A16", "scheme W3A16 has weights of int3 per_group, the IR holds integers of 4 or 8 bits"),
+        (
+            "W3A16",
+            "scheme W3A16 has weights of int3 per_group, the IR holds integers of 4 or 8 bits",
+        ),
         ("NVFP4A16", "scheme NVFP4A16 has weights of float4 per_group"),
         ("Q4_0", "scheme Q4_0 is llama.cpp's"),
     ],
@@ -88,10 +99,15 @@ def opened(config, **others):
             MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=2),
             "f: mixtral: openvino: its experts depend on the text",
         ),
-        (MistralConfig(**SIZES, intermediate_size=64, sliding_window=16), "f: mistral: openvino: its attention is in windows"),
+        (
+            MistralConfig(**SIZES, intermediate_size=64, sliding_window=16),
+            "f: mistral: openvino: its attention is in windows",
+        ),
         (
             LlamaConfig(
-                **SIZES, intermediate_size=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+                **SIZES,
+                intermediate_size=64,
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
             ),
             "f: llama: openvino: rotations of type dynamic depend on the length",
         ),
@@ -105,7 +121,9 @@ def test_families_whose_graph_depends_on_the_text_are_refused(config, said):
 
 def test_a_linear_of_another_scheme_and_a_quantized_cache_are_refused():
     linear = SimpleNamespace(scheme=preset("W8A8"))
-    with pytest.raises(UnsupportedError, match="model.q: openvino: scheme W8A8 quantizes inputs.*quantize to W4A16"):
+    with pytest.raises(
+        UnsupportedError, match="model.q: openvino: scheme W8A8 quantizes inputs.*quantize to W4A16"
+    ):
         openvino_export._refuse(opened(LlamaConfig(**SIZES), linears={"model.q": linear}))
     with pytest.raises(UnsupportedError, match="f: keys and values are quantized"):
         openvino_export._refuse(opened(LlamaConfig(**SIZES), kv_cache=object()))
@@ -121,10 +139,16 @@ def test_without_the_packages_the_command_that_installs_them_is_said(monkeypatch
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     code, said = run(tmp_path / "a", "-o", tmp_path / "b", capsys=capsys)
-    assert code == 6 and "no_such_package is not installed" in said and "pip install 'quantflow[openvino]'" in said
+    assert (
+        code == 6
+        and "no_such_package is not installed" in said
+        and "pip install 'quantflow[openvino]'" in said
+    )
 
 
-def test_a_dtype_of_scales_that_the_ir_does_not_have_and_a_model_are_refused(llama, tmp_path, capsys):
+def test_a_dtype_of_scales_that_the_ir_does_not_have_and_a_model_are_refused(
+    llama, tmp_path, capsys
+):
     code, said = run(llama, "-o", tmp_path / "b", "--dtype", "bf16", capsys=capsys)
     assert code == 2 and "dtype 'bf16' of format openvino is unknown" in said
     code, said = run(llama, "-o", tmp_path / "b", capsys=capsys)

@@ -32,7 +32,10 @@ def artifacts(tmp_path_factory, llama) -> dict[str, Path]:
     assert run("measure", llama, "-o", folder / "m", "--calibration", text, "--samples", "2") == 0
     measured = ("--measurement", folder / "m", "--algorithm", "gptq")
     assert run("quantize", "--no-export", llama, "-o", folder / "q", *four, *measured) == 0
-    assert run("quantize", "--no-export", llama, "-o", folder / "plain", *four, "--algorithm", "rtn") == 0
+    assert (
+        run("quantize", "--no-export", llama, "-o", folder / "plain", *four, "--algorithm", "rtn")
+        == 0
+    )
     assert run("export", folder / "q", "-o", folder / "calibrated") == 0
     assert run("export", folder / "plain", "-o", folder / "rtn") == 0
     assert run("export", folder / "plain", "-o", folder / "asked", "--measure-inputs") == 0
@@ -58,7 +61,9 @@ def test_export_measures_what_rounding_costs_as_transformers_says(artifacts, lla
 def in_groups(x, size):
     split = x.reshape(*x.shape[:-1], -1, size)
     step = split.abs().amax(dim=-1, keepdim=True) / 127.5
-    return torch.where(step > 0, (split / step).round().clamp(-128, 127) * step, split).reshape(x.shape)
+    return torch.where(step > 0, (split / step).round().clamp(-128, 127) * step, split).reshape(
+        x.shape
+    )
 
 
 def divergence(left, right):
@@ -73,12 +78,16 @@ def test_what_ran_no_model_is_measured_where_that_is_asked_for(artifacts):
 
 
 @pytest.mark.parametrize(("kld", "taken"), [(1.0, True), (1.001, False)])
-def test_inputs_are_rounded_where_that_costs_a_twentieth_or_less_and_never_with_exact(artifacts, tmp_path, kld, taken):
+def test_inputs_are_rounded_where_that_costs_a_twentieth_or_less_and_never_with_exact(
+    artifacts, tmp_path, kld, taken
+):
     folder = copied(artifacts["rtn"], tmp_path, {"kld": kld, "kld_of_artifact": 20.0, "tokens": 64})
     assert rounds_inputs(read_manifest(folder)) == taken
     stored = with_group_size(PRESETS["W4A16"], 32)
     usual, exact = load(folder), load(folder, exact=True)
-    assert usual.artifact.linears[LINEAR].scheme == (with_rounded_inputs(stored) if taken else stored)
+    assert usual.artifact.linears[LINEAR].scheme == (
+        with_rounded_inputs(stored) if taken else stored
+    )
     assert exact.artifact.linears[LINEAR].scheme == stored
     tokens = torch.arange(3, 19)[None]
     same = torch.equal(usual.model(tokens).logits, exact.model(tokens).logits)
@@ -94,7 +103,9 @@ def copied(artifact: Path, folder: Path, record: dict | None = None) -> Path:
     return made
 
 
-def test_a_kernel_that_multiplies_integers_gets_them_and_the_reference_where_it_is_asked_for(artifacts, tmp_path, monkeypatch):
+def test_a_kernel_that_multiplies_integers_gets_them_and_the_reference_where_it_is_asked_for(
+    artifacts, tmp_path, monkeypatch
+):
     folder = copied(artifacts["rtn"], tmp_path, {"kld": 0.0, "kld_of_artifact": 1.0, "tokens": 64})
     rounded = with_rounded_inputs(with_group_size(PRESETS["W4A16"], 32))
     asked = open_artifact(folder, backend="reference", inputs="usual").linears[LINEAR]
@@ -106,7 +117,9 @@ def test_a_kernel_that_multiplies_integers_gets_them_and_the_reference_where_it_
     assert (without.scheme.input, without.backend.name) == (None, "int4_pack")
 
 
-def test_the_decoders_and_a_pack_compute_what_the_reference_does_with_rounded_inputs(artifacts, tmp_path):
+def test_the_decoders_and_a_pack_compute_what_the_reference_does_with_rounded_inputs(
+    artifacts, tmp_path
+):
     folder = copied(artifacts["rtn"], tmp_path, {"kld": 0.0, "kld_of_artifact": 1.0, "tokens": 64})
     tokens = torch.arange(64, 192).reshape(32, 4)
     expected = load(folder, backend="reference").model(tokens).logits
@@ -116,8 +129,10 @@ def test_the_decoders_and_a_pack_compute_what_the_reference_does_with_rounded_in
         decoder = load(folder, decoder="auto", **options).decoder
         decoder.begin(rows=32, capacity=8)
         off = (decoder.forward(tokens, last_only=False) - expected).norm(dim=-1) / scale
-        # Sums in another order round a few inputs to another code, which moves the rest of their row; other tokens are equal.
+        # Sums in another order round a few inputs to another code, which moves the rest of their
+        # row; other tokens are equal.
         assert (off < 1e-3).float().mean() > 0.5
-    decoder = load(folder, decoder="auto", pack=True, exact=True).decoder  # not the pack of rounded inputs
+    # not the pack of rounded inputs
+    decoder = load(folder, decoder="auto", pack=True, exact=True).decoder
     decoder.begin(rows=32, capacity=8)
     assert torch.allclose(decoder.forward(tokens, last_only=False), exact, atol=1e-4, rtol=1e-4)

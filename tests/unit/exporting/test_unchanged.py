@@ -44,7 +44,9 @@ def on_the_grid(folder, llama, text_files, *, but=()):
 
 def measured_of(model, folder, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    return measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
+    return measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,9 @@ def measured(tmp_path_factory, llama, text_files):
 
 
 def made(model, measured, folder, **words):
-    job = quantize.QuantizeJob(model=model, output=folder, entry=replace(ENTRY, **words), measurement=measured)
+    job = quantize.QuantizeJob(
+        model=model, output=folder, entry=replace(ENTRY, **words), measurement=measured
+    )
     return quantize.run(job, QUIET)
 
 
@@ -73,13 +77,16 @@ def decisions(folder):
         ({}, True),
         ({"scheme": "W8A16", "group_size": None}, True),
         ({"algorithm": "rtn"}, False),  # has no Hessian
-        ({"algorithm": "rtn", "transforms": ({"awq": {}},)}, False),  # is what it would be compared with
+        # is what it would be compared with
+        ({"algorithm": "rtn", "transforms": ({"awq": {}},)}, False),
         ({"algorithm": "rtn_mse", "transforms": ({"awq": {}},)}, True),  # has one anyway
         ({"algorithm": "rtn_mse"}, False),
     ],
     ids=["gptq", "gptq-8", "rtn", "awq-rtn", "awq-rtn-mse", "rtn-mse"],
 )
-def test_errors_before_and_after_are_told_where_a_hessian_is_there(llama, measured, tmp_path, words, said):
+def test_errors_before_and_after_are_told_where_a_hessian_is_there(
+    llama, measured, tmp_path, words, said
+):
     for told in decisions(made(llama, measured, tmp_path / "out", **words)).values():
         assert (told.keys() >= {"output_error", "output_error_rtn", "same_as_rtn"}) is said
         if said:
@@ -88,7 +95,9 @@ def test_errors_before_and_after_are_told_where_a_hessian_is_there(llama, measur
 
 def test_manifest_inspect_and_card_show_them(llama, measured, tmp_path):
     made(llama, measured, tmp_path / "2")
-    artifact = export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(
+        export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "artifact"), QUIET
+    )
     manifest = read_manifest(artifact)
     told = [of for layer in manifest["layers"] for of in layer["decisions"].values()]
     errors = sorted(of["output_error"] for of in told)
@@ -97,22 +106,41 @@ def test_manifest_inspect_and_card_show_them(llama, measured, tmp_path):
     assert found["median"] == (errors[6] + errors[7]) / 2
     assert found["same_as_rtn"] == 0 and found["median"] < found["median_rtn"]
     card = (artifact / "README.md").read_text()
-    assert f"median of 14 linears | gptq {found['median']:.2%}, rtn {found['median_rtn']:.2%}; worst" in card
+    assert (
+        f"median of 14 linears | gptq {found['median']:.2%}, rtn {found['median_rtn']:.2%}; worst"
+        in card
+    )
 
 
 def test_a_run_that_changed_nothing_ends_with_an_error_resumed_or_not(flat, tmp_path, capsys):
     model, measured = flat
     for _ in range(2):  # the second time every layer is finished
         with pytest.raises(
-            StatisticsError, match=r"int4: gptq with calibration \w{16} \(6 sequences, \d+ tokens\) changed nothing"
+            StatisticsError,
+            match=r"int4: gptq with calibration \w{16} \(6 sequences, \d+ tokens\) changed nothing",
         ):
             made(model, measured, tmp_path / "out", scheme="W4A16_ASYM")
         assert not (tmp_path / "out" / "DONE.json").exists()
-    given = ("quantize", model, "-o", tmp_path / "out", "--scheme", "W4A16_ASYM", "--group-size", 32, "--measurement", measured)
+    given = (
+        "quantize",
+        model,
+        "-o",
+        tmp_path / "out",
+        "--scheme",
+        "W4A16_ASYM",
+        "--group-size",
+        32,
+        "--measurement",
+        measured,
+    )
     assert exit_code(cli, [str(word) for word in given]) == 3
     error = capsys.readouterr().err
-    assert "all 14 linears are what rtn makes of them" in error and "or use --algorithm rtn" in error
-    assert (made(model, measured, tmp_path / "rtn", scheme="W4A16_ASYM", algorithm="rtn") / "DONE.json").exists()
+    assert (
+        "all 14 linears are what rtn makes of them" in error and "or use --algorithm rtn" in error
+    )
+    assert (
+        made(model, measured, tmp_path / "rtn", scheme="W4A16_ASYM", algorithm="rtn") / "DONE.json"
+    ).exists()
 
 
 def test_one_linear_that_changed_is_enough(llama, text_files, tmp_path):
@@ -128,11 +156,15 @@ def test_experts_that_a_policy_rounds_to_nearest_say_nothing_of_calibration():
     rounded, same, other = {"zero_groups": 0}, {"same_as_rtn": True}, {"same_as_rtn": False}
 
     def check(*layers):
-        refuse_unchanged(plan, [{"decisions": linears} for linears in layers], SimpleNamespace(meta=meta))
+        refuse_unchanged(
+            plan, [{"decisions": linears} for linears in layers], SimpleNamespace(meta=meta)
+        )
 
     check({"q": other, "expert.0": rounded}, {"k": same})
     check({"expert.0": rounded}, {"expert.1": rounded})
     with pytest.raises(
-        StatisticsError, match="x: gptq with calibration c{16} .1 sequences, 9 tokens. changed nothing: all 2 linears"
+        StatisticsError,
+        match="x: gptq with calibration c{16} .1 sequences, 9 tokens. changed nothing: all 2 "
+        "linears",
     ):
         check({"q": same, "expert.0": rounded}, {"k": same})

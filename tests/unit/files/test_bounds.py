@@ -42,7 +42,9 @@ def test_a_json_of_millions_of_lists_is_refused_before_one_is_made():
 def test_a_json_of_many_items_is_refused_before_one_is_made(monkeypatch):
     monkeypatch.setattr(canonical, "MAX_ITEMS", 10)
     assert parse_json(b"[1,1,1,1,1,1,1,1,1,1,1]", "x") == [1] * 11
-    with pytest.raises(InputError, match="x: 1 tables and lists, 11 items; 4000000 and 10 are read"):
+    with pytest.raises(
+        InputError, match="x: 1 tables and lists, 11 items; 4000000 and 10 are read"
+    ):
         parse_json(b"[1,1,1,1,1,1,1,1,1,1,1,1]", "x")
 
 
@@ -55,9 +57,15 @@ def header(tmp_path, text):
 def test_a_tensor_of_more_dimensions_than_torch_has_and_a_name_of_a_page_are_refused(tmp_path):
     shape = ",".join(["1"] * 65)
     with pytest.raises(InputError, match="65 dimensions"):
-        read_header(header(tmp_path, f'{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,1]}}}}'))
+        read_header(
+            header(tmp_path, f'{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,1]}}}}')
+        )
     with pytest.raises(InputError, match="5000 characters"):
-        read_header(header(tmp_path, f'{{"{"a" * 5000}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}}}'))
+        read_header(
+            header(
+                tmp_path, f'{{"{"a" * 5000}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}}}'
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -67,10 +75,14 @@ def test_a_tensor_of_more_dimensions_than_torch_has_and_a_name_of_a_page_are_ref
         *(("head_dim", 10**12), ("vocab_size", -5), ("hidden_size", 2**62), ("rope_theta", 10**30)),
     ],
 )
-def test_numbers_of_a_config_that_the_weights_cannot_have_are_refused_with_the_key(key, value, tmp_path):
+def test_numbers_of_a_config_that_the_weights_cannot_have_are_refused_with_the_key(
+    key, value, tmp_path
+):
     for config in ({key: value}, {"text_config": {key: value}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        header(tmp_path, '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}').rename(tmp_path / "model.safetensors")
+        header(tmp_path, '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}').rename(
+            tmp_path / "model.safetensors"
+        )
         with pytest.raises(InputError, match=f"config.json: {key} "):
             open_checkpoint(tmp_path)
 
@@ -81,12 +93,15 @@ def test_a_pattern_that_would_take_years_is_refused_after_its_time(how, monkeypa
     begin = time.monotonic()
     with pytest.raises(InputError, match=r"pattern '\(a\+\)\+\$' takes more than 0.05 s"):
         pattern = Pattern(SLOW)
-        for _ in range(1_000_000):  # the engine is clever about one name, and the names share the time
+        # the engine is clever about one name, and the names share the time
+        for _ in range(1_000_000):
             getattr(pattern, how)(NAME)
     assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize("text", ["(", "[", "a{99999999999999999999}", "(?P<n>", "x" * 5000, "(?<=a+)(", "\\"])
+@pytest.mark.parametrize(
+    "text", ["(", "[", "a{99999999999999999999}", "(?P<n>", "x" * 5000, "(?<=a+)(", "\\"]
+)
 def test_a_pattern_that_is_none_is_refused(text):
     with pytest.raises(InputError, match="pattern"):
         Pattern(text)
@@ -116,7 +131,9 @@ def test_yaml_with_aliases_depth_length_or_values_that_are_none_is_a_usage_error
         read_yaml(path)
     if name not in ("key", "mapping", "long"):
         with pytest.raises(UsageError):
-            apply_settings({}, [f"a={YAML[name].partition(': ')[2]}" if name != "laughs" else "a=[&a 1, *a]"])
+            apply_settings(
+                {}, [f"a={YAML[name].partition(': ')[2]}" if name != "laughs" else "a=[&a 1, *a]"]
+            )
 
 
 def test_yaml_of_many_keys_is_read_at_once(tmp_path):
@@ -153,7 +170,9 @@ def test_a_compression_that_numpy_does_not_write_is_refused(compression, tmp_pat
         restricted_npz.read_npz(path)
 
 
-def test_a_member_that_is_larger_unpacked_than_is_read_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+def test_a_member_that_is_larger_unpacked_than_is_read_is_refused_before_it_is_unpacked(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(restricted_npz, "MAX_BYTES", 1 << 16)
     path = npz(tmp_path, npy(b"\x00" * (64 << 20)))  # 64 MiB in 64 KiB
     assert path.stat().st_size < 1 << 17
@@ -182,7 +201,13 @@ def test_a_member_whose_name_is_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head", ["{'descr': " + "(" * 300 + ")" * 300 + "}", "{'descr': 'O', 'shape': 5}", "[" * 3000, "\x00" * 90]
+    "head",
+    [
+        "{'descr': " + "(" * 300 + ")" * 300 + "}",
+        "{'descr': 'O', 'shape': 5}",
+        "[" * 3000,
+        "\x00" * 90,
+    ],
 )
 def test_a_numpy_header_that_is_none_is_refused(head, tmp_path):
     data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head.encode("latin-1")

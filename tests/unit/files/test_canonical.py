@@ -8,11 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.errors import InputError
-from quantflow.files.canonical import canonical_json, digest_of, file_digest, parse_json, read_json, readable_json
+from quantflow.files.canonical import (
+    canonical_json,
+    digest_of,
+    file_digest,
+    parse_json,
+    read_json,
+    readable_json,
+)
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(), children, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: (
+        st.lists(children, max_size=4) | st.dictionaries(st.text(), children, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -31,7 +44,9 @@ def test_the_readable_form_of_a_small_value_is_the_bytes_written_by_hand():
 
 
 def test_the_order_of_keys_does_not_change_the_bytes():
-    assert canonical_json({"x": 1, "y": {"q": 2, "p": 3}}) == canonical_json({"y": {"p": 3, "q": 2}, "x": 1})
+    assert canonical_json({"x": 1, "y": {"q": 2, "p": 3}}) == canonical_json(
+        {"y": {"p": 3, "q": 2}, "x": 1}
+    )
 
 
 @given(JSON_VALUES)
@@ -136,6 +151,8 @@ def test_a_file_digest_does_not_depend_on_the_block_it_is_read_in(tmp_path, size
 
 
 def test_a_git_lfs_pointer_in_place_of_json_names_the_command_that_fetches_it(tmp_path):
-    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "config.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     with pytest.raises(InputError, match=r"config\.json.*git lfs pull"):
         read_json(tmp_path / "config.json")

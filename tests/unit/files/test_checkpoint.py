@@ -14,13 +14,18 @@ A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def shard(path, *names):
-    entries = {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate(names)}
+    entries = {
+        name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]}
+        for i, name in enumerate(names)
+    }
     text = json.dumps(entries).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(len(names)))
 
 
 def single(folder, config=None):
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} if config is None else config))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama"} if config is None else config)
+    )
     shard(folder / "model.safetensors", "x", "y")
     return folder
 
@@ -30,7 +35,9 @@ def sharded(folder, weight_map=None):
     shard(folder / A, "x")
     shard(folder / B, "y", "z")
     weight_map = {"x": A, "y": B, "z": B} if weight_map is None else weight_map
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -55,7 +62,11 @@ def test_a_folder_with_one_file_gives_config_tensors_and_files(tmp_path):
 
 def test_a_folder_with_shards_gives_each_tensor_its_shard(tmp_path):
     checkpoint = open_checkpoint(sharded(tmp_path))
-    assert {name: file for name, (file, _) in checkpoint.tensors.items()} == {"x": A, "y": B, "z": B}
+    assert {name: file for name, (file, _) in checkpoint.tensors.items()} == {
+        "x": A,
+        "y": B,
+        "z": B,
+    }
     assert checkpoint.shards == (A, B)
 
 
@@ -70,7 +81,9 @@ def test_links_to_files_are_followed_as_in_a_hub_snapshot(tmp_path):
 def test_an_index_may_name_one_file_called_like_the_unsharded_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     shard(tmp_path / "model.safetensors", "x")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model.safetensors"}}'
+    )
     assert open_checkpoint(tmp_path).shards == ("model.safetensors",)
 
 
@@ -166,7 +179,18 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     refused(tmp_path, "both")
 
 
-TRAVERSALS = ["../x", "/etc/passwd", "sub/x", "..", ".", "", "..\\x", "a\0b", "./" + A, "a" * 4096 + "/b"]
+TRAVERSALS = [
+    "../x",
+    "/etc/passwd",
+    "sub/x",
+    "..",
+    ".",
+    "",
+    "..\\x",
+    "a\0b",
+    "./" + A,
+    "a" * 4096 + "/b",
+]
 
 
 @pytest.mark.parametrize("target", TRAVERSALS)
@@ -177,16 +201,29 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path, target):
         shard(tmp_path / name, "x")
     refused(sharded(folder, {"x": target, "y": B, "z": B}), "leads out of the folder")
     if target:
-        refused(sharded(folder, {"x": f"{target}/x.safetensors", "y": B, "z": B}), "leads out of the folder")
+        refused(
+            sharded(folder, {"x": f"{target}/x.safetensors", "y": B, "z": B}),
+            "leads out of the folder",
+        )
 
 
-@pytest.mark.parametrize("target", ["config.json", "CON", "x" * 4096, "pytorch_model.bin", "missing.safetensors"])
+@pytest.mark.parametrize(
+    "target", ["config.json", "CON", "x" * 4096, "pytorch_model.bin", "missing.safetensors"]
+)
 def test_an_index_that_names_what_is_not_a_shard_is_refused(tmp_path, target):
     refused(sharded(tmp_path, {"x": target, "y": B, "z": B}), "index.json")
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 1}}', '{"weight_map": {"x": "a", "x": "b"}}', "x"]
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"x": 1}}',
+        '{"weight_map": {"x": "a", "x": "b"}}',
+        "x",
+    ],
 )
 def test_an_index_without_a_table_of_names_is_refused(tmp_path, text):
     sharded(tmp_path)
@@ -221,7 +258,9 @@ def test_a_folder_a_fifo_or_a_dangling_link_as_weights_is_refused_at_once(tmp_pa
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "with compressed-tensors"),
     ],
 )
-def test_a_source_that_is_quantized_already_is_opened_and_refused_by_method(tmp_path, config, match):
+def test_a_source_that_is_quantized_already_is_opened_and_refused_by_method(
+    tmp_path, config, match
+):
     checkpoint = open_checkpoint(single(tmp_path, config))
     with pytest.raises(InputError, match=match):
         refuse_quantized(checkpoint)

@@ -21,7 +21,10 @@ def test_differences_are_named_by_path_with_causes_before_effects():
         **MANIFEST,
         "recipe": {"scheme": "W8A8", "ignore": ["x", "y"]},
         "ledger": {"tensors": [ROW, {**ROW, "name": "b.weight", "action": "quantized"}]},
-        "files": {"config.json": {"sha256": "11", "bytes": 1}, "LICENSE": {"sha256": "22", "bytes": 2}},
+        "files": {
+            "config.json": {"sha256": "11", "bytes": 1},
+            "LICENSE": {"sha256": "22", "bytes": 2},
+        },
     }
     assert diff(MANIFEST, other) == [
         Difference(path="recipe.ignore[1]", left=ABSENT, right="y"),
@@ -33,7 +36,10 @@ def test_differences_are_named_by_path_with_causes_before_effects():
 
 
 def test_rows_are_compared_by_name_wherever_they_stand():
-    inserted = {**MANIFEST, "ledger": {"tensors": [{**ROW, "name": "0.weight"}, *MANIFEST["ledger"]["tensors"]]}}
+    inserted = {
+        **MANIFEST,
+        "ledger": {"tensors": [{**ROW, "name": "0.weight"}, *MANIFEST["ledger"]["tensors"]]},
+    }
     assert [str(d.path) for d in diff(MANIFEST, inserted)] == ["ledger.tensors[0.weight]"]
     swapped = {**MANIFEST, "ledger": {"tensors": MANIFEST["ledger"]["tensors"][::-1]}}
     assert [d.path for d in diff(MANIFEST, swapped)] == ["ledger.tensors (order)"]
@@ -47,7 +53,9 @@ def test_rows_that_names_do_not_tell_apart_are_compared_by_position():
 
 def test_values_that_python_calls_equal_but_that_have_other_bytes_differ():
     for left, right in ((1, True), (1, 1.0), (0.0, -0.0), (None, False), ([], {}), ("1", 1)):
-        assert diff({"recipe": left}, {"recipe": right}) == [Difference(path="recipe", left=left, right=right)]
+        assert diff({"recipe": left}, {"recipe": right}) == [
+            Difference(path="recipe", left=left, right=right)
+        ]
 
 
 def test_a_key_that_only_one_side_has_is_absent_on_the_other():

@@ -44,7 +44,9 @@ def test_another_memory_is_read_and_not_written(tmp_path, read):
     (tmp_path / "b").write_bytes(b"2")
     Digests(tmp_path / "first.json").of(tmp_path / "a")
     content = (tmp_path / "first.json").read_bytes()
-    second = Digests(tmp_path / "second.json", also=[tmp_path / "first.json", tmp_path / "missing.json"])
+    second = Digests(
+        tmp_path / "second.json", also=[tmp_path / "first.json", tmp_path / "missing.json"]
+    )
     assert second.of(tmp_path / "a") == sha256(b"1") and second.of(tmp_path / "b") == sha256(b"2")
     assert read == ["a", "b"] and (tmp_path / "first.json").read_bytes() == content
 
@@ -85,7 +87,14 @@ def test_a_link_is_the_file_that_it_leads_to(tmp_path, read):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"version": 2, "files": {}}', b'{"version": 1, "files": {"a": 1}}', b'{"version": 1, "files": []}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 2, "files": {}}',
+        b'{"version": 1, "files": {"a": 1}}',
+        b'{"version": 1, "files": []}',
+    ],
 )
 def test_a_damaged_or_foreign_memory_is_made_again(tmp_path, read, content):
     (tmp_path / "m.json").write_bytes(content)

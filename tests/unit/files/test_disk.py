@@ -35,7 +35,9 @@ def test_an_atomic_write_leaves_the_content_and_nothing_beside_it(tmp_path):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_fault_before_the_new_name_leaves_the_old_content_and_nothing_beside_it(tmp_path, monkeypatch, call, number):
+def test_a_fault_before_the_new_name_leaves_the_old_content_and_nothing_beside_it(
+    tmp_path, monkeypatch, call, number
+):
     disk.write_atomic(tmp_path / "a", b"old")
     monkeypatch.setattr(os, call, failing(number, getattr(os, call), 0))
     with pytest.raises(OSError) as caught:
@@ -73,11 +75,15 @@ def test_a_content_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
     assert order == ["fsync", "replace", "fsync"]
 
 
-@pytest.mark.parametrize("data", [b"", b"a", bytes(range(256)) * 9, bytearray(b"abc"), memoryview(b"abcd").cast("I")])
+@pytest.mark.parametrize(
+    "data", [b"", b"a", bytes(range(256)) * 9, bytearray(b"abc"), memoryview(b"abcd").cast("I")]
+)
 def test_a_system_that_writes_little_at_once_still_writes_everything(tmp_path, monkeypatch, data):
     write, pwrite = os.write, os.pwrite
     monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:7]))
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:5], offset))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:5], offset)
+    )
     disk.write_file(tmp_path / "a", data)
     descriptor = disk.create(tmp_path / "b")
     disk.pwrite_all(descriptor, data, 3)

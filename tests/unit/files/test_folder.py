@@ -55,5 +55,8 @@ def test_opening_what_is_not_a_regular_file_is_refused_at_once(tmp_path):
     for name in ("fifo", "folder", "missing", "x" * 300):
         with pytest.raises(InputError, match=name), reading(tmp_path / name):
             pass
-    with pytest.raises(InputError, match="not a regular file"), reading(tmp_path.__class__("/dev/zero")):
+    with (
+        pytest.raises(InputError, match="not a regular file"),
+        reading(tmp_path.__class__("/dev/zero")),
+    ):
         pass

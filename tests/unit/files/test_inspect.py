@@ -25,7 +25,9 @@ def tensors_file(path, tensors):
 
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    )
     tensors_file(tmp_path / "model.safetensors", {"a": ("U8", 3), "b": ("F16", 4), "c": ("F16", 1)})
     return tmp_path
 
@@ -33,7 +35,11 @@ def model(tmp_path):
 BODY = {
     "kind": "artifact",
     "source": {"name": "tiny", "revision": None, "files": {}},
-    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "recipe": {
+        "name": "a",
+        "scheme": "W8A16",
+        "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}},
+    },
     "measurement": None,
     "float8": None,
     "layers": [],
@@ -52,7 +58,9 @@ def measurement(folder):
         "tensors": {"q": {"kind": "replicated"}, "k": {"kind": "replicated"}, "o": {"kind": "row"}},
     }
     (folder / "measurement.json").write_text(json.dumps(record))
-    tensors_file(folder / "statistics.safetensors", {f"{name}|input|amax": ("F16", 1) for name in "qk"})
+    tensors_file(
+        folder / "statistics.safetensors", {f"{name}|input|amax": ("F16", 1) for name in "qk"}
+    )
     return folder
 
 
@@ -61,30 +69,54 @@ def test_a_model_is_summarized_from_its_headers(model):
     assert summary["kind"] == "checkpoint"
     assert (summary["model_type"], summary["architectures"]) == ("llama", ["LlamaForCausalLM"])
     assert (summary["tensors"], summary["bytes"]) == (3, 13)
-    assert summary["dtypes"] == {"F16": {"tensors": 2, "bytes": 10}, "U8": {"tensors": 1, "bytes": 3}}
+    assert summary["dtypes"] == {
+        "F16": {"tensors": 2, "bytes": 10},
+        "U8": {"tensors": 1, "bytes": 3},
+    }
     assert list(summary["dtypes"]) == ["F16", "U8"]
     assert summary["files"] == ["config.json", "model.safetensors"]
     assert summary["quant_method"] is None
 
 
 def test_an_artifact_is_summarized_with_what_became_of_its_source(model):
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    }
     (model / "config.json").write_text(json.dumps(config))
     rows = [("a", "copied", ("a",)), ("b", "quantized", ("b", "c")), ("d", "dropped", ())]
     entries = tuple(
-        LedgerEntry(name=name, dtype="U8", shape=(26,), nbytes=26, action=action, reason="why", becomes=becomes)
+        LedgerEntry(
+            name=name,
+            dtype="U8",
+            shape=(26,),
+            nbytes=26,
+            action=action,
+            reason="why",
+            becomes=becomes,
+        )
         for name, action, becomes in rows
     )
-    body = {**BODY, "ledger": Ledger(tensors=entries).to_json(), "layers": [{"errors": {}, "decisions": {}}]}
+    body = {
+        **BODY,
+        "ledger": Ledger(tensors=entries).to_json(),
+        "layers": [{"errors": {}, "decisions": {}}],
+    }
     manifest = build_manifest(model, body=body)
     write_manifest(model, manifest)
     summary = summarize(model)
     assert (summary["kind"], summary["digest"]) == ("artifact", manifest["digest"])
     assert (summary["quant_method"], summary["format"]) == ("compressed-tensors", "pack-quantized")
-    assert summary["source_bytes"] == {"source": 78, "quantized": 26, "copied": 26, "changed": 0, "dropped": 26}
+    assert summary["source_bytes"] == {
+        "source": 78,
+        "quantized": 26,
+        "copied": 26,
+        "changed": 0,
+        "dropped": 26,
+    }
     assert summary["fraction_of_source"] == pytest.approx(13 / 78)
     assert summary["actions"] == [
-        {"action": action, "reason": "why", "tensors": 1} for action in ("copied", "dropped", "quantized")
+        {"action": action, "reason": "why", "tensors": 1}
+        for action in ("copied", "dropped", "quantized")
     ]
     assert summary["layers"] == 1
     (model / "quantflow.json").write_bytes(b"{}\n")
@@ -140,7 +172,13 @@ def test_experts_of_an_artifact_that_no_token_was_counted_for_are_summarized(mod
     layers = [{"errors": {}, "decisions": {}, "experts": experts}]
     entries = tuple(
         LedgerEntry(
-            name=name, dtype=dtype, shape=(count,), nbytes=count * SIZES[dtype], action="copied", reason="r", becomes=(name,)
+            name=name,
+            dtype=dtype,
+            shape=(count,),
+            nbytes=count * SIZES[dtype],
+            action="copied",
+            reason="r",
+            becomes=(name,),
         )
         for name, (dtype, count) in {"a": ("U8", 3), "b": ("F16", 4), "c": ("F16", 1)}.items()
     )
@@ -197,8 +235,13 @@ def test_a_truncated_or_broken_graph_of_openvino_is_refused(tmp_path):
     with pytest.raises(InputError, match="openvino_model.bin"):
         summarize(tmp_path)
     (tmp_path / "openvino_model.bin").write_bytes(bytes(23))
-    with pytest.raises(InputError, match=r"openvino_model.bin: 23 bytes, a constant ends at 24; the file is truncated"):
+    with pytest.raises(
+        InputError,
+        match=r"openvino_model.bin: 23 bytes, a constant ends at 24; the file is truncated",
+    ):
         summarize(tmp_path)
     (tmp_path / "openvino_model.xml").write_text(IR.replace('size="8"', 'size="x"'))
-    with pytest.raises(InputError, match="openvino_model.xml: a constant without element_type, offset and size"):
+    with pytest.raises(
+        InputError, match="openvino_model.xml: a constant without element_type, offset and size"
+    ):
         summarize(tmp_path)

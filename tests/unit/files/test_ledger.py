@@ -13,7 +13,15 @@ from quantflow.files.safetensors_header import TensorInfo
 def entry(name, action="copied", becomes=None, shape=(2, 3)):
     becomes = (() if action == "dropped" else (name,)) if becomes is None else becomes
     nbytes = 2 * shape[0] * shape[1]
-    return LedgerEntry(name=name, dtype="BF16", shape=shape, nbytes=nbytes, action=action, reason="why", becomes=becomes)
+    return LedgerEntry(
+        name=name,
+        dtype="BF16",
+        shape=shape,
+        nbytes=nbytes,
+        action=action,
+        reason="why",
+        becomes=becomes,
+    )
 
 
 def info(name, dtype="BF16", shape=(2, 3), nbytes=12):
@@ -27,9 +35,13 @@ LEDGER = Ledger(
         entry("embed"),
         entry("inv_freq", "dropped"),
     ),
-    files=(FileEntry(name="config.json", nbytes=7, action="rewritten", reason="quantization_config"),),
+    files=(
+        FileEntry(name="config.json", nbytes=7, action="rewritten", reason="quantization_config"),
+    ),
 )
-SOURCE = {name: info(name) for name in ("q.weight", "embed", "inv_freq")} | {"norm": info("norm", shape=(1, 4), nbytes=8)}
+SOURCE = {name: info(name) for name in ("q.weight", "embed", "inv_freq")} | {
+    "norm": info("norm", shape=(1, 4), nbytes=8)
+}
 ARTIFACT = {
     "q.weight_packed": info("q.weight_packed", "I32", (2, 1), 8),
     "q.weight_scale": info("q.weight_scale", "BF16", (2, 1), 4),
@@ -39,7 +51,13 @@ ARTIFACT = {
 
 
 def test_byte_sums_by_action_are_those_worked_by_hand():
-    assert LEDGER.bytes_by_action() == {"source": 44, "quantized": 12, "copied": 12, "changed": 8, "dropped": 12}
+    assert LEDGER.bytes_by_action() == {
+        "source": 44,
+        "quantized": 12,
+        "copied": 12,
+        "changed": 8,
+        "dropped": 12,
+    }
 
 
 def test_a_ledger_survives_json():
@@ -55,7 +73,9 @@ def test_a_complete_ledger_passes_against_source_and_artifact():
 @pytest.mark.parametrize("name", SOURCE)
 def test_a_source_tensor_that_is_not_in_the_ledger_is_named(name):
     ledger = replace(LEDGER, tensors=tuple(row for row in LEDGER.tensors if row.name != name))
-    with pytest.raises(IntegrityError, match=f"source tensor '{name}': in the source, not in the ledger"):
+    with pytest.raises(
+        IntegrityError, match=f"source tensor '{name}': in the source, not in the ledger"
+    ):
         ledger.check(SOURCE)
 
 
@@ -65,7 +85,12 @@ def test_a_ledger_entry_that_the_source_does_not_have_is_named():
 
 
 @pytest.mark.parametrize(
-    "other", [info("embed", dtype="F16"), info("embed", shape=(3, 2)), info("embed", shape=(2, 4), nbytes=16)]
+    "other",
+    [
+        info("embed", dtype="F16"),
+        info("embed", shape=(3, 2)),
+        info("embed", shape=(2, 4), nbytes=16),
+    ],
 )
 def test_a_source_tensor_of_another_form_is_named_with_both_values(other):
     with pytest.raises(IntegrityError, match=r"'embed': ledger BF16 \[2, 3\], source"):
@@ -80,7 +105,9 @@ def test_source_files_that_differ_are_named(files):
 
 @pytest.mark.parametrize("name", ARTIFACT)
 def test_an_artifact_tensor_that_is_missing_is_named(name):
-    with pytest.raises(IntegrityError, match=f"artifact tensor '{name}': in the ledger, not in the artifact"):
+    with pytest.raises(
+        IntegrityError, match=f"artifact tensor '{name}': in the ledger, not in the artifact"
+    ):
         LEDGER.check_artifact({key: row for key, row in ARTIFACT.items() if key != name})
 
 
@@ -144,11 +171,23 @@ FORMS = {
     "a row is a list": lambda value: {**value, "tensors": [[]]},
     "a row lacks a key": lambda value: {**value, "files": [{"name": "x"}]},
     "a name is a number": lambda value: {**value, "files": [{**value["files"][0], "name": 1}]},
-    "bytes are a fraction": lambda value: {**value, "files": [{**value["files"][0], "nbytes": 7.0}]},
-    "bytes are a truth value": lambda value: {**value, "files": [{**value["files"][0], "nbytes": True}]},
+    "bytes are a fraction": lambda value: {
+        **value,
+        "files": [{**value["files"][0], "nbytes": 7.0}],
+    },
+    "bytes are a truth value": lambda value: {
+        **value,
+        "files": [{**value["files"][0], "nbytes": True}],
+    },
     "a shape is text": lambda value: {**value, "tensors": [{**value["tensors"][0], "shape": "23"}]},
-    "a dimension is text": lambda value: {**value, "tensors": [{**value["tensors"][0], "shape": ["2", 3]}]},
-    "becomes is text": lambda value: {**value, "tensors": [{**value["tensors"][0], "becomes": "x"}]},
+    "a dimension is text": lambda value: {
+        **value,
+        "tensors": [{**value["tensors"][0], "shape": ["2", 3]}],
+    },
+    "becomes is text": lambda value: {
+        **value,
+        "tensors": [{**value["tensors"][0], "becomes": "x"}],
+    },
 }
 
 

@@ -7,7 +7,13 @@ import os
 import pytest
 
 from quantflow.errors import InputError, IntegrityError, UnsupportedError
-from quantflow.files.manifest import BODY_KEYS, LAYOUT_VERSION, build_manifest, read_manifest, write_manifest
+from quantflow.files.manifest import (
+    BODY_KEYS,
+    LAYOUT_VERSION,
+    build_manifest,
+    read_manifest,
+    write_manifest,
+)
 
 BODY = {
     "kind": "artifact",
@@ -135,7 +141,9 @@ def test_a_missing_manifest_and_a_missing_folder_are_input_errors(folder):
 
 def test_an_intact_manifest_of_a_newer_layout_is_unsupported(folder):
     forge(folder, lambda manifest: {**manifest, "layout_version": 2, "news": []})
-    with pytest.raises(UnsupportedError, match="layout version 2, this quantflow knows 1") as caught:
+    with pytest.raises(
+        UnsupportedError, match="layout version 2, this quantflow knows 1"
+    ) as caught:
         read_manifest(folder)
     assert caught.value.exit_code == 6
 
@@ -158,7 +166,9 @@ def test_an_intact_manifest_of_a_newer_layout_is_unsupported(folder):
         lambda text: "null\n",
     ],
 )
-def test_any_other_bytes_than_those_written_are_an_integrity_error_that_names_the_manifest(folder, change):
+def test_any_other_bytes_than_those_written_are_an_integrity_error_that_names_the_manifest(
+    folder, change
+):
     write_manifest(folder, build_manifest(folder, body=BODY))
     text = (folder / "quantflow.json").read_text()
     assert change(text) != text
@@ -194,13 +204,17 @@ def test_an_intact_manifest_of_another_form_is_refused(folder, change):
 
 
 def test_an_intact_manifest_without_a_key_is_refused_by_name(folder):
-    forge(folder, lambda manifest: {key: value for key, value in manifest.items() if key != "ledger"})
+    forge(
+        folder, lambda manifest: {key: value for key, value in manifest.items() if key != "ledger"}
+    )
     with pytest.raises(InputError, match="lacks ledger"):
         read_manifest(folder)
 
 
 def test_a_git_lfs_pointer_in_place_of_the_manifest_names_the_command(folder):
-    (folder / "quantflow.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (folder / "quantflow.json").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     with pytest.raises(InputError, match="git lfs pull"):
         read_manifest(folder)
 
@@ -222,9 +236,15 @@ def test_a_git_lfs_pointer_in_place_of_the_manifest_names_the_command(folder):
     ],
     ids=str,
 )
-def test_a_key_that_something_reads_and_is_missing_is_an_input_error_that_names_it(folder, place, key):
+def test_a_key_that_something_reads_and_is_missing_is_an_input_error_that_names_it(
+    folder, place, key
+):
     layer = {"errors": {"q": {"weight": 0.5}}, "decisions": {"q": {}}}
-    measured = {"calibration": {"hash": "", "sequence_length": 8}, "counts": {"samples": 1, "tokens": 8}, "sequence_heads": []}
+    measured = {
+        "calibration": {"hash": "", "sequence_length": 8},
+        "counts": {"samples": 1, "tokens": 8},
+        "sequence_heads": [],
+    }
     body = json.loads(json.dumps({**BODY, "layers": [layer], "measurement": measured}))
     write_manifest(folder, build_manifest(folder, body=body))
     read_manifest(folder)
@@ -240,7 +260,15 @@ def test_a_key_that_something_reads_and_is_missing_is_an_input_error_that_names_
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("source", None), ("layers", {}), ("layers", [5]), ("recipe", {}), ("proof", {}), ("tools", None), ("made_from", 5)],
+    [
+        ("source", None),
+        ("layers", {}),
+        ("layers", [5]),
+        ("recipe", {}),
+        ("proof", {}),
+        ("tools", None),
+        ("made_from", 5),
+    ],
     ids=str,
 )
 def test_a_part_of_another_kind_is_an_input_error(folder, key, value):

@@ -36,7 +36,9 @@ def refused(path, match=None):
     assert path.name in str(caught.value)
 
 
-def test_a_file_written_by_hand_gives_its_tensors_with_offsets_from_the_beginning_of_the_file(tmp_path):
+def test_a_file_written_by_hand_gives_its_tensors_with_offsets_from_the_beginning_of_the_file(
+    tmp_path,
+):
     text = json.dumps({"__metadata__": {"format": "pt"}, **TWO}).encode() + b"  "
     tensors, metadata = read_header(write(tmp_path / "x.safetensors", text, bytes(14)))
     begin = 8 + len(text)
@@ -65,7 +67,10 @@ def test_files_of_the_reference_implementation_are_read_with_the_bytes_that_it_r
     for name, tensor in tensors.items():
         info = infos[name]
         assert info.shape == tuple(tensor.shape)
-        assert data[info.offset : info.offset + info.nbytes] == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert (
+            data[info.offset : info.offset + info.nbytes]
+            == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
 
 
 def test_every_dtype_that_torch_can_save_is_known_with_its_size(tmp_path):
@@ -78,7 +83,9 @@ def test_every_dtype_that_torch_can_save_is_known_with_its_size(tmp_path):
         assert read_header(path)[0]["t"].nbytes == 3 * tensor.element_size(), kind
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, -1, +1, 100_000_000, 100_000_001, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize(
+    "length", [0, 1, 7, 8, -1, +1, 100_000_000, 100_000_001, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1]
+)
 def test_a_wrong_header_length_is_refused_without_reading_that_much(tmp_path, length):
     text = json.dumps(TWO).encode()
     actual = len(text) + length if length in (-1, 1) else length
@@ -142,7 +149,10 @@ def test_offsets_that_do_not_tile_the_file_are_refused(tmp_path, first, second, 
 @pytest.mark.slow
 def test_a_hundred_thousand_tensors_on_the_same_bytes_are_refused(tmp_path):
     entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
-    refused(write(tmp_path / "x.safetensors", {f"t{i}": entry for i in range(100_000)}, b"x"), "overlaps")
+    refused(
+        write(tmp_path / "x.safetensors", {f"t{i}": entry for i in range(100_000)}, b"x"),
+        "overlaps",
+    )
 
 
 ENTRIES = {
@@ -217,7 +227,9 @@ def test_a_git_lfs_pointer_names_the_command_that_fetches_the_file(tmp_path):
 def test_an_empty_header_and_empty_tensors_are_valid(tmp_path):
     assert read_header(write(tmp_path / "x.safetensors", {})) == ({}, {})
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}
-    infos, _ = read_header(write(tmp_path / "y.safetensors", {"e": empty, **one(), "f": empty}, bytes(8)))
+    infos, _ = read_header(
+        write(tmp_path / "y.safetensors", {"e": empty, **one(), "f": empty}, bytes(8))
+    )
     assert set(infos) == {"e", "f", "t"}
 
 
@@ -249,9 +261,14 @@ HEADERS = st.dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=300,
+)
 @given(header=HEADERS, size=st.integers(0, 24))
-def test_whatever_the_reference_implementation_refuses_is_refused_and_the_rest_agrees(tmp_path, header, size):
+def test_whatever_the_reference_implementation_refuses_is_refused_and_the_rest_agrees(
+    tmp_path, header, size
+):
     path = write(tmp_path / "x.safetensors", header, bytes(size))
     try:
         infos, _ = read_header(path)
@@ -266,9 +283,14 @@ def test_whatever_the_reference_implementation_refuses_is_refused_and_the_rest_a
     assert infos is None or {name: info.shape for name, info in infos.items()} == shapes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=300,
+)
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
-def test_a_changed_byte_never_crashes_and_never_passes_where_the_reference_refuses(tmp_path, position, byte):
+def test_a_changed_byte_never_crashes_and_never_passes_where_the_reference_refuses(
+    tmp_path, position, byte
+):
     path = write(tmp_path / "x.safetensors", TWO, bytes(14))
     data = bytearray(path.read_bytes())
     data[position % len(data)] = byte

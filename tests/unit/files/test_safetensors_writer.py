@@ -54,12 +54,15 @@ def test_another_reader_finds_the_same_tensors(tmp_path):
 
 
 def test_the_file_is_the_one_that_the_format_s_own_writer_makes(tmp_path):
-    tensors = {name: TENSORS[name] for name in ("b.weight", "a.scale", "shape", "c")}  # one dtype per element size
+    # one dtype per element size
+    tensors = {name: TENSORS[name] for name in ("b.weight", "a.scale", "shape", "c")}
     with Writer(tmp_path / "f", {name: SPECS[name] for name in tensors}) as writer:
         for name in tensors:
             writer.write(name, raw(TENSORS[name]))
     assert list(read_header(tmp_path / "f")[0]) == ["shape", "a.scale", "c", "b.weight"]
-    assert (tmp_path / "f").read_bytes() == safetensors.torch.save(tensors, metadata={"format": "pt"})
+    assert (tmp_path / "f").read_bytes() == safetensors.torch.save(
+        tensors, metadata={"format": "pt"}
+    )
 
 
 @given(st.integers(0, 10**6), st.integers(1, 9))
@@ -81,7 +84,14 @@ def test_the_order_of_the_pieces_does_not_matter(tmp_path_factory, seed, size):
 def test_several_threads_fill_one_tensor(tmp_path):
     content = os.urandom(64 * 1000)
     with Writer(tmp_path / "f", {"x": ("U8", (64, 1000))}) as writer, ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: writer.write("x", content[i * 1000 : (i + 1) * 1000], offset_bytes=i * 1000), range(64)))
+        list(
+            pool.map(
+                lambda i: writer.write(
+                    "x", content[i * 1000 : (i + 1) * 1000], offset_bytes=i * 1000
+                ),
+                range(64),
+            )
+        )
     assert (tmp_path / "f").read_bytes().endswith(content)
 
 
@@ -92,7 +102,11 @@ def test_tensors_are_aligned_and_the_layout_follows_from_names_and_shapes_alone(
     assert len(one.header) % 8 == 0 and one.nbytes == len(one.header) + 8 + 8 + 2 + 3
     sizes = {"z": 8, "a": 4, "x": 2, "y": 1}
     assert all(info.offset % sizes[name] == 0 for name, info in one.tensors.items())
-    assert json.loads(one.header[8:])["x"] == {"dtype": "BF16", "shape": [1, 1], "data_offsets": [16, 18]}
+    assert json.loads(one.header[8:])["x"] == {
+        "dtype": "BF16",
+        "shape": [1, 1],
+        "data_offsets": [16, 18],
+    }
 
 
 def test_the_caller_may_choose_the_order_and_leave_the_metadata_out():
@@ -105,7 +119,10 @@ def test_the_caller_may_choose_the_order_and_leave_the_metadata_out():
 @pytest.mark.parametrize("length", range(1, 9))
 def test_the_first_tensor_begins_where_the_caller_wants_it_aligned(length):
     made = layout({"x" * length: ("I64", (1,))}, metadata={}, align=64)
-    assert len(made.header) % 64 == 0 and int.from_bytes(made.header[:8], "little") == len(made.header) - 8
+    assert (
+        len(made.header) % 64 == 0
+        and int.from_bytes(made.header[:8], "little") == len(made.header) - 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,15 +139,23 @@ def test_the_first_tensor_begins_where_the_caller_wants_it_aligned(length):
     ],
 )
 def test_a_gap_or_an_overlap_is_refused_and_the_file_removed(tmp_path, pieces):
-    with pytest.raises(InputError, match="x has 8 bytes"), Writer(tmp_path / "f", {"x": ("U8", (8,))}) as writer:
+    with (
+        pytest.raises(InputError, match="x has 8 bytes"),
+        Writer(tmp_path / "f", {"x": ("U8", (8,))}) as writer,
+    ):
         for begin, end in pieces:
             writer.write("x", bytes(end - begin), offset_bytes=begin)
     assert not (tmp_path / "f").exists()
 
 
-@pytest.mark.parametrize(("name", "size", "offset"), [("x", 9, 0), ("x", 1, 8), ("x", 1, -1), ("y", 1, 0)])
+@pytest.mark.parametrize(
+    ("name", "size", "offset"), [("x", 9, 0), ("x", 1, 8), ("x", 1, -1), ("y", 1, 0)]
+)
 def test_a_piece_outside_its_tensor_is_refused(tmp_path, name, size, offset):
-    with pytest.raises(InputError, match=f"{name} is "), Writer(tmp_path / "f", {"x": ("U8", (8,))}) as writer:
+    with (
+        pytest.raises(InputError, match=f"{name} is "),
+        Writer(tmp_path / "f", {"x": ("U8", (8,))}) as writer,
+    ):
         writer.write(name, bytes(size), offset_bytes=offset)
     assert not (tmp_path / "f").exists()
 

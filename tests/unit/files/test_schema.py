@@ -35,7 +35,10 @@ BAD = [
     ({}, r"f: rows: None, a value is needed"),
     ({"rows": {}}, r"f: rows: \{\}, a list is needed"),
     ({"rows": [{"name": "x"}, {"name": 5}]}, r"f: rows\[1\]\.name: 5, a text is needed"),
-    ({"rows": [{"name": "x", "count": 10}]}, r"f: rows\[0\]\.count: 10, a whole number from 0 to 9 or null is needed"),
+    (
+        {"rows": [{"name": "x", "count": 10}]},
+        r"f: rows\[0\]\.count: 10, a whole number from 0 to 9 or null is needed",
+    ),
     ({"rows": [{"name": "x", "count": True}]}, r"count: True, "),
     ({"rows": [{"name": "x", "count": 1.0}]}, r"count: 1\.0, "),
     ({"rows": [], "by_name": {"z": "1"}}, r"f: by_name\.z: '1', a number is needed"),

@@ -39,7 +39,9 @@ def key_pair(folder, name):
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"
     private.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    public.write_bytes(key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    public.write_bytes(
+        key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
     return private, public
 
 
@@ -48,25 +50,49 @@ def certificates(folder, name, *, begin, end):
     now = datetime.datetime.now(datetime.UTC)
     span = [now + datetime.timedelta(days=days) for days in (begin, end)]
     root_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in (f"{name} root", name)]
+    names = [
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+        for text in (f"{name} root", name)
+    ]
 
     def made(subject, public, ca):
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(names[0]).public_key(public)
+        builder = (
+            x509.CertificateBuilder().subject_name(subject).issuer_name(names[0]).public_key(public)
+        )
         builder = builder.serial_number(x509.random_serial_number())
         whole = [now - datetime.timedelta(days=900), now + datetime.timedelta(days=900)]
-        builder = builder.not_valid_before((whole if ca else span)[0]).not_valid_after((whole if ca else span)[1])
+        builder = builder.not_valid_before((whole if ca else span)[0]).not_valid_after(
+            (whole if ca else span)[1]
+        )
         usage = {"digital_signature": not ca, "key_cert_sign": ca, "crl_sign": ca} | dict.fromkeys(
-            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+            (
+                "content_commitment",
+                "key_encipherment",
+                "data_encipherment",
+                "key_agreement",
+                "encipher_only",
+                "decipher_only",
+            ),
             False,
         )
-        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-        return builder.add_extension(x509.KeyUsage(**usage), critical=True).sign(root_key, hashes.SHA256())
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=ca, path_length=None), critical=True
+        )
+        return builder.add_extension(x509.KeyUsage(**usage), critical=True).sign(
+            root_key, hashes.SHA256()
+        )
 
     paths = [folder / f"{name}-{part}.pem" for part in ("root", "certificate", "key")]
-    paths[0].write_bytes(made(names[0], root_key.public_key(), True).public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(made(names[1], key.public_key(), False).public_bytes(serialization.Encoding.PEM))
+    paths[0].write_bytes(
+        made(names[0], root_key.public_key(), True).public_bytes(serialization.Encoding.PEM)
+    )
+    paths[1].write_bytes(
+        made(names[1], key.public_key(), False).public_bytes(serialization.Encoding.PEM)
+    )
     plain = serialization.NoEncryption()
-    paths[2].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+    paths[2].write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    )
     return paths
 
 
@@ -95,8 +121,14 @@ def test_a_signed_artifact_verifies_with_the_key_and_stays_as_it_is(work, artifa
     capsys.readouterr()
     assert run("verify", artifact, "--key", work / "mine.pub", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert [Path(path).name for path in told["signature"]] == ["artifact.sig", "artifact.intoto.json", "artifact.cdx.json"]
-    assert sorted(path.name for path in artifact.iterdir()) == sorted(path.name for path in (work / "artifact").iterdir())
+    assert [Path(path).name for path in told["signature"]] == [
+        "artifact.sig",
+        "artifact.intoto.json",
+        "artifact.cdx.json",
+    ]
+    assert sorted(path.name for path in artifact.iterdir()) == sorted(
+        path.name for path in (work / "artifact").iterdir()
+    )
 
 
 def test_the_provenance_names_every_source_file_the_recipe_and_the_tools(artifact):
@@ -105,7 +137,9 @@ def test_the_provenance_names_every_source_file_the_recipe_and_the_tools(artifac
     assert statement["_type"] == "https://in-toto.io/Statement/v1"
     assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
     built = statement["predicate"]["buildDefinition"]
-    assert {row["name"]: row["digest"]["sha256"] for row in built["resolvedDependencies"]} == manifest["source"]["files"]
+    assert {
+        row["name"]: row["digest"]["sha256"] for row in built["resolvedDependencies"]
+    } == manifest["source"]["files"]
     assert built["externalParameters"]["recipe"]["scheme"] == "W8A16"
     assert statement["predicate"]["runDetails"]["builder"]["version"] == manifest["tools"]
     hashes_of = {row["name"]: row["digest"].get("sha256") for row in statement["subject"]}
@@ -160,7 +194,9 @@ def test_another_key_is_named_with_exit_7(work, artifact, capsys):
     assert "theirs.pub" in capsys.readouterr().err
 
 
-def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signature_are_exit_7(work, artifact, tmp_path, capsys):
+def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signature_are_exit_7(
+    work, artifact, tmp_path, capsys
+):
     other = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
     resealed(other)
     assert run("sign", other, "--key", work / "mine.pem") == 0
@@ -177,12 +213,19 @@ def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signatur
     resealed(artifact)  # a newer artifact, and what was signed of the one before
     assert run("verify", artifact, "--key", work / "mine.pub") == 7
     bundle = json.loads(artifact.with_name("artifact.sig").read_text())
-    for envelope in ({"payload": "", "signatures": []}, {**bundle["dsseEnvelope"], "signatures": []}):
-        artifact.with_name("artifact.sig").write_text(json.dumps({**bundle, "dsseEnvelope": envelope}))
+    for envelope in (
+        {"payload": "", "signatures": []},
+        {**bundle["dsseEnvelope"], "signatures": []},
+    ):
+        artifact.with_name("artifact.sig").write_text(
+            json.dumps({**bundle, "dsseEnvelope": envelope})
+        )
         assert run("verify", artifact, "--key", work / "mine.pub") == 7
 
 
-def test_a_certificate_that_leads_to_the_root_verifies_and_one_that_expired_or_leads_elsewhere_does_not(work, tmp_path):
+def test_a_certificate_that_leads_to_the_root_verifies_and_one_that_expired_or_leads_elsewhere_does_not(
+    work, tmp_path
+):
     folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
     root, certificate, key = certificates(tmp_path, "good", begin=-1, end=30)
     other, *_ = certificates(tmp_path, "other", begin=-1, end=30)
@@ -224,7 +267,15 @@ def test_options_that_do_not_go_together_are_usage_errors(work, artifact):
 
 
 def test_generate_runs_what_the_key_signed_alone(work, artifact, capsys):
-    line = ("generate", artifact, "--prompt", "value", "--max-new-tokens", "2", "--require-signature")
+    line = (
+        "generate",
+        artifact,
+        "--prompt",
+        "value",
+        "--max-new-tokens",
+        "2",
+        "--require-signature",
+    )
     assert run(*line, work / "mine.pub") == 0
     assert run(*line, work / "theirs.pub") == 7
     assert run("bench", artifact, "--require-signature", work / "theirs.pub") == 7
@@ -257,10 +308,20 @@ def test_serve_and_chat_run_what_was_signed_alone(work, artifact, talked, capsys
         assert "signature" in capsys.readouterr().err
         assert run(*line, "--require-certificate", work / "mine.pub") in (3, 7)
         assert run(*line, "--require-identity", "me@example.com") == 2
-        assert run(*line, "--require-signature", work / "mine.pub", "--require-identity", "me@example.com") == 2
+        assert (
+            run(
+                *line,
+                "--require-signature",
+                work / "mine.pub",
+                "--require-identity",
+                "me@example.com",
+            )
+            == 2
+        )
     (artifact.with_name(f"{artifact.name}.sig")).unlink()
     assert (
-        run(*serve, "--require-signature", work / "mine.pub") == 3 and run(*chat, "--require-signature", work / "mine.pub") == 3
+        run(*serve, "--require-signature", work / "mine.pub") == 3
+        and run(*chat, "--require-signature", work / "mine.pub") == 3
     )
     assert len(started) == 1
 
@@ -279,7 +340,11 @@ def test_serve_and_chat_know_certificates(work, talked, tmp_path, monkeypatch):
 
 def test_every_model_of_a_server_has_to_be_signed(work, artifact, tmp_path):
     folder = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
-    job = ServeJob(artifact=artifact, signature=RequiredSignature(key=work / "mine.pub"), models=(f"b={folder}",))
+    job = ServeJob(
+        artifact=artifact,
+        signature=RequiredSignature(key=work / "mine.pub"),
+        models=(f"b={folder}",),
+    )
     open_model(artifact, job)
     with pytest.raises(InputError, match="no signature"):
         open_model(folder, job)

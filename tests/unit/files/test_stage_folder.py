@@ -37,7 +37,9 @@ with locked(Path(sys.argv[1])):
 def holder(tmp_path):
     """Another process that holds the folder's lock until its stdin closes."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
@@ -56,7 +58,10 @@ def names(folder: Path) -> list[str]:
 def test_a_folder_held_by_a_live_process_is_refused_with_its_pid(tmp_path, holder):
     with pytest.raises(ResourceError) as caught, locked(tmp_path / "out"):
         pass
-    assert f"process {holder.pid} " in caught.value.cause and str(tmp_path / "out") in caught.value.cause
+    assert (
+        f"process {holder.pid} " in caught.value.cause
+        and str(tmp_path / "out") in caught.value.cause
+    )
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path, holder):
@@ -199,7 +204,10 @@ def test_an_earlier_stages_folder_has_to_be_there_finished_and_of_that_stage(tmp
             '{"stage": 1, "inputs": {}, "files": {}}',
             '{"stage": "s", "inputs": {}, "files": []}',
         ),
-        *('{"stage": "s", "inputs": [], "files": {}}', '{"stage": "s", "inputs": {}, "files": {"a": {"bytes": 1}}}'),
+        *(
+            '{"stage": "s", "inputs": [], "files": {}}',
+            '{"stage": "s", "inputs": {}, "files": {"a": {"bytes": 1}}}',
+        ),
     ],
 )
 def test_a_done_file_that_says_nothing_is_an_input_error(tmp_path, text):
@@ -302,7 +310,9 @@ def publish_files(folder: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "old"), [(errno.EIO, True), (errno.ENOSPC, False)])
-def test_a_fault_at_any_call_leaves_a_whole_folder_or_none_and_the_next_run_finishes(tmp_path, monkeypatch, number, old):
+def test_a_fault_at_any_call_leaves_a_whole_folder_or_none_and_the_next_run_finishes(
+    tmp_path, monkeypatch, number, old
+):
     at, failed, reached = 0, 0, True
     while reached:
         folder = tmp_path / str(at) / "out"
@@ -353,7 +363,9 @@ def test_hashes_that_are_known_are_not_computed_again(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     read = []
     real = stage_folder.file_digest
-    monkeypatch.setattr(stage_folder, "file_digest", lambda path: read.append(path.name) or real(path))
+    monkeypatch.setattr(
+        stage_folder, "file_digest", lambda path: read.append(path.name) or real(path)
+    )
     known = {"layers/0.safetensors": real(tmp_path / "layers" / "0.safetensors")}
     finish(tmp_path, stage="s", inputs={}, hashes=known)
     assert sorted(read) == ["0.json", "other"]

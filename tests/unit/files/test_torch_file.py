@@ -21,7 +21,9 @@ SHAPES = {"a.packed_weight": (3, 5), "b": (7,), "c": (), "d.x": (2, 0, 4), "e": 
 def tensors_of(dtype: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        name: torch.randint(0, 2 if dtype == "BOOL" else 100, shape, generator=generator).to(DTYPES[dtype])
+        name: torch.randint(0, 2 if dtype == "BOOL" else 100, shape, generator=generator).to(
+            DTYPES[dtype]
+        )
         for name, shape in SHAPES.items()
     }
 
@@ -36,7 +38,11 @@ def test_torch_reads_what_is_written_and_we_read_it_where_it_lies(tmp_path, dtyp
     headers = read_torch_header(path)
     assert list(found) == list(headers) == list(tensors)
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) and torch.equal(mapped[name], tensor)
+        assert (
+            found[name].dtype == tensor.dtype
+            and torch.equal(found[name], tensor)
+            and torch.equal(mapped[name], tensor)
+        )
         assert torch.equal(read_tensor(path, headers[name]), tensor)
         assert headers[name].offset % 64 == 0
 
@@ -67,12 +73,18 @@ def test_what_torch_saves_of_a_module_is_read_views_and_transposes_too(tmp_path)
 def test_numbers_in_another_order_of_bytes_are_refused(tmp_path, order):
     torch.save({"a": torch.arange(4.0)}, tmp_path / "little.pt")
     assert read_torch_header(tmp_path / "little.pt").keys() == {"a"}
-    with zipfile.ZipFile(tmp_path / "little.pt") as source, zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
+    with (
+        zipfile.ZipFile(tmp_path / "little.pt") as source,
+        zipfile.ZipFile(tmp_path / "other.pt", "w") as other,
+    ):
         orders = [name for name in source.namelist() if name.endswith("/byteorder")]
         assert len(orders) == 1 and source.read(orders[0]) == b"little"
         for name in source.namelist():
             other.writestr(name, order if name in orders else source.read(name))
-    with pytest.raises(UnsupportedError, match=f"other.pt: byteorder is '{order[:16]}', little-endian files are read"):
+    with pytest.raises(
+        UnsupportedError,
+        match=f"other.pt: byteorder is '{order[:16]}', little-endian files are read",
+    ):
         read_torch_header(tmp_path / "other.pt")
 
 
@@ -95,7 +107,10 @@ def archive(path, data: bytes, *, compression=zipfile.ZIP_STORED, members=("x/da
 def test_a_pickle_that_asks_for_more_than_tensors_is_not_run(tmp_path):
     for number, content in enumerate(({"a": Sings(tmp_path / "sung")}, [Sings(tmp_path / "sung")])):
         path = archive(tmp_path / f"{number}.pt", pickle.dumps(content, protocol=2))
-        with pytest.raises(InputError, match=r"the pickle asks for the name (posix|nt)\.mkdir; nothing of it was run"):
+        with pytest.raises(
+            InputError,
+            match=r"the pickle asks for the name (posix|nt)\.mkdir; nothing of it was run",
+        ):
             read_torch_header(path)
     torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "p.pt")
     with pytest.raises(InputError, match="the name torch._utils._rebuild_parameter"):
@@ -122,7 +137,10 @@ TAIL = b"t\x89ccollections\nOrderedDict\n)RtRs."
         (b"\x80\x02ctorch\nFloatStorage\n(K\x01tR.", "no pickle of tensors"),
         (b"\x80\x02ctorch\nFloatStorage\n}b.", "a change of a storage's class"),
         (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b.", "a change of a function"),
-        (b"\x80\x02ccollections\nOrderedDict\n((K\x01K\x02ttR.", "a table that is made from something"),
+        (
+            b"\x80\x02ccollections\nOrderedDict\n((K\x01K\x02ttR.",
+            "a table that is made from something",
+        ),
         (b"\x80\x02X\x01\x00\x00\x00aQ.", "a reference to a"),
         (b"\x80\x02}r\xff\xff\xff\xff.", "a memo of 4294967295 entries"),
         (b"\x80\x02", "no pickle of tensors"),
@@ -152,7 +170,8 @@ def test_files_that_are_no_such_zip_are_refused(tmp_path):
 def test_a_pickle_that_is_larger_than_its_zip_says_is_read_no_further(tmp_path):
     path = archive(tmp_path / "x.pt", pickle.dumps({}, protocol=2) + bytes(64 << 20))
     data = bytearray(path.read_bytes())
-    for magic, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):  # before the member, and in the list at the end
+    # before the member, and in the list at the end
+    for magic, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
         start = data.index(magic) + place
         data[start : start + 4] = (16).to_bytes(4, "little")
     path.write_bytes(data)

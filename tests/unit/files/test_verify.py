@@ -15,7 +15,13 @@ from quantflow.files.ledger import Ledger, LedgerEntry
 from quantflow.files.manifest import build_manifest, read_manifest, write_manifest
 from quantflow.files.verify import verify
 
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "quantflow.json")
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "quantflow.json",
+)
 
 
 def tensors_file(path, tensors):
@@ -30,7 +36,11 @@ def tensors_file(path, tensors):
 BODY = {
     "kind": "artifact",
     "source": {"name": "tiny", "revision": None, "files": {}},
-    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "recipe": {
+        "name": "a",
+        "scheme": "W8A16",
+        "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}},
+    },
     "measurement": None,
     "float8": None,
     "layers": [],
@@ -87,7 +97,13 @@ def test_an_intact_artifact_is_reported_with_its_counts(artifact):
     assert report["digest"] == json.loads((artifact / "quantflow.json").read_text())["digest"]
     assert (report["files"], report["bytes"]) == (4, sum(sizes.values()))
     assert (report["tensors"], report["tensor_bytes"]) == (2, 5)
-    assert report["source_bytes"] == {"source": 9, "quantized": 3, "copied": 3, "changed": 0, "dropped": 3}
+    assert report["source_bytes"] == {
+        "source": 9,
+        "quantized": 3,
+        "copied": 3,
+        "changed": 0,
+        "dropped": 3,
+    }
     assert report["unhashed"] == ["README.md"]
 
 
@@ -103,7 +119,8 @@ def test_a_manifest_that_was_read_before_is_not_read_again_and_files_are_checked
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_of_every_hashed_file_is_an_integrity_error_that_names_it(artifact, name):
     path = artifact / name
-    with path.open("r+b", buffering=0) as file:  # in place: rewriting the file thousands of times is slow on some disks
+    # in place: rewriting the file thousands of times is slow on some disks
+    with path.open("r+b", buffering=0) as file:
         for position, byte in enumerate(path.read_bytes()):
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), position)
@@ -123,7 +140,9 @@ def test_every_changed_byte_of_a_shard_or_its_index_is_an_integrity_error_that_n
     for name in (*names, "model.safetensors.index.json"):
         data = (artifact / name).read_bytes()
         for position, byte in enumerate(data):
-            (artifact / name).write_bytes(data[:position] + bytes([byte ^ 1]) + data[position + 1 :])
+            (artifact / name).write_bytes(
+                data[:position] + bytes([byte ^ 1]) + data[position + 1 :]
+            )
             refused(artifact, name)
         (artifact / name).write_bytes(data)
     (artifact / names[0]).rename(artifact / "x")
@@ -162,7 +181,9 @@ def test_a_removed_renamed_linked_or_replaced_file_is_named(artifact, tmp_path, 
     refused(artifact, name)
 
 
-@pytest.mark.parametrize("name", ["modeling_x.py", "model-00002-of-00002.safetensors", ".hidden", "sub/x", "README.MD"])
+@pytest.mark.parametrize(
+    "name", ["modeling_x.py", "model-00002-of-00002.safetensors", ".hidden", "sub/x", "README.MD"]
+)
 def test_an_added_file_is_named(artifact, name):
     (artifact / name).parent.mkdir(exist_ok=True)
     (artifact / name).write_bytes(b"")
@@ -194,7 +215,9 @@ def test_the_card_git_attributes_and_download_bookkeeping_may_change(artifact):
 
 
 def test_a_file_that_git_lfs_did_not_fetch_gives_the_command_that_does(artifact):
-    (artifact / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (artifact / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     assert "git lfs pull" in refused(artifact, "model.safetensors").remedy
 
 
@@ -257,7 +280,9 @@ def test_a_malformed_header_with_the_recorded_hash_is_an_input_error(artifact):
 
 
 def test_an_index_that_contradicts_its_shards_is_an_input_error(artifact):
-    (artifact / "model.safetensors.index.json").write_text('{"weight_map": {"n": "model.safetensors"}}')
+    (artifact / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"n": "model.safetensors"}}'
+    )
     seal(artifact, ledger(n=["n"], w=["w_scale"]))
     refused(artifact, "w_scale", InputError)
 
@@ -266,7 +291,10 @@ def test_the_package_never_imports_torch_numpy_or_safetensors(artifact):
     code = (
         "import sys; from pathlib import Path; "
         "import quantflow.files.diff, quantflow.files.inspect, quantflow.files.verify as v; "
-        f"v.verify(Path({str(artifact)!r})); print(sorted({{'torch', 'numpy', 'safetensors'}} & set(sys.modules)))"
+        f"v.verify(Path({str(artifact)!r})); print(sorted({{'torch', 'numpy', 'safetensors'}} & "
+        "set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "[]\n"

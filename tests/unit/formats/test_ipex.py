@@ -36,13 +36,22 @@ def linear_of(scheme: LinearScheme, rows: int, columns: int, seed: int) -> Quant
     groups = columns // (weights.group_size or columns)
     qvalue = torch.randint(-8, 8, (rows, columns), generator=generator).to(torch.int8)
     scale = 2.0 ** torch.randint(-9, 3, (rows, groups), generator=generator)
-    zero_point = None if weights.symmetric else torch.randint(-8, 8, (rows, groups), generator=generator).to(torch.int8)
-    return QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights), scheme=scheme)
+    zero_point = (
+        None
+        if weights.symmetric
+        else torch.randint(-8, 8, (rows, groups), generator=generator).to(torch.int8)
+    )
+    return QuantizedLinear(
+        weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights),
+        scheme=scheme,
+    )
 
 
 def theirs(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return the weight as `WeightOnlyLinear.recover` makes it: word by word, nibble by nibble."""
-    packed, scale, zeros = (tensors[f"{name}.{part}"] for part in ("packed_weight", "scale", "packed_zp"))
+    packed, scale, zeros = (
+        tensors[f"{name}.{part}"] for part in ("packed_weight", "scale", "packed_zp")
+    )
 
     def nibbles(words: torch.Tensor, count: int) -> torch.Tensor:
         found = torch.zeros(len(words), words.shape[1] * 8)
@@ -57,7 +66,12 @@ def theirs(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     codes, points = nibbles(packed, columns), nibbles(zeros, groups)
     size = columns // groups
     real = torch.cat(
-        [(codes[:, g * size : (g + 1) * size] - points[:, g : g + 1]) * scale[:, g : g + 1].float() for g in range(groups)], 1
+        [
+            (codes[:, g * size : (g + 1) * size] - points[:, g : g + 1])
+            * scale[:, g : g + 1].float()
+            for g in range(groups)
+        ],
+        1,
     )
     return real if perm is None else real[:, torch.argsort(perm)]
 
@@ -66,9 +80,19 @@ def test_eight_inputs_stand_in_a_word_lowest_first_and_eight_groups_in_one_of_ze
     scheme = grouped(8, symmetric=False)
     qvalue = (torch.arange(16, dtype=torch.int8) - 8)[None]  # codes 0 to 15
     zero_point = torch.tensor([[-8, 3]], dtype=torch.int8)  # stored 0 and 11
-    weight = QTensor(qvalue=qvalue, scale=torch.tensor([[0.5, 2.0]]), zero_point=zero_point, scheme=scheme.weights)
-    tensors = LAYOUT.encode("a", QuantizedLinear(weight=weight, scheme=scheme), scale_dtype=torch.float16)
-    assert [word & 0xFFFFFFFF for word in tensors["a.packed_weight"][0].tolist()] == [0x76543210, 0xFEDCBA98]
+    weight = QTensor(
+        qvalue=qvalue,
+        scale=torch.tensor([[0.5, 2.0]]),
+        zero_point=zero_point,
+        scheme=scheme.weights,
+    )
+    tensors = LAYOUT.encode(
+        "a", QuantizedLinear(weight=weight, scheme=scheme), scale_dtype=torch.float16
+    )
+    assert [word & 0xFFFFFFFF for word in tensors["a.packed_weight"][0].tolist()] == [
+        0x76543210,
+        0xFEDCBA98,
+    ]
     assert tensors["a.packed_zp"].tolist() == [[0xB0]]
     assert tensors["a.scale"].dtype == torch.float16 and tensors["a.scale"].shape == (1, 2)
 
@@ -82,14 +106,18 @@ def test_eight_inputs_stand_in_a_word_lowest_first_and_eight_groups_in_one_of_ze
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_their_dequantization_has_our_values_and_reading_gives_them_back(size, symmetric, rows, groups, ordered, seed):
+def test_their_dequantization_has_our_values_and_reading_gives_them_back(
+    size, symmetric, rows, groups, ordered, seed
+):
     scheme = grouped(size, symmetric=symmetric)
     columns = 40 if size == -1 else size * groups
     linear = linear_of(scheme, rows, columns, seed)
     layout = LAYOUT
     if ordered:
         layout = LAYOUT.with_order()
-        linear = replace(linear, order=torch.randperm(columns, generator=torch.Generator().manual_seed(seed)))
+        linear = replace(
+            linear, order=torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
+        )
     tensors = layout.encode("a", linear, scale_dtype=torch.float16)
     assert tuple(tensors) == layout.tensor_names("a", scheme)
     assert torch.equal(theirs(tensors, "a"), linear.dequantize())
@@ -139,9 +167,14 @@ def test_what_the_layout_cannot_hold_has_a_reason(scheme, shape, said):
 )
 def test_damaged_tensors_are_refused_by_name(key, change, said):
     layout, scheme = LAYOUT.with_order(), grouped(32, symmetric=False)
-    linear = replace(linear_of(scheme, 16, 64, 0), order=torch.randperm(64, generator=torch.Generator().manual_seed(0)))
+    linear = replace(
+        linear_of(scheme, 16, 64, 0),
+        order=torch.randperm(64, generator=torch.Generator().manual_seed(0)),
+    )
     tensors = layout.encode("a", linear, scale_dtype=torch.float16)
-    tensors = {name: tensor for name, tensor in tensors.items() if name != key or change is not None}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if name != key or change is not None
+    }
     if change is not None:
         tensors[key] = change(tensors[key])
     with pytest.raises(InputError, match=said):
@@ -171,7 +204,9 @@ def exported(artifact):
 
 def test_an_artifact_becomes_a_folder_that_torch_loads(artifact, exported, llama):
     files = {path.name for path in exported.iterdir()}
-    assert "gptq_checkpoint_g32.pt" in files and not any(name.endswith(".safetensors") for name in files)
+    assert "gptq_checkpoint_g32.pt" in files and not any(
+        name.endswith(".safetensors") for name in files
+    )
     assert "quantization_config" not in json.loads((exported / "config.json").read_text())
     table = torch.load(exported / "gptq_checkpoint_g32.pt", weights_only=True)
     opened = open_folder(artifact, backend="reference")
@@ -189,13 +224,33 @@ def test_the_folder_is_described_run_and_turned_back(artifact, exported, tmp_pat
     assert (found["format"], found["runs"], found["verified"]) == ("ipex", None, 14)
     assert found["quant_method"] == "ipex-low-precision"
     (row,) = found["quantized"]
-    assert (row["bits"], row["group_size"], row["symmetric"], row["act_order"]) == (4, 32, False, False)
+    assert (row["bits"], row["group_size"], row["symmetric"], row["act_order"]) == (
+        4,
+        32,
+        False,
+        False,
+    )
     texts = []
     for folder in (artifact, exported):
-        assert run("generate", folder, "--prompt", "def", "--max-new-tokens", "8", "--backend", "reference", "-q") == 0
+        assert (
+            run(
+                "generate",
+                folder,
+                "--prompt",
+                "def",
+                "--max-new-tokens",
+                "8",
+                "--backend",
+                "reference",
+                "-q",
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    assert run("export", exported, "-o", tmp_path / "ct", "--format", "compressed-tensors", "-q") == 0
+    assert (
+        run("export", exported, "-o", tmp_path / "ct", "--format", "compressed-tensors", "-q") == 0
+    )
     assert run("export", tmp_path / "ct", "-o", tmp_path / "ipex", "--format", "ipex", "-q") == 0
     name = "gptq_checkpoint_g32.pt"
     assert (tmp_path / "ipex" / name).read_bytes() == (exported / name).read_bytes()
@@ -209,15 +264,25 @@ def test_a_model_that_is_quantized_so_is_no_source(exported, tmp_path, capsys):
     assert run(*line) == 0
 
 
-def test_a_damaged_checkpoint_is_refused_and_other_pickles_stay_what_they_are(exported, llama, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_refused_and_other_pickles_stay_what_they_are(
+    exported, llama, tmp_path, capsys
+):
     folder = shutil.copytree(exported, tmp_path / "f")
     path = folder / "gptq_checkpoint_g32.pt"
     path.write_bytes(path.read_bytes()[:-200])
-    assert run("inspect", folder) == 3 and "not a whole file of torch.save" in capsys.readouterr().err
+    assert (
+        run("inspect", folder) == 3 and "not a whole file of torch.save" in capsys.readouterr().err
+    )
     table = torch.load(exported / "gptq_checkpoint_g32.pt", weights_only=True)
     table[f"{DOWN}.scale"] = table[f"{DOWN}.scale"][:, :3]
     torch.save(table, path)
-    assert run("generate", folder, "--prompt", "def", "-q") == 3 and f"{DOWN}.scale: is [64, 3]" in capsys.readouterr().err
+    assert (
+        run("generate", folder, "--prompt", "def", "-q") == 3
+        and f"{DOWN}.scale: is [64, 3]" in capsys.readouterr().err
+    )
     torch.save({"model.norm.weight": torch.ones(64)}, path)
     path.rename(folder / "pytorch_model.pt")
-    assert run("inspect", folder) == 3 and "pickled weights and no safetensors" in capsys.readouterr().err
+    assert (
+        run("inspect", folder) == 3
+        and "pickled weights and no safetensors" in capsys.readouterr().err
+    )

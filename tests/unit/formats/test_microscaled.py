@@ -12,18 +12,28 @@ from quantflow.core.scheme import PRESETS, scheme_words, with_float8, with_group
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
 
-SCHEMES = {name: scheme for name, scheme in PRESETS.items() if scheme.weights.scale_format != "float"}
+SCHEMES = {
+    name: scheme for name, scheme in PRESETS.items() if scheme.weights.scale_format != "float"
+}
 X = torch.randn(300, 96, generator=torch.Generator().manual_seed(1))
 STATISTICS = {"hessian_sum": X.T @ X, "count": torch.tensor(300)}
 
 
 def made(name, *, algorithm="rtn", weights=None):
     scheme, generator = SCHEMES[name], torch.Generator().manual_seed(0)
-    weights = weights or {"q": torch.randn(40, 96, generator=generator), "k": 9 * torch.randn(24, 96, generator=generator)}
+    weights = weights or {
+        "q": torch.randn(40, 96, generator=generator),
+        "k": 9 * torch.randn(24, 96, generator=generator),
+    }
     dtype = compressed_tensors.scale_dtype(scheme, torch.bfloat16)
-    results = ALGORITHMS[algorithm].quantize_group(weights, scheme, statistics=STATISTICS, scale_dtype=dtype)
+    results = ALGORITHMS[algorithm].quantize_group(
+        weights, scheme, statistics=STATISTICS, scale_dtype=dtype
+    )
     measured = torch.tensor([64.0]) if scheme.input is not None and scheme.input.measured else None
-    linears = {key: QuantizedLinear(weight=of.weight, scheme=scheme, input_scale=measured) for key, of in results.items()}
+    linears = {
+        key: QuantizedLinear(weight=of.weight, scheme=scheme, input_scale=measured)
+        for key, of in results.items()
+    }
     return weights, linears, dtype
 
 
@@ -33,12 +43,19 @@ def test_decode_undoes_encode_and_the_specs_are_known_before(name, algorithm):
     weights, linears, dtype = made(name, algorithm=algorithm)
     for key, linear in linears.items():
         tensors = compressed_tensors.encode(key, linear, scale_dtype=dtype)
-        found = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-        assert found == compressed_tensors.tensor_specs(key, linear.scheme, weights[key].shape, torch.bfloat16)
+        found = {
+            name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+        }
+        assert found == compressed_tensors.tensor_specs(
+            key, linear.scheme, weights[key].shape, torch.bfloat16
+        )
         back = compressed_tensors.decode(key, tensors, linear.scheme)
         assert torch.equal(back.weight.dequantize(), linear.weight.dequantize())
         again = compressed_tensors.encode(key, back, scale_dtype=dtype)
-        assert all(torch.equal(again[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in tensors)
+        assert all(
+            torch.equal(again[name].view(torch.uint8), tensors[name].view(torch.uint8))
+            for name in tensors
+        )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -46,7 +63,12 @@ def test_gptq_and_searched_scales_lose_less_than_rounding_to_nearest(name):
     errors = []
     for algorithm in ("rtn", "rtn_mse", "gptq"):
         weights, linears, _ = made(name, algorithm=algorithm)
-        errors.append(sum(float(((of.weight.dequantize() - weights[key]) @ X.T).square().sum()) for key, of in linears.items()))
+        errors.append(
+            sum(
+                float(((of.weight.dequantize() - weights[key]) @ X.T).square().sum())
+                for key, of in linears.items()
+            )
+        )
     assert errors[2] < errors[1] <= errors[0] * 1.001
 
 
@@ -58,7 +80,9 @@ def test_linears_of_a_group_share_their_global_scale():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_zeros_stay_zeros(name):
     _, linears, dtype = made(name, weights={"q": torch.zeros(4, 96)})
-    back = compressed_tensors.decode("q", compressed_tensors.encode("q", linears["q"], scale_dtype=dtype), SCHEMES[name])
+    back = compressed_tensors.decode(
+        "q", compressed_tensors.encode("q", linears["q"], scale_dtype=dtype), SCHEMES[name]
+    )
     assert not back.weight.dequantize().any()
 
 
@@ -72,7 +96,9 @@ def test_a_nan_is_refused_with_the_name_of_its_weight(name):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_config_means_the_preset(name):
-    config = compressed_tensors.quantization_config({"q": SCHEMES[name]}, ignore=[], model_type="llama")
+    config = compressed_tensors.quantization_config(
+        {"q": SCHEMES[name]}, ignore=[], model_type="llama"
+    )
     assert compressed_tensors.schemes_from_config(config, ["q"])["q"] == SCHEMES[name]
 
 
@@ -86,13 +112,19 @@ def test_damaged_scales_are_refused_by_name():
     whole = compressed_tensors.encode("q", linears["q"], scale_dtype=dtype)
     for key in whole:
         with pytest.raises(InputError, match=rf"^{key}: missing"):
-            compressed_tensors.decode("q", {name: tensor for name, tensor in whole.items() if name != key}, SCHEMES["NVFP4"])
+            compressed_tensors.decode(
+                "q",
+                {name: tensor for name, tensor in whole.items() if name != key},
+                SCHEMES["NVFP4"],
+            )
 
 
 def test_what_the_formats_fix_cannot_be_changed():
     with pytest.raises(SchemeError, match="NVFP4 has groups of 16, group_size=32 was given"):
         with_group_size(PRESETS["NVFP4"], 32)
-    with pytest.raises(SchemeError, match="MXFP8 has microscaled weights, float8='gaudi2' was given"):
+    with pytest.raises(
+        SchemeError, match="MXFP8 has microscaled weights, float8='gaudi2' was given"
+    ):
         with_float8(PRESETS["MXFP8"], "gaudi2")
     odd = replace(PRESETS["NVFP4A16"], weights=replace(PRESETS["NVFP4A16"].weights, group_size=32))
     with pytest.raises(UnsupportedError, match="in groups of 32, loaders know 16"):

@@ -30,7 +30,11 @@ def made(name: str) -> QuantizedLinear:
     scheme: LinearScheme = preset(name)
     weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
     dtype = compressed_tensors.scale_dtype(scheme, torch.bfloat16)
-    (found,) = ALGORITHMS["rtn"].quantize_group({"a": weight}, scheme, statistics={}, scale_dtype=dtype).values()
+    (found,) = (
+        ALGORITHMS["rtn"]
+        .quantize_group({"a": weight}, scheme, statistics={}, scale_dtype=dtype)
+        .values()
+    )
     measured = {"FP8": torch.tensor([0.0371]), "NVFP4": torch.tensor([64.0])}.get(name)
     return QuantizedLinear(weight=found.weight, scheme=scheme, input_scale=measured)
 
@@ -51,7 +55,9 @@ def values(tensors: dict[str, torch.Tensor]) -> np.ndarray:
         steps = scale.numpy().reshape(-1, 1) if scale.ndim else scale.numpy().reshape(1, 1)
     if "a.weight_scale_2" in tensors:
         steps = steps * tensors["a.weight_scale_2"].item()
-    return real * np.repeat(np.broadcast_to(steps, (24, steps.shape[1])), 96 // steps.shape[1], axis=1)
+    return real * np.repeat(
+        np.broadcast_to(steps, (24, steps.shape[1])), 96 // steps.shape[1], axis=1
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHM_OF)
@@ -80,7 +86,9 @@ def test_a_group_whose_scale_is_zero_is_one_of_zeros():
     expected = linear.weight.dequantize()
     expected[3, 16:32] = 0
     expected[7, :16] = 0
-    assert torch.equal(read.dequantize(), expected) and torch.equal(read.dequantize(), torch.from_numpy(values(tensors)))
+    assert torch.equal(read.dequantize(), expected) and torch.equal(
+        read.dequantize(), torch.from_numpy(values(tensors))
+    )
     again = LAYOUT.encode("a", read, scale_dtype=torch.float32)
     assert not again["a.weight"][3, 8:16].any() and float(again["a.weight_scale"][3, 1]) == 1.0
     assert torch.equal(LAYOUT.decode("a", again, linear.scheme).dequantize(), expected)
@@ -102,7 +110,10 @@ def test_scales_that_the_other_layout_of_nvfp4_would_change_are_refused_with_the
         assert found is not None, refused.value.cause
         row, group = int(found[2]), int(found[3])
         before, after = float(found[4]), float(found[5])
-        assert before == read.weight.scale[row, group].item() and 0 < abs(before - after) < 1e-6 * before
+        assert (
+            before == read.weight.scale[row, group].item()
+            and 0 < abs(before - after) < 1e-6 * before
+        )
         source.encode("a", read, scale_dtype=torch.float32)  # its own layout holds them
 
 
@@ -118,24 +129,31 @@ def test_the_numbers_of_an_nvfp4_linear_are_the_inverses_of_global_scales():
 def test_a_configuration_names_the_algorithm_and_reads_back_as_the_scheme(name):
     scheme, tensors = preset(name), LAYOUT.encode("a", made(name), scale_dtype=torch.float32)
     infos = {
-        key: TensorInfo(name=key, dtype=NAMES[part.dtype], shape=tuple(part.shape), offset=0, nbytes=part.nbytes)
+        key: TensorInfo(
+            name=key, dtype=NAMES[part.dtype], shape=tuple(part.shape), offset=0, nbytes=part.nbytes
+        )
         for key, part in tensors.items()
     }
     config = LAYOUT.quantization_config({"a": scheme}, ignore=["lm_head"], model_type="llama")
     file, content = BESIDE["modelopt"]
-    older = {"quant_method": "modelopt", **content(config)}  # as readers of the file beside config.json have it
+    # as readers of the file beside config.json have it
+    older = {"quant_method": "modelopt", **content(config)}
     assert file == "hf_quant_config.json"
     assert older["quantization"]["quant_algo"] == config["quant_algo"] == ALGORITHM_OF[name]
     assert older["quantization"]["exclude_modules"] == config["ignore"] == ["lm_head"]
     for table in (config, older):
-        assert layout_of(table, infos).schemes(table, {"a": (24, 96), "lm_head": (8, 96)}, infos) == {"a": scheme}
+        assert layout_of(table, infos).schemes(
+            table, {"a": (24, 96), "lm_head": (8, 96)}, infos
+        ) == {"a": scheme}
 
 
 def test_nvfp4_whose_groups_quantize_no_inputs_is_of_weights_alone():
     config = LAYOUT.quantization_config({"a": preset("NVFP4A16")}, ignore=[], model_type="llama")
     config["quant_algo"] = "NVFP4"
     info = TensorInfo(name="a.weight_scale", dtype="F8_E4M3", shape=(24, 6), offset=0, nbytes=144)
-    assert LAYOUT.schemes(config, {"a": (24, 96)}, {"a.weight_scale": info}) == {"a": preset("NVFP4A16")}
+    assert LAYOUT.schemes(config, {"a": (24, 96)}, {"a.weight_scale": info}) == {
+        "a": preset("NVFP4A16")
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,11 @@ def test_nvfp4_whose_groups_quantize_no_inputs_is_of_weights_alone():
         ("NVFP4", {"quant_algo": "NVFP4_SVD"}, "quant_algo 'NVFP4_SVD'"),
         ("NVFP4", {"group_size": 32}, "group_size 32 with quant_algo NVFP4"),
         ("FP8", {"kv_cache_scheme": {"num_bits": 8}}, "keys and values are kept as"),
-        ("FP8", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}}, "keys and values are kept as"),
+        (
+            "FP8",
+            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}},
+            "keys and values are kept as",
+        ),
         ("FP8", {"kv_cache_quant_algo": "NVFP4"}, "keys and values are kept as 'NVFP4'"),
         ("FP8", {"quantization": "FP8"}, "quant_algo 'None'"),
     ],
@@ -158,7 +180,10 @@ def test_configurations_that_are_not_known_are_refused(name, change, said):
 @pytest.mark.parametrize("name", ["W4A16", "FP8_BLOCK", "MXFP4", "MXFP4A16", "W8A8"])
 def test_schemes_that_it_does_not_have_are_refused_with_those_that_it_has(name):
     reason = LAYOUT.why_not(preset(name), (24, 96))
-    assert reason == f"scheme {name} is none of those that it has: FP8, FP8_DYNAMIC, MXFP8, NVFP4, NVFP4A16"
+    assert (
+        reason
+        == f"scheme {name} is none of those that it has: FP8, FP8_DYNAMIC, MXFP8, NVFP4, NVFP4A16"
+    )
 
 
 def test_a_global_scale_whose_inverse_is_another_number_is_refused_with_both():
@@ -166,7 +191,9 @@ def test_a_global_scale_whose_inverse_is_another_number_is_refused_with_both():
     assert np.float32(1) / (np.float32(1) / np.float32(13)) != 13  # float32 has no inverse of it
     scale = linear.weight.scale * linear.weight.global_scale / 13
     weight = replace(linear.weight, scale=scale, global_scale=torch.tensor([13.0]))
-    with pytest.raises(UnsupportedError, match=r"a\.weight_scale_2: the scale would change from 13\.0 to 12\.99"):
+    with pytest.raises(
+        UnsupportedError, match=r"a\.weight_scale_2: the scale would change from 13\.0 to 12\.99"
+    ):
         LAYOUT.encode("a", replace(linear, weight=weight), scale_dtype=torch.float32)
 
 
@@ -178,7 +205,11 @@ def test_a_global_scale_whose_inverse_is_another_number_is_refused_with_both():
         ("a.weight", torch.zeros(24, dtype=torch.uint8), r"is \[24\]"),
         ("a.weight", torch.zeros(24, 49, dtype=torch.uint8), "98 input features, groups of 16"),
         ("a.weight_scale", None, "missing"),
-        ("a.weight_scale", torch.ones(24, 5).to(torch.float8_e4m3fn), r"is torch.float8_e4m3fn \[24, 5\]"),
+        (
+            "a.weight_scale",
+            torch.ones(24, 5).to(torch.float8_e4m3fn),
+            r"is torch.float8_e4m3fn \[24, 5\]",
+        ),
         ("a.weight_scale_2", None, "missing"),
         ("a.weight_scale_2", torch.tensor(torch.nan), "scale nan"),
         ("a.weight_scale_2", torch.tensor(0.0), "scale 0.0"),

@@ -1,7 +1,7 @@
 """A small model cut over a mesh of cards: what each rank sees, and what one rank that sees everything would.
 
-Values are small integers, so that every sum of floats is exact whatever its order. Statistics are computed here by formula,
-not by observers.
+Values are small integers, so that every sum of floats is exact whatever its order. Statistics are
+computed here by formula, not by observers.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,19 @@ from torch import Tensor
 
 from quantflow.measuring.record import Measurement
 
-EDGES = torch.tensor([float(Fraction(2) ** (k // 8 - 40) * (1 + Fraction(k % 8, 8))) for k in range(513)])
-STATISTICS = ("amax", "channel_amax", "min_val", "max_val", "abs_sum", "counts", "hessian_sum", "count")
+EDGES = torch.tensor(
+    [float(Fraction(2) ** (k // 8 - 40) * (1 + Fraction(k % 8, 8))) for k in range(513)]
+)
+STATISTICS = (
+    "amax",
+    "channel_amax",
+    "min_val",
+    "max_val",
+    "abs_sum",
+    "counts",
+    "hessian_sum",
+    "count",
+)
 EXTREMES = STATISTICS[:4]
 IN, OUT, WIDTH = 3, 2, 2  # features that are never cut, and a head's
 
@@ -41,8 +52,9 @@ def statistics_of(x: Tensor) -> dict[str, Tensor]:
 class Site:
     """One place where tensors flow: which part of the whole each card sees, and what the whole is.
 
-    `cut` takes (the whole of one sample, card) and returns what the card sees of it; `joined` (the whole, first card, last
-    card) what neighbouring cards see together, or None where that is no statistic of anything.
+    `cut` takes (the whole of one sample, card) and returns what the card sees of it; `joined` (the
+    whole, first card, last card) what neighbouring cards see together, or None where that is no
+    statistic of anything.
     """
 
     name: str
@@ -56,11 +68,14 @@ class Site:
 class Simulation:
     """A model on dp replicas of tp cards.
 
-    up is cut by rows, down by columns, plain not at all; attention has `heads` key and value heads, copied where the cards
-    are more; experts are spread over the cards of a replica. `partial`: down's output is measured before the reduction.
+    up is cut by rows, down by columns, plain not at all; attention has `heads` key and value heads,
+    copied where the cards are more; experts are spread over the cards of a replica. `partial`:
+    down's output is measured before the reduction.
     """
 
-    def __init__(self, *, tp: int, dp: int, samples: int, seed: int, partial: bool = False, heads: int = 0) -> None:
+    def __init__(
+        self, *, tp: int, dp: int, samples: int, seed: int, partial: bool = False, heads: int = 0
+    ) -> None:
         self.tp, self.dp, self.samples, self.partial = tp, dp, samples, partial
         self.wide = 2 * tp  # the features that are cut
         self.heads = heads or 2 * tp
@@ -70,19 +85,28 @@ class Simulation:
         def integers(*shape: int) -> Tensor:
             return torch.randint(-9, 10, shape, generator=generator).float()
 
-        self.weights = {"up": integers(self.wide, IN), "down": integers(OUT, self.wide), "plain": integers(OUT, IN)}
+        self.weights = {
+            "up": integers(self.wide, IN),
+            "down": integers(OUT, self.wide),
+            "plain": integers(OUT, IN),
+        }
         lengths = torch.randint(1, 4, (samples,), generator=generator).tolist()
         self.tokens = [torch.arange(length) + 10 * index for index, length in enumerate(lengths)]
         self.inputs = [integers(length, IN) for length in lengths]
         self.middles = [integers(length, self.wide) for length in lengths]
         self.caches = [integers(self.heads, length, WIDTH) for length in lengths]
-        self.routes = [torch.randint(0, self.experts, (length,), generator=generator) for length in lengths]
+        self.routes = [
+            torch.randint(0, self.experts, (length,), generator=generator) for length in lengths
+        ]
 
     def span(self, first: int, last: int) -> slice:
         return slice(2 * first, 2 * last + 2)
 
     def head_span(self, first: int, last: int) -> slice:
-        return slice(first * self.heads // self.tp, max(first * self.heads // self.tp + 1, (last + 1) * self.heads // self.tp))
+        return slice(
+            first * self.heads // self.tp,
+            max(first * self.heads // self.tp + 1, (last + 1) * self.heads // self.tp),
+        )
 
     def sites(self) -> list[Site]:
         """Every site but the experts'."""
@@ -100,7 +124,10 @@ class Simulation:
             "cut": lambda x, card: x[:, self.head_span(card, card)],
             "joined": lambda x, first, last: x[:, self.head_span(first, last)],
         }
-        rows = {"cut": lambda x, card: x[self.span(card, card)], "joined": lambda x, first, last: x[self.span(first, last)]}
+        rows = {
+            "cut": lambda x, card: x[self.span(card, card)],
+            "joined": lambda x, first, last: x[self.span(first, last)],
+        }
         summed = {
             "cut": lambda x, card: x[:, self.span(card, card)] @ down[:, self.span(card, card)].T,
             "joined": lambda _x, _first, _last: None,
@@ -116,7 +143,13 @@ class Simulation:
             Site("plain", "weight", plain.T, **same),
             Site("attention", "k_cache", self.caches, **heads),
             Site("attention", "v_cache", [2 * x for x in self.caches], **heads),
-            Site("attention", "k_heads", [x.flatten(1).T for x in self.caches], **by_head, statistics=("channel_amax",)),
+            Site(
+                "attention",
+                "k_heads",
+                [x.flatten(1).T for x in self.caches],
+                **by_head,
+                statistics=("channel_amax",),
+            ),
         ]
         if self.partial:
             return [*found, Site("down", "output", self.middles, **summed, statistics=EXTREMES)]
@@ -142,11 +175,20 @@ class Simulation:
         if name.startswith("expert"):
             number = int(name[6:])
             held = int(number // 2 == card)
-            shape = {"axis": None, "offset": number, "length": held, "experts": self.experts, "full_shape": [OUT, IN]}
+            shape = {
+                "axis": None,
+                "offset": number,
+                "length": held,
+                "experts": self.experts,
+                "full_shape": [OUT, IN],
+            }
             return {"kind": "expert", **shape}
         if name == "attention":
             span = self.head_span(card, card)
-            cut, shape = {"axis": 0, "offset": span.start, "length": span.stop - span.start}, [self.heads, WIDTH]
+            cut, shape = (
+                {"axis": 0, "offset": span.start, "length": span.stop - span.start},
+                [self.heads, WIDTH],
+            )
             return {"kind": "column", **cut, "full_shape": shape, "copies": True}
         if name == "plain":
             return {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [OUT, IN]}
@@ -157,7 +199,12 @@ class Simulation:
         return {"kind": "row", "axis": 1, **cut, "full_shape": [OUT, self.wide], "output": output}
 
     def rank(
-        self, rank: int, *, sites: Sequence[Site], experts: Sequence[int] = (), wanted: Sequence[str] = STATISTICS
+        self,
+        rank: int,
+        *,
+        sites: Sequence[Site],
+        experts: Sequence[int] = (),
+        wanted: Sequence[str] = STATISTICS,
     ) -> Measurement:
         """What a rank writes about these sites and experts."""
         replica, card = divmod(rank, self.tp)
@@ -170,7 +217,13 @@ class Simulation:
             x = self.expert_input(number, indices)
             if number // 2 == card and len(x):
                 found |= keyed(f"expert{number}", "input", statistics_of(x), wanted)
-        names = ["up", "down", "plain", "attention", *(f"expert{number}" for number in range(self.experts) if experts)]
+        names = [
+            "up",
+            "down",
+            "plain",
+            "attention",
+            *(f"expert{number}" for number in range(self.experts) if experts),
+        ]
         return Measurement(
             meta=self.meta(rank, indices, {name: self.placement(name, card) for name in names}),
             statistics=found,
@@ -188,7 +241,12 @@ class Simulation:
             "mesh": {"rank": rank, "world": world, "tp": self.tp, "dp": self.dp, "ep": self.tp},
             "dtype": "float32",
             "seed": 0,
-            "calibration": {"hash": "c" * 64, "samples": self.samples, "tokens": sum(tokens), "sequence_length": 8},
+            "calibration": {
+                "hash": "c" * 64,
+                "samples": self.samples,
+                "tokens": sum(tokens),
+                "sequence_length": 8,
+            },
             "observers": ["amax"],
             "tensors": tensors,
             "counts": {"samples": len(indices), "tokens": sum(tokens[index] for index in indices)},
@@ -197,12 +255,18 @@ class Simulation:
 
     def ranks(self, **kept: Any) -> list[Measurement]:
         """What all ranks write, in order."""
-        return [self.rank(rank, **{"sites": self.sites(), **kept}) for rank in range(self.tp * self.dp)]
+        return [
+            self.rank(rank, **{"sites": self.sites(), **kept}) for rank in range(self.tp * self.dp)
+        ]
 
 
-def keyed(name: str, site: str, values: dict[str, Tensor], *wanted: Sequence[str]) -> dict[str, Tensor]:
+def keyed(
+    name: str, site: str, values: dict[str, Tensor], *wanted: Sequence[str]
+) -> dict[str, Tensor]:
     """Statistics under their keys, those that every selection names; a count only beside a sum."""
-    chosen = {key: value for key, value in values.items() if all(key in selection for selection in wanted)}
+    chosen = {
+        key: value for key, value in values.items() if all(key in selection for selection in wanted)
+    }
     if not {"abs_sum", "hessian_sum"} & set(chosen):
         chosen.pop("count", None)
     return {f"{name}|{site}|{key}": value for key, value in chosen.items()}

@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from quantflow.core.parallel import Workers
 from quantflow.measuring.backward import backward, generator_for, sampled_gradient
@@ -29,7 +36,9 @@ SHAPE = {
 }
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=1)),
-    "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)),
+    "qwen3 tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
+    ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)),
 }
 SEQUENCES = [torch.tensor([0, 5, 9, 2, 22, 7]), torch.tensor([3, 1, 4])]
@@ -64,7 +73,10 @@ def streamed(stream, sequences, *, workers=None):
     states, inputs = layer_inputs(stream, sequences)
     found, by_layer = {}, {}
     with stream.head():
-        gradients = [sampled_gradient(stream, x, generator=generator_for(7, i)) for i, x in enumerate(inputs[-1])]
+        gradients = [
+            sampled_gradient(stream, x, generator=generator_for(7, i))
+            for i, x in enumerate(inputs[-1])
+        ]
     for layer in reversed(stream.graph.layers):
         with stream.layer(layer.index) as module, backward(stream, module, layer) as through:
 
@@ -72,7 +84,9 @@ def streamed(stream, sequences, *, workers=None):
                 def observe(name, x, g):
                     found[index, name] = x.clone(), g.clone()
 
-                return through(entering(states[index], inputs[layer.index][index]), gradients[index], observe)
+                return through(
+                    entering(states[index], inputs[layer.index][index]), gradients[index], observe
+                )
 
             gradients = (workers or Workers(1)).map(one, range(len(sequences)))
         by_layer |= {(index, layer.index): gradient for index, gradient in enumerate(gradients)}
@@ -89,7 +103,10 @@ def whole(model, sequence, index, names):
         )
     embedded = model.get_input_embeddings()(sequence[None]).requires_grad_()
     logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
-    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(7, index))[:, 0]  # fewer than 64
+    # fewer than 64
+    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(7, index))[
+        :, 0
+    ]
     functional.cross_entropy(logits, labels, reduction="sum").backward()
     return {name: (x, y.grad) for name, (x, y) in seen.items()}, embedded.grad
 
@@ -131,16 +148,21 @@ def test_the_gradient_at_the_head_is_that_of_one_label_per_position(tmp_path):
     gradient = sampled_gradient(stream, hidden, generator=generator_for(0, 0))
     leaf = hidden.clone().requires_grad_()
     logits = model.lm_head(model.model.norm(leaf))[0]
-    for position in range(5):  # each row is the gradient of -log p(y) for one y, written out for all 23
+    # each row is the gradient of -log p(y) for one y, written out for all 23
+    for position in range(5):
         of_labels = [
-            torch.autograd.grad(-logits[position].log_softmax(-1)[y], leaf, retain_graph=True)[0][0, position]
+            torch.autograd.grad(-logits[position].log_softmax(-1)[y], leaf, retain_graph=True)[0][
+                0, position
+            ]
             for y in range(23)
         ]
         nearest = min(float((gradient[0, position] - one).abs().max()) for one in of_labels)
         assert nearest < 1e-5
 
 
-def test_in_parts_the_head_gives_the_gradient_of_the_whole_sequence_with_the_same_labels(tmp_path, monkeypatch):
+def test_in_parts_the_head_gives_the_gradient_of_the_whole_sequence_with_the_same_labels(
+    tmp_path, monkeypatch
+):
     _, stream = opened(tmp_path)
     hidden = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(1))
     whole = sampled_gradient(stream, hidden, generator=generator_for(0, 0))
@@ -152,12 +174,18 @@ def test_in_parts_the_head_gives_the_gradient_of_the_whole_sequence_with_the_sam
 
 
 def test_labels_belong_to_the_seed_and_the_number_of_the_sequence():
-    drawn = {(seed, index): torch.rand(4, generator=generator_for(seed, index)) for seed in (0, 1, -1) for index in (0, 1)}
+    drawn = {
+        (seed, index): torch.rand(4, generator=generator_for(seed, index))
+        for seed in (0, 1, -1)
+        for index in (0, 1)
+    }
     assert len({tuple(values.tolist()) for values in drawn.values()}) == 6
     assert torch.equal(drawn[1, 0], torch.rand(4, generator=generator_for(1, 0)))
 
 
-def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_of_a_weight_makes(tmp_path):
+def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_of_a_weight_makes(
+    tmp_path,
+):
     """Why the labels are drawn from the model: the mean over draws of <g, dy>^2 / 2 is then the KL divergence itself."""
     model, stream = opened(tmp_path)
     sequence = SEQUENCES[0]
@@ -183,7 +211,11 @@ def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_o
             seen = {}
             gradient = sampled_gradient(stream, inputs[3][0], generator=generator_for(draw, 0))
             gradient = upper(entering(states[0], inputs[2][0]), gradient, lambda name, x, g: None)
-            lower(entering(states[0], inputs[1][0]), gradient, lambda name, x, g, seen=seen: seen.update({name: (x, g)}))
+            lower(
+                entering(states[0], inputs[1][0]),
+                gradient,
+                lambda name, x, g, seen=seen: seen.update({name: (x, g)}),
+            )
             x, g = seen[linear]
             squares += float((g * (x @ change.T)).sum()) ** 2
     assert squares / draws / 2 == pytest.approx(divergence, rel=0.15)

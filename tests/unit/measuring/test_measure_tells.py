@@ -23,10 +23,22 @@ def test_less_than_half_of_the_tokens_is_said_with_the_remedy(llama, tmp_path, p
     text.write_text("\n\n".join(["value scale round group layer token"] * 40))
     calibration = Calibration(source=str(text), samples=4, sequence_length=64, pack=pack)
     heard = Heard()
-    measure.run(measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=("amax",)), heard)
+    measure.run(
+        measure.MeasureJob(
+            model=llama, output=tmp_path / "m", calibration=calibration, stats=("amax",)
+        ),
+        heard,
+    )
     short = [line for line in heard.lines if "tokens asked for" in line]
     assert bool(short) == warned
-    assert not warned or ("of the 256 tokens asked for (4 of 4 sequences, the shortest" in short[0] and "--pack" in short[0])
+    assert not warned or (
+        "of the 256 tokens asked for (4 of 4 sequences, the shortest" in short[0]
+        and "--pack" in short[0]
+    )
     sequences = "in 4 sequences, 2 layers, amax; "
-    assert sequences in heard.lines[-1] and heard.lines[-1].startswith("measure: ") and heard.lines[-1].endswith(" s")
+    assert (
+        sequences in heard.lines[-1]
+        and heard.lines[-1].startswith("measure: ")
+        and heard.lines[-1].endswith(" s")
+    )
     assert ("256 tokens" in heard.lines[-1]) == (not warned)

@@ -58,7 +58,9 @@ def folder(tmp_path, measurement):
 def rewrite(folder, **changes):
     """Change fields of measurement.json and give it a digest that fits again."""
     path = folder / "measurement.json"
-    meta = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"} | changes
+    meta = {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "digest"
+    } | changes
     path.write_text(json.dumps({**meta, "digest": digest_of(meta)}))
 
 
@@ -71,7 +73,9 @@ def replace_tensors(folder, name, tensors):
 
 def test_what_is_written_is_read(folder, measurement):
     read = read_measurement(folder)
-    assert {key: value for key, value in read.meta.items() if key not in ("files", "digest")} == META
+    assert {
+        key: value for key, value in read.meta.items() if key not in ("files", "digest")
+    } == META
     assert read.statistics.keys() == measurement.statistics.keys()
     for key, value in measurement.statistics.items():
         assert torch.equal(read.statistics[key], value)
@@ -81,12 +85,16 @@ def test_what_is_written_is_read(folder, measurement):
     assert sorted(path.name for path in folder.iterdir()) == list(FILES)
 
 
-def test_the_hashes_are_returned_and_those_of_the_tensors_and_the_digest_recorded(tmp_path, measurement):
+def test_the_hashes_are_returned_and_those_of_the_tensors_and_the_digest_recorded(
+    tmp_path, measurement
+):
     hashes = write_measurement(tmp_path, measurement)
     assert hashes == {name: file_digest(tmp_path / name) for name in FILES}
     meta = json.loads((tmp_path / "measurement.json").read_text())
     assert meta.pop("digest") == digest_of(meta)
-    assert meta["files"] == {name: file_digest(tmp_path / name) for name in FILES if name != "measurement.json"}
+    assert meta["files"] == {
+        name: file_digest(tmp_path / name) for name in FILES if name != "measurement.json"
+    }
 
 
 def test_writing_what_was_read_gives_the_same_bytes(tmp_path, folder):
@@ -95,7 +103,9 @@ def test_writing_what_was_read_gives_the_same_bytes(tmp_path, folder):
 
 
 def test_the_order_in_which_statistics_were_made_does_not_matter(tmp_path, folder, measurement):
-    write_measurement(tmp_path, replace(measurement, statistics=dict(reversed(measurement.statistics.items()))))
+    write_measurement(
+        tmp_path, replace(measurement, statistics=dict(reversed(measurement.statistics.items())))
+    )
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in FILES)
 
 
@@ -112,7 +122,9 @@ def test_linears_may_share_the_statistics_of_their_input(tmp_path, measurement):
 
 def test_a_rank_without_samples_is_a_measurement(tmp_path, measurement):
     meta = measurement.meta | {"counts": {"samples": 0, "tokens": 0}}
-    write_measurement(tmp_path, replace(measurement, meta=meta, sequences=[], indices=[], statistics={}))
+    write_measurement(
+        tmp_path, replace(measurement, meta=meta, sequences=[], indices=[], statistics={})
+    )
     read = read_measurement(tmp_path)
     assert (read.sequences, read.indices, read.statistics) == ([], [], {})
 
@@ -123,18 +135,31 @@ def test_a_statistic_is_found_by_name_site_and_statistic(measurement):
 
 @pytest.mark.parametrize(
     ("wanted", "stats"),
-    [("hessian_sum", "hessian"), ("gradient_sum", "gradient"), ("min_val", "min_max"), ("amax", "amax"), ("count", "count")],
+    [
+        ("hessian_sum", "hessian"),
+        ("gradient_sum", "gradient"),
+        ("min_val", "min_max"),
+        ("amax", "amax"),
+        ("count", "count"),
+    ],
 )
-def test_a_missing_statistic_is_refused_and_the_message_says_how_to_get_it(measurement, wanted, stats):
+def test_a_missing_statistic_is_refused_and_the_message_says_how_to_get_it(
+    measurement, wanted, stats
+):
     with pytest.raises(StatisticsError) as caught:
         statistic(measurement, Q, site="weight", statistic=wanted)
-    assert str(caught.value) == f"{Q}: the measurement has no {wanted} of its weight; measure with --stats {stats}"
+    assert (
+        str(caught.value)
+        == f"{Q}: the measurement has no {wanted} of its weight; measure with --stats {stats}"
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
-    with pytest.raises(InputError, match=rf"{name}: no such file; give a folder that `quantflow measure` finished"):
+    with pytest.raises(
+        InputError, match=rf"{name}: no such file; give a folder that `quantflow measure` finished"
+    ):
         read_measurement(folder)
 
 
@@ -180,7 +205,9 @@ def test_a_truncated_file_is_refused(folder, name):
 
 
 def test_files_of_another_measurement_are_refused(tmp_path, folder, measurement):
-    other = replace(measurement, statistics=measurement.statistics | {f"{Q}|input|amax": torch.tensor(9.0)})
+    other = replace(
+        measurement, statistics=measurement.statistics | {f"{Q}|input|amax": torch.tensor(9.0)}
+    )
     write_measurement(tmp_path, other)
     shutil.copy(tmp_path / "statistics.safetensors", folder)
     with pytest.raises(IntegrityError, match=r"statistics\.safetensors: sha256"):
@@ -189,7 +216,9 @@ def test_files_of_another_measurement_are_refused(tmp_path, folder, measurement)
 
 def test_a_newer_layout_is_unsupported_whatever_else_it_holds(folder):
     rewrite(folder, layout_version=2, surprise=True)
-    with pytest.raises(UnsupportedError, match=r"layout_version 2, this quantflow reads up to 1; install a newer"):
+    with pytest.raises(
+        UnsupportedError, match=r"layout_version 2, this quantflow reads up to 1; install a newer"
+    ):
         read_measurement(folder)
 
 
@@ -211,14 +240,26 @@ def test_a_json_file_of_something_else_is_refused(folder, text):
         ({"mesh": 3}, r"mesh\.rank is None, expected int"),
         ({"mesh": META["mesh"] | {"rank": 2}}, r"mesh\.rank is 2 of mesh\.world 2"),
         ({"mesh": META["mesh"] | {"rank": -1}}, r"mesh\.rank is -1 of mesh\.world 2"),
-        ({"calibration": META["calibration"] | {"samples": 3}}, r"sample numbers \[1, 3\] are not ascending within 0\.\.2"),
+        (
+            {"calibration": META["calibration"] | {"samples": 3}},
+            r"sample numbers \[1, 3\] are not ascending within 0\.\.2",
+        ),
         ({"counts": {"samples": 3, "tokens": 5}}, r"counts\.samples is 3, sequences are 2"),
-        ({"counts": {"samples": 2, "tokens": 6}}, r"counts\.tokens is 6, tokens in the sequences are 5"),
+        (
+            {"counts": {"samples": 2, "tokens": 6}},
+            r"counts\.tokens is 6, tokens in the sequences are 5",
+        ),
         ({"tensors": {}}, rf"{Q}\|input was measured, `tensors` does not list it"),
-        ({"tensors": {Q: {"kind": "diagonal"}}}, rf"tensors\.{Q} has kind 'diagonal', expected one of replicated"),
+        (
+            {"tensors": {Q: {"kind": "diagonal"}}},
+            rf"tensors\.{Q} has kind 'diagonal', expected one of replicated",
+        ),
         ({"tensors": {Q: "replicated"}}, r"has kind None"),
         ({"files": {}}, r"files is \{\}, expected a hash for each of two files"),
-        ({"files": ["statistics.safetensors", "calibration.safetensors"]}, r"expected a hash for each of two files"),
+        (
+            {"files": ["statistics.safetensors", "calibration.safetensors"]},
+            r"expected a hash for each of two files",
+        ),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused(folder, changes, message):
@@ -241,7 +282,9 @@ def test_a_record_without_a_digest_is_refused(folder):
     meta = json.loads(path.read_text())
     del meta["digest"]
     path.write_text(json.dumps(meta))
-    with pytest.raises(IntegrityError, match=r"digest of its content is [0-9a-f]{64}, recorded None"):
+    with pytest.raises(
+        IntegrityError, match=r"digest of its content is [0-9a-f]{64}, recorded None"
+    ):
         read_measurement(folder)
 
 
@@ -251,20 +294,37 @@ def test_a_record_without_a_digest_is_refused(folder):
         ("input|amax", torch.tensor(math.nan), r"input: amax: amax holds 1 NaN and 0 Inf"),
         ("output|amax", torch.tensor(math.inf), r"output: amax: amax holds 0 NaN and 1 Inf"),
         ("input|amax", torch.tensor(-1.0), r"input: amax: amax holds -1\.0, it is at least 0"),
-        ("input|amax", torch.ones(2), r"input: amax: amax is torch\.float32 \[2\], expected torch\.float32 \[\]"),
+        (
+            "input|amax",
+            torch.ones(2),
+            r"input: amax: amax is torch\.float32 \[2\], expected torch\.float32 \[\]",
+        ),
         ("input|count", torch.tensor(-2), r"input: hessian: count holds -2, it is at least 0"),
-        ("input|hessian_sum", -torch.ones(2, 2), r"input: hessian: the diagonal of hessian_sum holds -1\.0"),
+        (
+            "input|hessian_sum",
+            -torch.ones(2, 2),
+            r"input: hessian: the diagonal of hessian_sum holds -1\.0",
+        ),
         ("input|hessian_sum", torch.ones(2, 3), r"input: hessian: the state has \[2, 3\] features"),
         ("input|kurtosis", torch.ones(()), r"input: no observer has the state \['kurtosis'\]"),
-        ("weight|abs_sum", torch.ones(2).double(), r"weight: no observer has the state \['abs_sum'\]"),
+        (
+            "weight|abs_sum",
+            torch.ones(2).double(),
+            r"weight: no observer has the state \['abs_sum'\]",
+        ),
     ],
 )
-def test_a_statistic_that_cannot_be_is_refused_when_read_and_when_written(folder, tmp_path, measurement, key, value, message):
+def test_a_statistic_that_cannot_be_is_refused_when_read_and_when_written(
+    folder, tmp_path, measurement, key, value, message
+):
     replace_tensors(folder, "statistics.safetensors", {f"{Q}|{key}": value})
     with pytest.raises(StatisticsError, match=rf"{Q}\|{message}"):
         read_measurement(folder)
     with pytest.raises(StatisticsError, match=rf"{Q}\|{message}"):
-        write_measurement(tmp_path, replace(measurement, statistics=measurement.statistics | {f"{Q}|{key}": value}))
+        write_measurement(
+            tmp_path,
+            replace(measurement, statistics=measurement.statistics | {f"{Q}|{key}": value}),
+        )
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -280,7 +340,9 @@ def test_a_statistic_that_cannot_be_is_refused_when_read_and_when_written(folder
         ("max_val", math.inf, "min_max: max_val holds 0 NaN and 1 Inf"),
     ],
 )
-def test_one_value_that_cannot_be_is_found_among_many_sites(tmp_path, measurement, place, statistic, value, message):
+def test_one_value_that_cannot_be_is_found_among_many_sites(
+    tmp_path, measurement, place, statistic, value, message
+):
     signs = {"channel_amax": 1.0, "min_val": -1.0, "max_val": 1.0}
     values = {
         f"{number}|{site}|{kind}": torch.full((channels,), sign * number)
@@ -295,10 +357,15 @@ def test_one_value_that_cannot_be_is_found_among_many_sites(tmp_path, measuremen
         write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
 
 
-@pytest.mark.parametrize("key", ["amax", f"{Q}|amax", f"{Q}|momentum|amax", f"{Q}|input|amax|x", "|input|amax"])
+@pytest.mark.parametrize(
+    "key", ["amax", f"{Q}|amax", f"{Q}|momentum|amax", f"{Q}|input|amax|x", "|input|amax"]
+)
 def test_a_key_that_is_not_one_is_refused(folder, key):
     replace_tensors(folder, "statistics.safetensors", {key: torch.ones(())})
-    with pytest.raises(StatisticsError, match=r"is not <source name>\|<site>\|<statistic> with a site of input, output"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"is not <source name>\|<site>\|<statistic> with a site of input, output",
+    ):
         read_measurement(folder)
 
 
@@ -306,14 +373,23 @@ def test_a_key_that_is_not_one_is_refused(folder, key):
     ("tensors", "message"),
     [
         ({"lengths": torch.tensor([3, 3])}, r"lengths add up to 6, there are 5 tokens"),
-        ({"lengths": torch.tensor([6, -1])}, r"lengths is torch\.int64 \[2\], expected int64 \[n\] of at least 0"),
-        ({"tokens": torch.tensor([5, 6, 7, 1, -2])}, r"tokens is torch\.int64 \[5\], expected int64"),
+        (
+            {"lengths": torch.tensor([6, -1])},
+            r"lengths is torch\.int64 \[2\], expected int64 \[n\] of at least 0",
+        ),
+        (
+            {"tokens": torch.tensor([5, 6, 7, 1, -2])},
+            r"tokens is torch\.int64 \[5\], expected int64",
+        ),
         ({"tokens": torch.ones(5)}, r"tokens is torch\.float32 \[5\]"),
         ({"indices": torch.tensor([[1, 3]])}, r"indices is torch\.int64 \[1, 2\]"),
         ({"indices": torch.tensor([1, 3, 2])}, r"indices is 3, sequences are 2"),
         ({"indices": torch.tensor([3, 1])}, r"sample numbers \[3, 1\] are not ascending"),
         ({"indices": torch.tensor([1, 1])}, r"sample numbers \[1, 1\] are not ascending"),
-        ({"indices": torch.tensor([1, 4])}, r"sample numbers \[1, 4\] are not ascending within 0\.\.3"),
+        (
+            {"indices": torch.tensor([1, 4])},
+            r"sample numbers \[1, 4\] are not ascending within 0\.\.3",
+        ),
         ({"more": torch.tensor([1])}, r"holds \['indices', 'lengths', 'more', 'tokens'\]"),
     ],
 )
@@ -326,8 +402,14 @@ def test_token_ids_that_contradict_themselves_are_refused(folder, tensors, messa
 def test_a_file_that_is_not_safetensors_is_refused_though_its_hash_fits(folder):
     (folder / "statistics.safetensors").write_bytes(b"not a tensor")
     files = json.loads((folder / "measurement.json").read_text())["files"]
-    rewrite(folder, files=files | {"statistics.safetensors": file_digest(folder / "statistics.safetensors")})
-    with pytest.raises(InputError, match=r"statistics\.safetensors: header of \d+ bytes, the format allows 100000000"):
+    rewrite(
+        folder,
+        files=files | {"statistics.safetensors": file_digest(folder / "statistics.safetensors")},
+    )
+    with pytest.raises(
+        InputError,
+        match=r"statistics\.safetensors: header of \d+ bytes, the format allows 100000000",
+    ):
         read_measurement(folder)
 
 
@@ -340,7 +422,9 @@ def test_keys_read_back_and_statistics_are_sorted_by_site():
     assert parse_key("a.b|k_cache|amax") == Key("a.b", "k_cache", "amax")
     assert str(Key("a.b", "k_cache", "amax")) == "a.b|k_cache|amax"
     one = torch.ones(1)
-    sites = by_site({"b|input|amax": one, "a|output|amax": one, "a|input|min_val": one, "a|input|max_val": one})
+    sites = by_site(
+        {"b|input|amax": one, "a|output|amax": one, "a|input|min_val": one, "a|input|max_val": one}
+    )
     assert [(site, list(values)) for site, values in sites.items()] == [
         (("a", "input"), ["max_val", "min_val"]),
         (("a", "output"), ["amax"]),

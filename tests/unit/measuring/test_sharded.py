@@ -46,12 +46,17 @@ def test_each_channel_of_a_sharded_output_keeps_its_own_maximum(simulation):
 
 def test_weights_cut_by_rows_are_concatenated_and_weights_cut_by_columns_are_maxed(simulation):
     made = simulation(tp=2, dp=1, samples=1, seed=0)
-    ranks = made.ranks(sites=[site(made, "up", "weight"), site(made, "down", "weight")], wanted=("channel_amax",))
+    ranks = made.ranks(
+        sites=[site(made, "up", "weight"), site(made, "down", "weight")], wanted=("channel_amax",)
+    )
     (merged,) = unify(ranks, [[0, 1]])
     up, down = made.weights["up"], made.weights["down"]
     assert merged.statistics["up|weight|channel_amax"].tolist() == up.abs().amax(dim=1).tolist()
     assert merged.statistics["down|weight|channel_amax"].tolist() == down.abs().amax(dim=1).tolist()
-    assert [len(merged.statistics[f"{name}|weight|channel_amax"]) for name in ("up", "down")] == [4, 2]
+    assert [len(merged.statistics[f"{name}|weight|channel_amax"]) for name in ("up", "down")] == [
+        4,
+        2,
+    ]
 
 
 def test_gradients_and_guided_inputs_are_shared_as_outputs_and_inputs_are(made):
@@ -84,7 +89,9 @@ def test_heads_that_cards_hold_copies_of_are_counted_once(simulation):
     (merged,) = unify(made.ranks(sites=[site(made, "attention", "k_cache")]), [[0, 1, 2, 3]])
     rows = torch.cat([cache.flatten(0, 1) for cache in made.caches])
     assert merged.statistics["attention|k_cache|count"] == len(rows)
-    assert torch.equal(merged.statistics["attention|k_cache|abs_sum"], rows.double().abs().sum(dim=0))
+    assert torch.equal(
+        merged.statistics["attention|k_cache|abs_sum"], rows.double().abs().sum(dim=0)
+    )
 
 
 def test_query_heads_are_each_cards_own_where_key_heads_are_copies(simulation):
@@ -101,10 +108,17 @@ def test_a_full_group_is_replicated_with_a_plan_and_a_part_of_one_knows_its_plac
     assert whole.meta["mesh"] == {"rank": 0, "world": 1, "tp": 1, "dp": 1, "ep": 1}
     base = {"kind": "replicated", "axis": None, "offset": 0}
     assert whole.meta["tensors"]["up"] == {**base, "full_shape": [4, 3], "plan": "column"}
-    assert whole.meta["tensors"]["down"] == {**base, "full_shape": [2, 4], "plan": "row", "output": "reduced"}
+    assert whole.meta["tensors"]["down"] == {
+        **base,
+        "full_shape": [2, 4],
+        "plan": "row",
+        "output": "reduced",
+    }
     assert whole.meta["tensors"]["plain"] == {**base, "full_shape": [2, 3]}
     halves = unify(made.ranks(), [[0, 2], [1, 3]])
-    assert [half.meta["mesh"] for half in halves] == [{"rank": rank, "world": 2, "tp": 2, "dp": 1, "ep": 1} for rank in (0, 1)]
+    assert [half.meta["mesh"] for half in halves] == [
+        {"rank": rank, "world": 2, "tp": 2, "dp": 1, "ep": 1} for rank in (0, 1)
+    ]
     assert [half.meta["tensors"]["up"]["offset"] for half in halves] == [0, 2]
     assert [half.indices for half in halves] == [[0, 1, 2, 3, 4]] * 2
 
@@ -120,7 +134,9 @@ def test_neighbouring_cards_become_a_wider_card(simulation):
 
 def test_cards_that_are_no_neighbours_are_refused_with_the_cards(simulation):
     made = simulation(tp=4, dp=1, samples=2, seed=5)
-    with pytest.raises(UsageError, match=r"group 0 \(0, 2\): takes cards 0, 2 of the 4 that hold one model"):
+    with pytest.raises(
+        UsageError, match=r"group 0 \(0, 2\): takes cards 0, 2 of the 4 that hold one model"
+    ):
         unify(made.ranks(wanted=PLAIN), [[0, 2], [1, 3]])
 
 
@@ -138,7 +154,9 @@ def test_summands_are_bounded_by_the_sum_of_their_maxima_and_marked(simulation):
     assert merged.meta["unified"]["bounds"] == ["down|output|amax", "down|output|channel_amax"]
     assert merged.meta["tensors"]["down"]["bound"] is True
     assert "bound" not in merged.meta["tensors"]["up"]
-    assert {"statistic": "amax", "rule": "bounded by the sum", "count": 1} in merged.meta["unified"]["merged"]
+    assert {"statistic": "amax", "rule": "bounded by the sum", "count": 1} in merged.meta[
+        "unified"
+    ]["merged"]
 
 
 def test_a_bound_is_never_rounded_below_what_it_bounds(simulation):
@@ -160,19 +178,26 @@ def test_a_bound_is_never_rounded_below_what_it_bounds(simulation):
 
 def test_a_bound_stays_one_when_replicas_are_merged_later(simulation):
     made = simulation(tp=2, dp=2, samples=4, seed=2, partial=True)
-    halves = unify(made.ranks(sites=[site(made, "down", "output")], wanted=("amax",)), [[0, 1], [2, 3]])
+    halves = unify(
+        made.ranks(sites=[site(made, "down", "output")], wanted=("amax",)), [[0, 1], [2, 3]]
+    )
     (whole,) = unify(halves, [[0, 1]])
-    assert whole.statistics["down|output|amax"] == max(half.statistics["down|output|amax"] for half in halves)
+    assert whole.statistics["down|output|amax"] == max(
+        half.statistics["down|output|amax"] for half in halves
+    )
     assert whole.meta["unified"]["bounds"] == ["down|output|amax"]
     assert whole.meta["tensors"]["down"]["bound"] is True
 
 
 @pytest.mark.parametrize("wanted", [("abs_sum", "count"), ("counts",), ("hessian_sum", "count")])
-def test_sums_of_summands_are_refused_because_nothing_follows_from_them(simulation, formulas, wanted):
+def test_sums_of_summands_are_refused_because_nothing_follows_from_them(
+    simulation, formulas, wanted
+):
     made = simulation(tp=2, dp=1, samples=2, seed=2, partial=True)
     one = replace(site(made, "down", "output"), statistics=wanted)
     with pytest.raises(
-        StatisticsError, match=rf"down\|output\|{wanted[0] if len(wanted) == 1 else ''}.*summands of the output"
+        StatisticsError,
+        match=rf"down\|output\|{wanted[0] if len(wanted) == 1 else ''}.*summands of the output",
     ):
         unify(made.ranks(sites=[one], wanted=wanted), [[0, 1]])
 
@@ -183,13 +208,19 @@ def test_blocks_of_a_hessian_are_never_passed_off_as_the_whole(made, name, where
     with pytest.raises(StatisticsError) as caught:
         unify(ranks, [[0, 1, 2, 3]])
     assert caught.value.cause == (
-        f"{name}|{where}|hessian_sum: each card has the products of its own channels, those between cards were measured by none"
+        f"{name}|{where}|hessian_sum: each card has the products of its own channels, those "
+        "between cards were measured by none"
     )
-    assert caught.value.remedy.startswith("measure with --stats without hessian; quantize accumulates Hessians itself")
+    assert caught.value.remedy.startswith(
+        "measure with --stats without hessian; quantize accumulates Hessians itself"
+    )
 
 
 def test_a_card_that_stays_one_card_keeps_its_block_of_the_hessian(made):
-    halves = unify(made.ranks(sites=[site(made, "down", "input")], wanted=("hessian_sum", "count")), [[0, 2], [1, 3]])
+    halves = unify(
+        made.ranks(sites=[site(made, "down", "input")], wanted=("hessian_sum", "count")),
+        [[0, 2], [1, 3]],
+    )
     whole = torch.cat(made.middles)
     for card, half in enumerate(halves):
         mine = whole[:, 2 * card : 2 * card + 2]
@@ -199,12 +230,32 @@ def test_a_card_that_stays_one_card_keeps_its_block_of_the_hessian(made):
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("up|input|amax", lambda x: x * 2, r"rank 1: up\|input\|amax is \d+\.0, \d+\.0 on rank 0, which saw the same"),
-        ("up|input|channel_amax", lambda x: x.nextafter(torch.zeros(())), r"rank 1: up\|input\|channel_amax\[\d\] is [\d.]+, "),
-        ("up|input|max_val", lambda x: x + 0.5, r"rank 1: up\|input\|max_val\[0\] is \d+\.5, \d+\.0 on rank 0"),
+        (
+            "up|input|amax",
+            lambda x: x * 2,
+            r"rank 1: up\|input\|amax is \d+\.0, \d+\.0 on rank 0, which saw the same",
+        ),
+        (
+            "up|input|channel_amax",
+            lambda x: x.nextafter(torch.zeros(())),
+            r"rank 1: up\|input\|channel_amax\[\d\] is [\d.]+, ",
+        ),
+        (
+            "up|input|max_val",
+            lambda x: x + 0.5,
+            r"rank 1: up\|input\|max_val\[0\] is \d+\.5, \d+\.0 on rank 0",
+        ),
         ("up|input|count", lambda x: x + 1, r"rank 1: up\|input\|count is \d+, \d+ on rank 0"),
-        ("up|input|counts", lambda x: x.roll(1), r"rank 1: up\|input\|counts\[\d+\] is \d+, \d+ on rank 0"),
-        ("up|input|abs_sum", lambda x: x * 1.001, r"rank 1: up\|input\|abs_sum\[\d\] is [\d.]+, [\d.]+ on rank 0"),
+        (
+            "up|input|counts",
+            lambda x: x.roll(1),
+            r"rank 1: up\|input\|counts\[\d+\] is \d+, \d+ on rank 0",
+        ),
+        (
+            "up|input|abs_sum",
+            lambda x: x * 1.001,
+            r"rank 1: up\|input\|abs_sum\[\d\] is [\d.]+, [\d.]+ on rank 0",
+        ),
         ("down|input|count", lambda x: x + 1, r"rank 1: down\|input\|count is \d+, \d+ on rank 0"),
     ],
 )
@@ -228,7 +279,10 @@ def test_sums_of_the_same_may_differ_by_rounding_and_the_lowest_ranks_is_taken(m
 def test_replicas_must_hold_the_same_weight(made):
     ranks = made.ranks(sites=[site(made, "up", "weight")], wanted=("amax",))
     ranks[2] = changed(ranks[2], "up|weight|amax", torch.tensor(99.0))
-    with pytest.raises(StatisticsError, match=r"rank 2: up\|weight\|amax is 99\.0, \d\.0 on rank 0, which saw the same"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"rank 2: up\|weight\|amax is 99\.0, \d\.0 on rank 0, which saw the same",
+    ):
         unify(ranks, [[0, 2], [1, 3]])
 
 
@@ -236,7 +290,8 @@ def test_a_hole_between_shares_is_refused_with_the_spans(simulation):
     made = simulation(tp=2, dp=1, samples=2, seed=0)
     first, second = made.ranks(wanted=PLAIN)
     with pytest.raises(
-        StatisticsError, match=r"up: 2 cards hold 0-2, 3-4 of 4 along axis 0, in turn; .* without hole or overlap"
+        StatisticsError,
+        match=r"up: 2 cards hold 0-2, 3-4 of 4 along axis 0, in turn; .* without hole or overlap",
     ):
         unify([first, placed(second, "up", offset=3, length=1)], [[0, 1]])
     with pytest.raises(StatisticsError, match=r"up: 2 cards hold 0-2, 1-3 of 4"):
@@ -252,10 +307,13 @@ def test_shares_that_do_not_follow_the_cards_are_refused(simulation, offsets):
     length = 4 if offsets[2] == 0 and offsets[0] == 0 else 2
     ranks = [
         placed(one, "up", offset=offset, length=length)
-        for one, offset in zip(made.ranks(sites=[site(made, "plain", "input")], wanted=("amax",)), offsets, strict=True)
+        for one, offset in zip(
+            made.ranks(sites=[site(made, "plain", "input")], wanted=("amax",)), offsets, strict=True
+        )
     ]
     with pytest.raises(
-        StatisticsError, match=rf"up: 4 cards hold {offsets[0]}-{offsets[0] + length}, .* of 8 along axis 0, in turn"
+        StatisticsError,
+        match=rf"up: 4 cards hold {offsets[0]}-{offsets[0] + length}, .* of 8 along axis 0, in turn",
     ):
         unify(ranks, [[0, 1], [2, 3]])
 
@@ -264,15 +322,22 @@ def test_statistics_of_another_width_than_the_share_are_refused(simulation):
     made = simulation(tp=2, dp=1, samples=2, seed=0)
     first, second = made.ranks(wanted=PLAIN)
     wrong = changed(second, "up|output|channel_amax", torch.ones(4))
-    with pytest.raises(StatisticsError, match=r"rank 1: up\|output\|channel_amax is .* \[4\], .* \[2\] is expected"):
+    with pytest.raises(
+        StatisticsError, match=r"rank 1: up\|output\|channel_amax is .* \[4\], .* \[2\] is expected"
+    ):
         unify([first, wrong], [[0, 1]])
 
 
 def test_shares_of_tensors_of_different_shapes_or_kinds_are_refused(made):
     ranks = made.ranks(wanted=PLAIN)
-    with pytest.raises(InputError, match=r"rank 1: tensors\.up is .*\[6, 3\].*, on rank 0 .*\[4, 3\]"):
+    with pytest.raises(
+        InputError, match=r"rank 1: tensors\.up is .*\[6, 3\].*, on rank 0 .*\[4, 3\]"
+    ):
         unify([ranks[0], placed(ranks[1], "up", full_shape=[6, 3]), *ranks[2:]], [[0, 1, 2, 3]])
-    with pytest.raises(InputError, match=r"rank 3: tensors\.up is .*'offset': 0.*, on the same card of another replica"):
+    with pytest.raises(
+        InputError,
+        match=r"rank 3: tensors\.up is .*'offset': 0.*, on the same card of another replica",
+    ):
         unify([*ranks[:3], placed(ranks[3], "up", offset=0)], [[0, 1, 2, 3]])
     with pytest.raises(InputError, match=r"rank 1: tensors\.plain is .*'row'"):
         unify([ranks[0], placed(ranks[1], "plain", kind="row"), *ranks[2:]], [[0, 1, 2, 3]])
@@ -281,7 +346,10 @@ def test_shares_of_tensors_of_different_shapes_or_kinds_are_refused(made):
 def test_cards_of_a_replica_with_other_samples_are_refused(made):
     ranks = made.ranks(wanted=PLAIN)
     other = replace(ranks[1], indices=[1, 3], sequences=ranks[2].sequences)
-    with pytest.raises(InputError, match=r"rank 1: samples 1, 3, on rank 0 0, 2, 4; .*cards of a replica run the same"):
+    with pytest.raises(
+        InputError,
+        match=r"rank 1: samples 1, 3, on rank 0 0, 2, 4; .*cards of a replica run the same",
+    ):
         unify([ranks[0], other, *ranks[2:]], [[0, 1, 2, 3]])
     other = replace(ranks[1], sequences=[sequence + 1 for sequence in ranks[1].sequences])
     with pytest.raises(InputError, match=r"rank 1: other token ids than on rank 0"):
@@ -289,7 +357,10 @@ def test_cards_of_a_replica_with_other_samples_are_refused(made):
 
 
 def test_a_mesh_that_is_not_its_world_is_refused(made):
-    ranks = [replace(one, meta={**one.meta, "mesh": {**one.meta["mesh"], "tp": 3}}) for one in made.ranks(wanted=PLAIN)]
+    ranks = [
+        replace(one, meta={**one.meta, "mesh": {**one.meta["mesh"], "tp": 3}})
+        for one in made.ranks(wanted=PLAIN)
+    ]
     with pytest.raises(InputError, match=r"rank 0: mesh is .*'tp': 3.*; world is tp \* dp"):
         unify(ranks, [[0, 1, 2, 3]])
 
@@ -300,10 +371,12 @@ def test_a_missing_replica_may_be_allowed_and_a_missing_card_never(made):
     assert merged.meta["unified"]["missing"] == [2, 3]
     assert merged.indices == [0, 2, 4]
     assert torch.equal(
-        merged.statistics["down|input|channel_amax"], torch.cat([made.middles[i] for i in (0, 2, 4)]).abs().amax(dim=0)
+        merged.statistics["down|input|channel_amax"],
+        torch.cat([made.middles[i] for i in (0, 2, 4)]).abs().amax(dim=0),
     )
     with pytest.raises(
-        InputError, match=r"replica 1 \(ranks 2 to 3\): 3 missing beside rank 2, whose tensors are then without"
+        InputError,
+        match=r"replica 1 \(ranks 2 to 3\): 3 missing beside rank 2, whose tensors are then without",
     ):
         unify(ranks[:3], [[0, 1, 2, 3]], allow_missing=True)
     with pytest.raises(InputError, match=r"missing 2, 3"):
@@ -321,7 +394,9 @@ def test_a_linear_on_one_rank_alone_is_refused_whichever_rank_it_is(made):
             unify(more, [[0, 1, 2, 3]])
         more = list(ranks)
         more[place] = changed(more[place], "plain|input|channel_amax", torch.ones(3))
-        with pytest.raises(StatisticsError, match=rf"plain\|input\|channel_amax is on rank {place} alone"):
+        with pytest.raises(
+            StatisticsError, match=rf"plain\|input\|channel_amax is on rank {place} alone"
+        ):
             unify(more, [[0, 1, 2, 3]])
 
 
@@ -361,9 +436,17 @@ def test_experts_stay_on_their_ranks_where_groups_are_parts_of_a_replica(simulat
     halves = unify(made.ranks(sites=[], experts=range(8)), [[0, 1], [2, 3]])
     assert [half.meta["mesh"]["ep"] for half in halves] == [2, 2]
     held = [
-        sorted(name for name, one in half.meta["tensors"].items() if one.get("length") and "expert" in name) for half in halves
+        sorted(
+            name
+            for name, one in half.meta["tensors"].items()
+            if one.get("length") and "expert" in name
+        )
+        for half in halves
     ]
-    assert held == [[f"expert{number}" for number in range(4)], [f"expert{number}" for number in range(4, 8)]]
+    assert held == [
+        [f"expert{number}" for number in range(4)],
+        [f"expert{number}" for number in range(4, 8)],
+    ]
 
 
 def test_an_expert_that_no_given_rank_holds_or_another_rank_measured_is_refused(simulation):
@@ -375,16 +458,23 @@ def test_an_expert_that_no_given_rank_holds_or_another_rank_measured_is_refused(
             del rank.statistics[key]
     with pytest.raises(InputError, match=r"expert3: an expert that none of 2 ranks holds"):
         unify(nobody, [[0, 1]])
-    with pytest.raises(StatisticsError, match=r"rank 0: expert3\|input\|amax of an expert that is on other ranks"):
+    with pytest.raises(
+        StatisticsError, match=r"rank 0: expert3\|input\|amax of an expert that is on other ranks"
+    ):
         unify([changed(ranks[0], "expert3|input|amax", torch.ones(())), ranks[1]], [[0, 1]])
 
 
 def test_an_expert_that_ranks_measured_in_different_ways_is_refused(simulation):
     made = simulation(tp=1, dp=2, samples=8, seed=4)
     first, second = made.ranks(sites=[], experts=[0], wanted=("amax", "channel_amax"))
-    kept = {key: value for key, value in second.statistics.items() if not key.endswith("channel_amax")}
+    kept = {
+        key: value for key, value in second.statistics.items() if not key.endswith("channel_amax")
+    }
     assert kept and len(kept) < len(second.statistics)
-    with pytest.raises(StatisticsError, match=r"rank 1: expert0\|input\|channel_amax is missing, other ranks have it"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"rank 1: expert0\|input\|channel_amax is missing, other ranks have it",
+    ):
         unify([first, replace(second, statistics=kept)], [[0, 1]])
 
 
@@ -399,7 +489,9 @@ def test_shares_are_written_read_and_unified(made, tmp_path):
     write_measurement(tmp_path / "whole", merged)
     again = read_measurement(tmp_path / "whole")
     assert again.meta["tensors"] == merged.meta["tensors"]
-    assert all(torch.equal(again.statistics[key], value) for key, value in merged.statistics.items())
+    assert all(
+        torch.equal(again.statistics[key], value) for key, value in merged.statistics.items()
+    )
 
 
 @pytest.mark.parametrize(

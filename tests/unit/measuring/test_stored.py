@@ -53,7 +53,9 @@ def test_ranks_with_the_same_header_share_it_and_others_do_not(file, tmp_path):
     first = headers.read(file)
     assert headers.read(tmp_path / "same.safetensors") is first
     assert headers.read(tmp_path / "other.safetensors") is not first
-    assert StoredStatistics(tmp_path / "same.safetensors", headers)["a|input|channel_amax"].sum() == 0
+    assert (
+        StoredStatistics(tmp_path / "same.safetensors", headers)["a|input|channel_amax"].sum() == 0
+    )
 
 
 def test_a_header_that_is_known_is_not_taken_for_that_of_a_shorter_file(file, tmp_path):
@@ -82,7 +84,9 @@ def test_a_file_that_shrinks_meanwhile_is_named(file, tmp_path):
         stored[last]
 
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(lambda name: name != "__metadata__")
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(
+    lambda name: name != "__metadata__"
+)
 SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 5)])
 SPECS = st.tuples(SHAPES, st.sampled_from([torch.float32, torch.float64, torch.int64]))
 
@@ -97,7 +101,17 @@ def test_what_is_written_is_what_the_format_s_own_writer_makes(tmp_path_factory,
 
 
 def test_tensors_longer_than_what_is_written_at_once_stand_between_short_ones(tmp_path):
-    sizes = {"a": 7, "b": 3_000_000, "c": 0, "d": 900_000, "e": 900_000, "f": 5, "g": 1 << 20, "h": (1 << 20) + 1, "i": 1}
+    sizes = {
+        "a": 7,
+        "b": 3_000_000,
+        "c": 0,
+        "d": 900_000,
+        "e": 900_000,
+        "f": 5,
+        "g": 1 << 20,
+        "h": (1 << 20) + 1,
+        "i": 1,
+    }
     tensors = {name: torch.arange(size).float() for name, size in sizes.items()}
     assert write_tensors(tmp_path / "f", tensors) == hashlib.sha256(save(tensors)).hexdigest()
     assert (tmp_path / "f").read_bytes() == save(tensors)
@@ -105,15 +119,29 @@ def test_tensors_longer_than_what_is_written_at_once_stand_between_short_ones(tm
 
 def test_tensors_that_share_memory_or_lie_across_it_are_each_written_whole(tmp_path):
     whole = torch.rand(40, 30)
-    tensors = {"across": whole.T, "column": whole[:, 3], "row": whole[5], "whole": whole, "again": whole, "learned": whole + 0}
+    tensors = {
+        "across": whole.T,
+        "column": whole[:, 3],
+        "row": whole[5],
+        "whole": whole,
+        "again": whole,
+        "learned": whole + 0,
+    }
     tensors["learned"].requires_grad_()
     write_tensors(tmp_path / "f", tensors)
-    apart = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    apart = {
+        name: value.detach().clone(memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
     assert (tmp_path / "f").read_bytes() == save(apart)
 
 
 def test_matrices_are_read_whenever_they_are_asked_for_and_kept_by_nobody(tmp_path):
-    tensors = {"a|input|amax": torch.tensor(2.0), "a|input|hessian_sum": torch.eye(200), "a|input|count": torch.tensor(3)}
+    tensors = {
+        "a|input|amax": torch.tensor(2.0),
+        "a|input|hessian_sum": torch.eye(200),
+        "a|input|count": torch.tensor(3),
+    }
     tensors["a|gradient|gradient_sum"] = 2 * torch.eye(300)
     write_tensors(tmp_path / "f", tensors)
     read = read_small(tmp_path / "f")
@@ -127,12 +155,17 @@ def test_matrices_are_read_whenever_they_are_asked_for_and_kept_by_nobody(tmp_pa
     assert read["a|input|amax"] is read["a|input|amax"]
     with pytest.raises(KeyError):
         read["b|input|amax"]
-    assert write_tensors(tmp_path / "g", read) == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert (
+        write_tensors(tmp_path / "g", read)
+        == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    )
 
 
 def test_a_matrix_whose_file_ends_early_is_named(tmp_path):
     write_tensors(tmp_path / "f", {"a|input|hessian_sum": torch.eye(300)})
     read = read_small(tmp_path / "f")
     os.truncate(tmp_path / "f", 1000)
-    with pytest.raises(InputError, match=r"f: a\|input\|hessian_sum has \d+ bytes, 360000 when it was opened"):
+    with pytest.raises(
+        InputError, match=r"f: a\|input\|hessian_sum has \d+ bytes, 360000 when it was opened"
+    ):
         read["a|input|hessian_sum"]

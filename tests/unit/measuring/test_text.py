@@ -24,9 +24,13 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=7), min_size=1, max_si
 
 def make_tokenizer(**options):
     """Words are tokens; BOS (0) in front, as Llama's tokenizer does it."""
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "?"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **(special | options))
 
@@ -64,7 +68,12 @@ def test_documents_of_a_text_file_are_separated_by_blank_lines(tmp_path, tokeniz
 def test_a_json_line_holds_text_messages_or_token_ids_and_notes_are_not_read(tmp_path):
     lines = [
         {"text": "one two", "source": "somewhere"},
-        {"messages": [{"role": "user", "content": "three"}, {"role": "assistant", "content": "four"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "three"},
+                {"role": "assistant", "content": "four"},
+            ]
+        },
         {"input_ids": [5, 4, 5]},
     ]
     path = write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, lines)) + "\n\n")
@@ -86,23 +95,35 @@ def test_token_ids_are_read_from_safetensors_in_both_forms(tmp_path):
     assert read_documents(tmp_path / "a.safetensors", None) == [[1, 2], [], [3, 4, 5]]
     save_file(flat | {"indices": torch.tensor([4, 0, 2])}, tmp_path / "b.safetensors")
     assert read_documents(tmp_path / "b.safetensors", None) == [[1, 2], [], [3, 4, 5]]
-    save_file({"input_ids": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)}, tmp_path / "c.safetensors")
+    save_file(
+        {"input_ids": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)}, tmp_path / "c.safetensors"
+    )
     assert read_documents(tmp_path / "c.safetensors", None) == [[1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 @pytest.mark.parametrize("content", ["", "\n \n\n"])
 def test_a_file_without_documents_is_refused(tmp_path, tokenizer, name, content):
-    refused(write(tmp_path, name, content), tokenizer, rf"{name}: holds no document; give a file with text in it")
+    refused(
+        write(tmp_path, name, content),
+        tokenizer,
+        rf"{name}: holds no document; give a file with text in it",
+    )
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_bytes_that_are_not_utf8_are_refused_with_their_offset(tmp_path, tokenizer, name):
-    refused(write(tmp_path, name, b"one \xff two"), tokenizer, rf"{name}: not UTF-8 at byte 4; convert")
+    refused(
+        write(tmp_path, name, b"one \xff two"), tokenizer, rf"{name}: not UTF-8 at byte 4; convert"
+    )
 
 
 def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path, tokenizer):
-    refused(write(tmp_path, "a.csv", "one"), tokenizer, r"suffix '\.csv' is not known; use one of \.txt, \.jsonl")
+    refused(
+        write(tmp_path, "a.csv", "one"),
+        tokenizer,
+        r"suffix '\.csv' is not known; use one of \.txt, \.jsonl",
+    )
     refused(tmp_path / "absent.txt", tokenizer, r"absent\.txt: No such file")
 
 
@@ -112,7 +133,11 @@ def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path, tokenizer):
         ('{"text": "two"', r"line 2: not strict JSON"),
         ('{"text": "two", "text": "three"}', r"line 2: not strict JSON .*twice"),
         ('"two"', r"line 2: str, a JSON object is needed"),
-        ('{"question": "two"}', r"line 2: keys \['question'\] hold 0 of text, messages, input_ids; give each line exactly"),
+        (
+            '{"question": "two"}',
+            r"line 2: keys \['question'\] hold 0 of text, messages, input_ids; give each line "
+            r"exactly",
+        ),
         ('{"text": "two", "input_ids": [1]}', r"line 2: keys \['input_ids', 'text'\] hold 2 of"),
         ('{"text": 3}', r"line 2: text is int, a string is needed"),
         ('{"text": null}', r"line 2: text is NoneType"),
@@ -122,9 +147,15 @@ def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path, tokenizer):
         ('{"input_ids": [4, 10]}', r"line 2: token id 10, the tokenizer has 0\.\.9"),
         ('{"input_ids": [4, -1]}', r"line 2: token id -1, the tokenizer has 0\.\.9"),
         ('{"messages": []}', r"line 2: messages is not a list of \{role, content\}"),
-        ('{"messages": [{"role": "user"}]}', r"line 2: messages is not a list of \{role, content\}"),
+        (
+            '{"messages": [{"role": "user"}]}',
+            r"line 2: messages is not a list of \{role, content\}",
+        ),
         ('{"messages": "hi"}', r"line 2: messages is not a list of \{role, content\}"),
-        ('{"messages": [{"role": "user", "content": "two"}]}', r"line 2: messages, but the tokenizer has no chat"),
+        (
+            '{"messages": [{"role": "user", "content": "two"}]}',
+            r"line 2: messages, but the tokenizer has no chat",
+        ),
     ],
 )
 def test_a_broken_line_is_refused_with_its_number(tmp_path, tokenizer, line, message):
@@ -133,27 +164,50 @@ def test_a_broken_line_is_refused_with_its_number(tmp_path, tokenizer, line, mes
 
 def test_what_a_chat_template_refuses_is_refused_with_the_line(tmp_path):
     path = write(tmp_path, "a.jsonl", '{"messages": [{"role": "system", "content": "one"}]}')
-    refused(path, make_tokenizer(chat_template=REFUSING), r"line 1: refused by the chat template \(no system role\)")
+    refused(
+        path,
+        make_tokenizer(chat_template=REFUSING),
+        r"line 1: refused by the chat template \(no system role\)",
+    )
 
 
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     refused(write(tmp_path, "a.txt", "one"), None, r"a\.txt: text, and the model has no tokenizer")
-    refused(write(tmp_path, "a.jsonl", '{"text": "one"}'), None, r"line 1: text, and the model has no tokenizer")
+    refused(
+        write(tmp_path, "a.jsonl", '{"text": "one"}'),
+        None,
+        r"line 1: text, and the model has no tokenizer",
+    )
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"tokens": torch.tensor([1, 2, 3]), "lengths": torch.tensor([2, 2])}, r"lengths add up to 4 .*tokens holds 3"),
+        (
+            {"tokens": torch.tensor([1, 2, 3]), "lengths": torch.tensor([2, 2])},
+            r"lengths add up to 4 .*tokens holds 3",
+        ),
         ({"tokens": torch.tensor([1]), "lengths": torch.tensor([2, -1])}, r"smallest -1"),
         ({"tokens": torch.tensor([1, 2])}, r"holds \{'tokens': \[2\]\}; store `tokens`"),
         ({"input_ids": torch.tensor([1, 2])}, r"holds \{'input_ids': \[2\]\}; store"),
-        ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]])}, "attention_mask"),
+        (
+            {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]])},
+            "attention_mask",
+        ),
         ({"tokens": torch.tensor([[1]]), "lengths": torch.tensor([1])}, r"'tokens': \[1, 1\]"),
-        ({"input_ids": torch.tensor([[1.0, 2.0]])}, r"input_ids is torch\.float32, token ids are integers"),
-        ({"input_ids": torch.tensor([[1, 2], [3, 99]])}, r"document 1: token id 99, the tokenizer has 0\.\.9"),
+        (
+            {"input_ids": torch.tensor([[1.0, 2.0]])},
+            r"input_ids is torch\.float32, token ids are integers",
+        ),
+        (
+            {"input_ids": torch.tensor([[1, 2], [3, 99]])},
+            r"document 1: token id 99, the tokenizer has 0\.\.9",
+        ),
         ({"input_ids": torch.empty((0, 4), dtype=torch.int64)}, "holds no document"),
-        ({"tokens": torch.tensor([], dtype=torch.int64), "lengths": torch.tensor([0, 0])}, "holds no document"),
+        (
+            {"tokens": torch.tensor([], dtype=torch.int64), "lengths": torch.tensor([0, 0])},
+            "holds no document",
+        ),
     ],
 )
 def test_malformed_token_files_are_refused(tmp_path, tokenizer, tensors, message):
@@ -177,11 +231,17 @@ def test_packed_sequences_are_full_and_hold_the_documents_one_after_the_other():
 
 
 def test_a_text_shorter_than_one_packed_sequence_is_one_short_sequence():
-    assert [s.tolist() for s in select([[1, 2]], 10, sequence_length=8, seed=0, pack=True)] == [[1, 2]]
+    assert [s.tolist() for s in select([[1, 2]], 10, sequence_length=8, seed=0, pack=True)] == [
+        [1, 2]
+    ]
 
 
-@given(documents=DOCUMENTS, samples=st.integers(1, 9), length=st.integers(2, 5), seed=st.integers(0, 3))
-def test_selection_is_a_deterministic_choice_among_the_usable_documents(documents, samples, length, seed):
+@given(
+    documents=DOCUMENTS, samples=st.integers(1, 9), length=st.integers(2, 5), seed=st.integers(0, 3)
+)
+def test_selection_is_a_deterministic_choice_among_the_usable_documents(
+    documents, samples, length, seed
+):
     usable = Counter(tuple(document[:length]) for document in documents if len(document) >= 2)
     if not usable:
         with pytest.raises(InputError):
@@ -210,14 +270,18 @@ def test_documents_of_one_token_are_refused(documents):
         select(documents, 4, sequence_length=8, seed=0)
 
 
-@pytest.mark.parametrize(("samples", "length", "message"), [(0, 8, "samples=0"), (4, 1, "sequence_length=1")])
+@pytest.mark.parametrize(
+    ("samples", "length", "message"), [(0, 8, "samples=0"), (4, 1, "sequence_length=1")]
+)
 def test_impossible_requests_are_refused(samples, length, message):
     with pytest.raises(UsageError, match=message):
         select([[1, 2]], samples, sequence_length=length, seed=0)
 
 
 def test_the_hash_of_sequences_by_hand():
-    expected = hashlib.sha256(b"\x02\0\0\0\0\0\0\0" + b"\x01\0\0\0\0\0\0\0" + b"\x00\x01\0\0\0\0\0\0" + b"\x00" * 8).hexdigest()
+    expected = hashlib.sha256(
+        b"\x02\0\0\0\0\0\0\0" + b"\x01\0\0\0\0\0\0\0" + b"\x00\x01\0\0\0\0\0\0" + b"\x00" * 8
+    ).hexdigest()
     assert hash_sequences([torch.tensor([1, 256]), torch.tensor([], dtype=torch.int64)]) == expected
 
 
@@ -249,11 +313,16 @@ def test_eos_that_is_also_the_padding_token_is_not_counted_as_padding():
 
 def test_inspection_without_special_tokens(tokenizer):
     backend = tokenizer.backend_tokenizer
-    report = inspect_calibration([[4, 5]], PreTrainedTokenizerFast(tokenizer_object=backend), sequence_length=8)
+    report = inspect_calibration(
+        [[4, 5]], PreTrainedTokenizerFast(tokenizer_object=backend), sequence_length=8
+    )
     assert (report["padding"], report["bos"]) == (0, {"0": 1, "1": 0, "2": 0})
 
 
 def test_paragraphs_of_plain_text_are_packed_and_lines_of_jsonl_are_kept_whole():
     packs = {name: Calibration(source=name).packs for name in ("a.txt", "a.jsonl", "a.safetensors")}
     assert packs == {"a.txt": True, "a.jsonl": False, "a.safetensors": False}
-    assert not Calibration(source="a.txt", pack=False).packs and Calibration(source="a.jsonl", pack=True).packs
+    assert (
+        not Calibration(source="a.txt", pack=False).packs
+        and Calibration(source="a.jsonl", pack=True).packs
+    )

@@ -21,7 +21,10 @@ from quantflow.shipped import CALIBRATION, EVALUATION
 def datasets(monkeypatch, tmp_path):
     """The package `datasets` with made-up data sets: name -> splits, or rows of an asked split; asked for is kept."""
     tables = {
-        "org/plain": {"test": [{"text": "held out"}], "train": [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}]},
+        "org/plain": {
+            "test": [{"text": "held out"}],
+            "train": [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}],
+        },
         "org/chat": {"train": [{"messages": [{"role": "user", "content": "hi"}]}]},
         "org/code": {"train": [{"content": "def f(): ...", "path": "f.py"}]},
         "org/odd": {"train": [{"question": "why?"}]},
@@ -45,11 +48,18 @@ def datasets(monkeypatch, tmp_path):
 
 def test_what_exists_goes_first_then_shipped_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert text_path("default", SILENT) == CALIBRATION and text_path("default-evaluation", SILENT) == EVALUATION
+    assert (
+        text_path("default", SILENT) == CALIBRATION
+        and text_path("default-evaluation", SILENT) == EVALUATION
+    )
     (tmp_path / "default").mkdir()
     assert text_path("default", SILENT).resolve() == tmp_path / "default"
-    assert str(text_path("missing.txt", SILENT)) == "missing.txt"  # the reader says that it is not there
-    with pytest.raises(InputError, match="nothing here: no such text; give a .txt, .jsonl, .safetensors file, a folder"):
+    # the reader says that it is not there
+    assert str(text_path("missing.txt", SILENT)) == "missing.txt"
+    with pytest.raises(
+        InputError,
+        match="nothing here: no such text; give a .txt, .jsonl, .safetensors file, a folder",
+    ):
         text_path("nothing here", SILENT)
 
 
@@ -58,7 +68,9 @@ def test_a_folder_is_its_text_files_in_the_order_of_their_names(tmp_path, llama)
     (tmp_path / "a.txt").write_text("scale")
     (tmp_path / "notes.md").write_text("not read")
     words = load_tokenizer(llama)
-    assert read_documents(tmp_path, words) == [words(text)["input_ids"] for text in ("scale", "round", "group")]
+    assert read_documents(tmp_path, words) == [
+        words(text)["input_ids"] for text in ("scale", "round", "group")
+    ]
     before = text_digest(tmp_path)
     (tmp_path / "notes.md").write_text("still not read")
     assert text_digest(tmp_path) == before
@@ -72,8 +84,14 @@ def test_a_folder_is_its_text_files_in_the_order_of_their_names(tmp_path, llama)
 
 def test_the_shipped_text_is_packed_and_short():
     assert (Calibration().packs, Calibration().usual_length) == (True, 512)
-    assert (Calibration(source=str(CALIBRATION)).packs, Calibration(source="default").usual_length) == (True, 512)
-    assert (Calibration(source="x.jsonl").packs, Calibration(source="x.jsonl").usual_length) == (False, 2048)
+    assert (
+        Calibration(source=str(CALIBRATION)).packs,
+        Calibration(source="default").usual_length,
+    ) == (True, 512)
+    assert (Calibration(source="x.jsonl").packs, Calibration(source="x.jsonl").usual_length) == (
+        False,
+        2048,
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +99,11 @@ def test_the_shipped_text_is_packed_and_short():
     [
         ("org/plain", [{"text": "one"}, {"text": "two"}], ("org/plain", None, None, True)),
         ("org/plain:en@test", [{"text": "held out"}], ("org/plain", "en", "test", True)),
-        ("org/chat", [{"messages": [{"role": "user", "content": "hi"}]}], ("org/chat", None, None, True)),
+        (
+            "org/chat",
+            [{"messages": [{"role": "user", "content": "hi"}]}],
+            ("org/chat", None, None, True),
+        ),
         ("org/code", [{"text": "def f(): ..."}], ("org/code", None, None, True)),
     ],
 )
@@ -113,7 +135,9 @@ def test_data_sets_without_text_are_refused(datasets, source, said):
 def test_without_the_package_its_name_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(text_sources, "find_spec", lambda _: None)
-    with pytest.raises(UnsupportedError, match="is not installed; check the path, or pip install datasets"):
+    with pytest.raises(
+        UnsupportedError, match="is not installed; check the path, or pip install datasets"
+    ):
         text_path("org/plain", SILENT)
 
 
@@ -121,4 +145,6 @@ def test_lines_of_other_columns_are_read_too(tmp_path, llama):
     rows = [{"prompt": "scale"}, {"code": "round"}, {"content": "group", "note": 1}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = load_tokenizer(llama)
-    assert read_documents(tmp_path / "t.jsonl", words) == [words(text)["input_ids"] for text in ("scale", "round", "group")]
+    assert read_documents(tmp_path / "t.jsonl", words) == [
+        words(text)["input_ids"] for text in ("scale", "round", "group")
+    ]

@@ -53,7 +53,10 @@ SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-GROUPED = SHAPE | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+GROUPED = SHAPE | {
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -66,21 +69,32 @@ MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
     "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True)),
     "llama with biases and llama3 rope": lambda: LlamaForCausalLM(
-        LlamaConfig(**(GROUPED | {"rope_parameters": LLAMA3_ROPE}), attention_bias=True, mlp_bias=True)
+        LlamaConfig(
+            **(GROUPED | {"rope_parameters": LLAMA3_ROPE}), attention_bias=True, mlp_bias=True
+        )
     ),
     "llama bfloat16": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)).to(torch.bfloat16),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED)),
-    "mistral with a short window": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=4)),
+    "mistral with a short window": lambda: MistralForCausalLM(
+        MistralConfig(**GROUPED, sliding_window=4)
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
     "qwen2 with a window in its last layer": lambda: Qwen2ForCausalLM(
         Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=2)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16)),
-    "gemma, whose embedding multiplies": lambda: GemmaForCausalLM(GemmaConfig(**GROUPED, head_dim=8)),
+    "gemma, whose embedding multiplies": lambda: GemmaForCausalLM(
+        GemmaConfig(**GROUPED, head_dim=8)
+    ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)),
-    "gpt_neox in series": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, use_parallel_residual=False)),
+    "gpt_neox in series": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**SHAPE, use_parallel_residual=False)
+    ),
 }
-SEQUENCES = [torch.tensor(ids) for ids in ([3, 7, 11, 2, 49, 0, 7, 7, 21], [5, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1])]
+SEQUENCES = [
+    torch.tensor(ids)
+    for ids in ([3, 7, 11, 2, 49, 0, 7, 7, 21], [5, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1])
+]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +123,9 @@ def stream_of(folder, **options):
 
 
 def stock_of(folder, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa"
+    ).eval()
 
 
 def through_layers(stream, states, cache=None):
@@ -135,20 +151,28 @@ def test_logits_of_the_stream_are_those_of_the_stock_model(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layers_and_head_in_bfloat16_are_widened_where_the_cpu_is_slow_at_it(folders, monkeypatch, dtype):
+def test_layers_and_head_in_bfloat16_are_widened_where_the_cpu_is_slow_at_it(
+    folders, monkeypatch, dtype
+):
     rows, linear = [], product._linear
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(product, "_linear", lambda *given: (rows.append(len(given[1])), linear(*given))[1])
+    monkeypatch.setattr(
+        product, "_linear", lambda *given: (rows.append(len(given[1])), linear(*given))[1]
+    )
     stream = stream_of(folders["llama"], dtype=dtype)
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
     linears = len(rows)
     stream.finish(state.hidden)
-    assert (linears, rows[linears:]) == ((3 * 7, [50]) if dtype == torch.bfloat16 else (0, []))  # seven of a layer, the head
+    # seven of a layer, the head
+    assert (linears, rows[linears:]) == ((3 * 7, [50]) if dtype == torch.bfloat16 else (0, []))
 
 
 def test_threads_that_put_the_head_on_at_once_have_the_logits_of_one(folder):
     stream = stream_of(folder)
-    hidden = [torch.randn(1, count, 32, generator=torch.Generator().manual_seed(count)) for count in (1, 9, 5, 70) * 5]
+    hidden = [
+        torch.randn(1, count, 32, generator=torch.Generator().manual_seed(count))
+        for count in (1, 9, 5, 70) * 5
+    ]
     alone = [stream.finish(x) for x in hidden]
     with stream.head(), Workers(4) as workers:
         together = workers.map(stream.finish, hidden)
@@ -159,7 +183,10 @@ def test_threads_that_put_the_head_on_at_once_have_the_logits_of_one(folder):
 def test_logits_in_bfloat16_are_those_of_the_stock_model_in_bfloat16(folders):
     stream = stream_of(folders["qwen3"], dtype=torch.bfloat16)
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
-    assert torch.equal(stream.finish(state.hidden), stock_of(folders["qwen3"], torch.bfloat16)(SEQUENCES[0][None]).logits)
+    assert torch.equal(
+        stream.finish(state.hidden),
+        stock_of(folders["qwen3"], torch.bfloat16)(SEQUENCES[0][None]).logits,
+    )
 
 
 def test_hidden_states_between_layers_are_those_of_the_stock_model(folder):
@@ -192,7 +219,11 @@ def test_running_a_layer_twice_gives_the_same_and_leaves_the_state_alone(folder)
 def test_each_linear_of_the_decoder_layers_is_in_the_graph_once(folder):
     model = stock_of(folder)
     graph = graph_for(model.config)
-    inside = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers." in name}
+    inside = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "layers." in name
+    }
     assert len(graph.linears) == len(set(graph.linears)) == len(inside)
     assert set(graph.linears) == inside
     assert [layer.index for layer in graph.layers] == [0, 1, 2]
@@ -210,7 +241,9 @@ def test_linears_of_a_group_receive_one_tensor_which_is_the_output_of_its_norm(f
                 order.append(name)
 
             names = [*node.linears, *(group.norm for group in node.groups if group.norm)]
-            callbacks = {node.relative(name): (lambda x, y, name=name: note(name, x, y)) for name in names}
+            callbacks = {
+                node.relative(name): (lambda x, y, name=name: note(name, x, y)) for name in names
+            }
             with watch(layer, callbacks):
                 stream.advance(layer, states)
         assert [name for name in order if name in node.linears] == list(node.linears)
@@ -240,7 +273,9 @@ def test_watching_a_name_that_is_not_there_is_refused(folders):
     stream = stream_of(folders["llama"])
     with (
         stream.layer(0) as layer,
-        pytest.raises(UsageError, match=r"mlp\.dwon_proj: not in LlamaDecoderLayer; use one of self_attn"),
+        pytest.raises(
+            UsageError, match=r"mlp\.dwon_proj: not in LlamaDecoderLayer; use one of self_attn"
+        ),
         watch(layer, {"mlp.dwon_proj": print}),
     ):
         pass
@@ -273,20 +308,30 @@ def test_recorded_queries_are_what_attention_multiplies_with_the_keys(folder):
         queries, keys = [], []
         with stream.layer(index) as layer:
             with QueryRecorder(queries.append):
-                hidden = stream.run(layer, state, cache=KVRecorder(lambda _index, key, _value, keys=keys: keys.append(key)))
+                hidden = stream.run(
+                    layer,
+                    state,
+                    cache=KVRecorder(lambda _index, key, _value, keys=keys: keys.append(key)),
+                )
             assert torch.equal(hidden, stream.run(layer, state))  # watching changes nothing
         (query,), (key,) = queries, keys
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        last = (query[:, :, -1:] @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)[:, :, 0]  # [1, heads, S]
+        # [1, heads, S]
+        last = (query[:, :, -1:] @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)[:, :, 0]
         seen = expected[index][:, :, -1]
-        assert torch.allclose(last.masked_fill(seen == 0, float("-inf")).softmax(dim=-1), seen, atol=1e-5)
+        assert torch.allclose(
+            last.masked_fill(seen == 0, float("-inf")).softmax(dim=-1), seen, atol=1e-5
+        )
         state.store.put(state.index, hidden)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_attention_with_repeated_heads_is_that_with_shared_ones(by_name):
     query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    attention, given = functional.scaled_dot_product_attention, {"query": query, "key": key, "value": value}
+    attention, given = (
+        functional.scaled_dot_product_attention,
+        {"query": query, "key": key, "value": value},
+    )
     args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
     seen = []
 
@@ -300,7 +345,9 @@ def test_attention_with_repeated_heads_is_that_with_shared_ones(by_name):
     with Watched(), RepeatedHeads():
         repeated = attention(*args, **kwargs, is_causal=True, enable_gqa=True)
         alike = attention(query, query, query)
-    assert torch.allclose(repeated, shared, atol=1e-6) and torch.equal(alike, attention(query, query, query))
+    assert torch.allclose(repeated, shared, atol=1e-6) and torch.equal(
+        alike, attention(query, query, query)
+    )
     assert seen == [(4, False), (4, False)]
 
 
@@ -324,7 +371,9 @@ def test_weights_are_in_memory_only_while_they_are_used(folder):
     assert all(meta_parameters(stream.model))
     with stream.layer(1) as layer:
         assert not any(meta_parameters(layer))
-        assert sum(not absent for absent in meta_parameters(stream.model)) == len(meta_parameters(layer))
+        assert sum(not absent for absent in meta_parameters(stream.model)) == len(
+            meta_parameters(layer)
+        )
     assert all(meta_parameters(stream.model))
     with stream.head():
         assert not all(meta_parameters(stream.model))
@@ -346,7 +395,9 @@ def test_the_head_is_read_once_for_many_sequences(folders, monkeypatch):
     read = []
     original = type(stream.weights).read
     monkeypatch.setattr(
-        type(stream.weights), "read", lambda self, names, dtype=None: original(self, read_note(read, names), dtype)
+        type(stream.weights),
+        "read",
+        lambda self, names, dtype=None: original(self, read_note(read, names), dtype),
     )
     with stream.head():
         for state in states:
@@ -365,12 +416,21 @@ def test_recorded_arguments_are_shared_over_layers_and_equally_long_sequences(fo
     first, short, third = stream.begin(SEQUENCES)
     for name in ("attention_mask", "position_ids"):
         assert isinstance(first.calls[0].kwargs[name], torch.Tensor)
-        assert first.calls[0].kwargs[name] is first.calls[2].kwargs[name] is third.calls[1].kwargs[name]
-    assert first.calls[0].kwargs["position_embeddings"][0] is third.calls[2].kwargs["position_embeddings"][0]
+        assert (
+            first.calls[0].kwargs[name]
+            is first.calls[2].kwargs[name]
+            is third.calls[1].kwargs[name]
+        )
+    assert (
+        first.calls[0].kwargs["position_embeddings"][0]
+        is third.calls[2].kwargs["position_embeddings"][0]
+    )
     assert short.calls[0].kwargs["position_ids"].shape == (1, 2)
 
 
-def test_a_checkpoint_with_both_of_two_tied_weights_that_differ_is_run_as_transformers_runs_it(folders, tmp_path):
+def test_a_checkpoint_with_both_of_two_tied_weights_that_differ_is_run_as_transformers_runs_it(
+    folders, tmp_path
+):
     model = stock_of(folders["llama"])
     model.config.tie_word_embeddings = True
     model.config.save_pretrained(tmp_path)
@@ -379,13 +439,18 @@ def test_a_checkpoint_with_both_of_two_tied_weights_that_differ_is_run_as_transf
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
     with torch.no_grad(), stream.head():
         assert torch.equal(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits)
-        assert torch.equal(stream.begin(SEQUENCES[:1])[0].hidden, model.model.embed_tokens(SEQUENCES[0][None]))
+        assert torch.equal(
+            stream.begin(SEQUENCES[:1])[0].hidden, model.model.embed_tokens(SEQUENCES[0][None])
+        )
 
 
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (torch.tensor([1, 50]), r"sequence 1: token ids 1\.\.50, the model embeds 0\.\.49; use the tokenizer"),
+        (
+            torch.tensor([1, 50]),
+            r"sequence 1: token ids 1\.\.50, the model embeds 0\.\.49; use the tokenizer",
+        ),
         (torch.tensor([-1, 5]), r"sequence 1: token ids -1\.\.5"),
         (torch.empty(0, dtype=torch.int64), r"sequence 1: shape \[0\], \[S\] is needed"),
         (torch.tensor([[1, 2]]), r"sequence 1: shape \[1, 2\]"),
@@ -400,11 +465,15 @@ def test_a_graph_that_lacks_a_linear_of_the_model_is_refused(folders):
     source = open_source(folders["llama"])
     graph = graph_for(source.config)
     short = replace(graph, layers=graph.layers[:2])
-    with pytest.raises(UnsupportedError, match=r"model\.layers\.2\.mlp\.down_proj: in the model only"):
+    with pytest.raises(
+        UnsupportedError, match=r"model\.layers\.2\.mlp\.down_proj: in the model only"
+    ):
         LayerStream(source, short)
 
 
-@pytest.mark.parametrize("name", ["llama bfloat16", "llama with biases and llama3 rope", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["llama bfloat16", "llama with biases and llama3 rope", "gpt_neox"]
+)
 def test_a_layer_whose_linears_stay_as_stored_gives_the_same_outputs_and_is_released(folders, name):
     stream = stream_of(folders[name])
     state = stream.begin(SEQUENCES)[0]
@@ -415,10 +484,14 @@ def test_a_layer_whose_linears_stay_as_stored_gives_the_same_outputs_and_is_rele
         stored = torch.bfloat16 if name == "llama bfloat16" else torch.float32
         assert {part.weight.dtype for part in linears} == {stored}
         others = {id(part.weight) for part in linears}
-        assert {value.dtype for value in layer.parameters() if id(value) not in others} == {torch.float32}
+        assert {value.dtype for value in layer.parameters() if id(value) not in others} == {
+            torch.float32
+        }
         found = stream.run(layer, state)
         # What is converted is multiplied by another library, which adds up in another order.
-        assert (found - wanted).abs().max() <= (0 if stored == torch.float32 else 1e-6 * wanted.abs().max())
+        assert (found - wanted).abs().max() <= (
+            0 if stored == torch.float32 else 1e-6 * wanted.abs().max()
+        )
     assert all(value.is_meta for value in layer.parameters())
     with stream.layer(1) as layer:
         assert torch.equal(stream.run(layer, state), wanted)
@@ -432,8 +505,16 @@ def test_who_has_a_layer_can_let_go_of_a_weight_as_stored(folders):
         for part in linears:
             release_(part, ["weight"])
         gc.collect()
-        tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta]
-        assert not [value.shape for value in tensors if value.dtype == torch.bfloat16 and value.data_ptr() in places]
+        tensors = [
+            value
+            for value in gc.get_objects()
+            if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
+        ]
+        assert not [
+            value.shape
+            for value in tensors
+            if value.dtype == torch.bfloat16 and value.data_ptr() in places
+        ]
 
 
 def test_a_head_with_a_bias_adds_it(tmp_path):
@@ -447,7 +528,9 @@ def test_a_head_with_a_bias_adds_it(tmp_path):
         with stream.layer(index) as layer:
             stream.advance(layer, [state])
     with torch.no_grad():
-        assert torch.allclose(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits, atol=1e-5)
+        assert torch.allclose(
+            stream.finish(state.hidden), model(SEQUENCES[0][None]).logits, atol=1e-5
+        )
 
 
 def written(model, folder):
@@ -464,9 +547,16 @@ def written(model, folder):
 def test_a_text_that_names_an_image_has_paddings_row_in_its_place(tmp_path, padding):
     """The model takes one row of the embedding's weight by itself, and looks the others up."""
     image = int(SEQUENCES[0][1])
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+    sizes = {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 50,
+    }
     text = SHAPE | sizes | {"layer_types": ["full_attention"] * 3, "pad_token_id": padding}
-    config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, image_token_id=image)
+    config = Gemma4Config(
+        text_config=text, vision_config=None, audio_config=None, image_token_id=image
+    )
     model = written(Gemma4ForConditionalGeneration(config), tmp_path)
     stream = stream_of(tmp_path)
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
@@ -479,7 +569,14 @@ def test_a_text_that_names_an_image_has_paddings_row_in_its_place(tmp_path, padd
 def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(tmp_path):
     kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
-    sizes = {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "index_n_heads": 2}
+    sizes = {
+        "head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 16,
+        "o_lora_rank": 8,
+        "o_groups": 2,
+        "index_n_heads": 2,
+    }
     sizes |= {
         "index_head_dim": 16,
         "index_topk": 2,
@@ -487,7 +584,9 @@ def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(t
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
     }
-    config = DeepseekV4Config(**SHAPE, **sizes, layer_types=kinds, mlp_layer_types=["moe"] * 3, compress_rates=rates)
+    config = DeepseekV4Config(
+        **SHAPE, **sizes, layer_types=kinds, mlp_layer_types=["moe"] * 3, compress_rates=rates
+    )
     model = written(DeepseekV4ForCausalLM(config), tmp_path)
     stream = stream_of(tmp_path)
     seen = []
@@ -500,7 +599,9 @@ def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(t
 
 @torch.no_grad()
 def test_a_configuration_that_knows_no_padding_is_embedded(tmp_path):
-    config = CodeGenConfig(vocab_size=50, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=0, eos_token_id=1)
+    config = CodeGenConfig(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=0, eos_token_id=1
+    )
     assert not hasattr(config, "pad_token_id")
     model = CodeGenForCausalLM(config).eval()
     model.save_pretrained(tmp_path)

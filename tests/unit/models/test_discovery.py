@@ -51,7 +51,20 @@ OWN = {
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 OTHERS = (  # in no table
-    *("bloom", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "gptj", "granite", "helium", "cohere", "olmo2", "opt"),
+    *(
+        "bloom",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "gptj",
+        "granite",
+        "helium",
+        "cohere",
+        "olmo2",
+        "opt",
+    ),
     *("phi", "phi3", "smollm3", "stablelm", "starcoder2"),
 )
 
@@ -90,22 +103,33 @@ def test_the_whole_graph_of_a_family_is_the_tables_in_the_checkpoints_names(kind
     assert found.family.discovered and not expected.family.discovered
     assert [facts(layer) for layer in found.layers] == [facts(layer) for layer in expected.layers]
     for mine, its in zip(found.layers, expected.layers, strict=True):
-        assert {name: mine.module(name) for name in mine.linears} == {name: its.module(name) for name in its.linears}
+        assert {name: mine.module(name) for name in mine.linears} == {
+            name: its.module(name) for name in its.linears
+        }
         assert {*mine.routers} <= {*its.routers}
-    assert (found.family.embedding, found.family.head) == (expected.family.embedding, expected.family.head)
+    assert (found.family.embedding, found.family.head) == (
+        expected.family.embedding,
+        expected.family.head,
+    )
     assert not any(layer.idle for layer in found.layers) and not found.others
 
 
 def test_a_range_that_values_are_cut_to_lets_no_factor_through():
     config = config_of("olmoe", clip_qkv=2.0)
     model = skeleton(config)
-    (output,) = [group for group in traced(model, "model.layers")[0][0].groups if group.linears == ("self_attn.o_proj",)]
+    (output,) = [
+        group
+        for group in traced(model, "model.layers")[0][0].groups
+        if group.linears == ("self_attn.o_proj",)
+    ]
     assert output.feeder is None
 
 
 def random_model(config):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    )
     for parameter in model.parameters():
         parameter += torch.randn_like(parameter) * 0.1
     return model
@@ -137,9 +161,13 @@ def test_every_fold_that_is_found_changes_no_output(kind):
             if not group.folds:
                 continue
             features = model.get_submodule(layer.module(group.linears[0])).weight.shape[1]
-            factors = torch.rand(features, generator=torch.Generator().manual_seed(folded)) * 2 + 0.5
+            factors = (
+                torch.rand(features, generator=torch.Generator().manual_seed(folded)) * 2 + 0.5
+            )
             if group.per_head:  # heads that share values share factors
-                factors = factors.view(layer.kv_heads, layer.repeats, layer.head_dim)[:, :1].expand(-1, layer.repeats, -1)
+                factors = factors.view(layer.kv_heads, layer.repeats, layer.head_dim)[:, :1].expand(
+                    -1, layer.repeats, -1
+                )
             fold_(model, layer, group, factors.reshape(-1))
             folded += 1
     after = model(input_ids=ids).logits
@@ -148,21 +176,33 @@ def test_every_fold_that_is_found_changes_no_output(kind):
 
 
 def test_a_norm_that_multiplies_by_one_more_than_its_weight_takes_no_factors():
-    norms = {kind: [group.norm for group in graph_for(config_of(kind)).layers[0].groups] for kind in ("gemma", "granite")}
+    norms = {
+        kind: [group.norm for group in graph_for(config_of(kind)).layers[0].groups]
+        for kind in ("gemma", "granite")
+    }
     assert set(norms["gemma"]) == {None}
     assert norms["granite"][0] == "model.layers.0.input_layernorm"
 
 
 def test_a_norm_that_experts_read_past_the_router_takes_no_factors():
     """JetMoE's experts take their tokens out of a view of the norm's output, which the router reads too."""
-    groups = graph_for(config_of("jetmoe", kv_channels=16, num_key_value_heads=2, num_local_experts=4)).layers[0].groups
+    groups = (
+        graph_for(config_of("jetmoe", kv_channels=16, num_key_value_heads=2, num_local_experts=4))
+        .layers[0]
+        .groups
+    )
     assert {group.norm for group in groups} == {None}
 
 
 def test_linears_that_share_an_input_are_one_group_wherever_they_lie():
     """A parallel residual: attention and MLP read one norm."""
     (first, *_) = graph_for(config_of("phi")).layers[0].groups
-    assert [name.rpartition(".")[2] for name in first.linears] == ["q_proj", "k_proj", "v_proj", "fc1"]
+    assert [name.rpartition(".")[2] for name in first.linears] == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "fc1",
+    ]
     assert first.norm == "model.layers.0.input_layernorm" and first.fused
 
 
@@ -179,15 +219,22 @@ def test_the_graph_says_where_the_embedding_and_the_head_are_and_what_layers_ret
 
 def test_a_model_is_as_it_was_after_it_was_traced():
     model = skeleton(config_of("phi"))
-    before = {name: (parameter.shape, parameter.is_meta) for name, parameter in model.named_parameters()}
+    before = {
+        name: (parameter.shape, parameter.is_meta) for name, parameter in model.named_parameters()
+    }
     traced(model, "model.layers")
-    assert {name: (parameter.shape, parameter.is_meta) for name, parameter in model.named_parameters()} == before
-    assert not any("forward" in module.__dict__ or module._forward_hooks for module in model.modules())
+    assert {
+        name: (parameter.shape, parameter.is_meta) for name, parameter in model.named_parameters()
+    } == before
+    assert not any(
+        "forward" in module.__dict__ or module._forward_hooks for module in model.modules()
+    )
 
 
 def test_what_stands_in_the_way_is_said():
     with pytest.raises(
-        UnsupportedError, match=r"xlm: transformer.attentions.1 does not read what the layer before it returned"
+        UnsupportedError,
+        match=r"xlm: transformer.attentions.1 does not read what the layer before it returned",
     ):
         graph_of(CONFIG_MAPPING["xlm"](vocab_size=96, emb_dim=64, n_layers=2, n_heads=4))
 
@@ -209,20 +256,54 @@ def saved(tmp_path_factory):
     return make
 
 
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-SPARSE_ATTENTION = {"indexer_types": ["full", "shared"], "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SPARSE_ATTENTION = {
+    "indexer_types": ["full", "shared"],
+    "index_topk": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 STORED = {  # what one obstacle each needs
     "gpt2": {},  # transposed
-    "gpt_oss": {"head_dim": 16, "layer_types": None},  # experts in one tensor, transposed, interleaved, with biases
+    # experts in one tensor, transposed, interleaved, with biases
+    "gpt_oss": {"head_dim": 16, "layer_types": None},
     "granitemoe": {},  # experts in one tensor of another name
-    "deepseek_v3": {**LATENT, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-    | {"first_k_dense_replace": 1, "n_shared_experts": 1},  # latent attention, shared experts, buffers
-    "glm_moe_dsa": {**LATENT, **SPARSE_ATTENTION, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1}
-    | {"topk_group": 1, "n_shared_experts": 1},  # the second layer attends to the tokens that the first one chose
-    "hy_v4": {**SPARSE_ATTENTION, **LATENT, "n_routed_experts": 4},  # the same, of several streams of hidden states
-    "zaya": {"num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},  # routers read what the router before computed
+    "deepseek_v3": {
+        **LATENT,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    # latent attention, shared experts, buffers
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "glm_moe_dsa": {
+        **LATENT,
+        **SPARSE_ATTENTION,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+    }
+    # the second layer attends to the tokens that the first one chose
+    | {"topk_group": 1, "n_shared_experts": 1},
+    # the same, of several streams of hidden states
+    "hy_v4": {**SPARSE_ATTENTION, **LATENT, "n_routed_experts": 4},
+    # routers read what the router before computed
+    "zaya": {"num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},
     "gemma2": {},  # an embedding that multiplies
-    "bart": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "encoder_layers": 1},  # idle linears
+    # idle linears
+    "bart": {
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 128,
+        "encoder_layers": 1,
+    },
     "mamba": {"num_hidden_layers": 2},  # no attention
     "openai-gpt": {},  # layers return lists
     "olmo_hybrid": {
@@ -230,8 +311,10 @@ STORED = {  # what one obstacle each needs
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
     }
-    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},  # three convolutions of the checkpoint are one
-    "rembert": {"input_embedding_size": 32, "output_embedding_size": 48, "is_decoder": True},  # embeddings of another width
+    # three convolutions of the checkpoint are one
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    # embeddings of another width
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 48, "is_decoder": True},
     "llama4_text": {
         "head_dim": 16,
         "intermediate_size_mlp": 128,
@@ -245,7 +328,9 @@ IDS = torch.randint(2, 96, (1, 12), generator=torch.Generator().manual_seed(1))
 @torch.no_grad()
 def test_a_checkpoint_is_read_as_transformers_reads_it(kind, saved):
     model, folder = saved(kind)
-    found = load_model(open_source(folder), dtype=torch.float32)(input_ids=IDS, use_cache=False).logits
+    found = load_model(open_source(folder), dtype=torch.float32)(
+        input_ids=IDS, use_cache=False
+    ).logits
     expected = model(input_ids=IDS, use_cache=False).logits
     assert float((found - expected).norm() / expected.norm()) < 2e-6
 
@@ -280,18 +365,30 @@ def test_every_linear_of_every_expert_is_a_tensor_of_its_own(saved):
     source = open_source(folder)
     experts, own = "model.layers.1.mlp.experts", model.model.layers[1].mlp.experts
     for number in range(4):
-        read = source.read([f"{experts}.{number}.{leaf}" for leaf in ("gate_proj.weight", "up_proj.bias", "down_proj.weight")])
+        read = source.read(
+            [
+                f"{experts}.{number}.{leaf}"
+                for leaf in ("gate_proj.weight", "up_proj.bias", "down_proj.weight")
+            ]
+        )
         gate, up_bias, down = read.values()
         assert torch.equal(gate, own.gate_up_proj[number, :, 0::2].T)
         assert torch.equal(up_bias, own.gate_up_proj_bias[number, 1::2])
         assert torch.equal(down, own.down_proj[number].T)
-    assert f"{experts}.down_proj" in source.checkpoint.located and f"{experts}.down_proj" not in source.names
+    assert (
+        f"{experts}.down_proj" in source.checkpoint.located
+        and f"{experts}.down_proj" not in source.names
+    )
 
 
 def test_latent_attention_by_hand():
     layer = graph_for(config_of("deepseek_v3", **STORED["deepseek_v3"])).layers[1]
     inside = "model.layers.1."
-    found = {tuple(layer.inside(name) for name in group.linears): group for group in layer.groups if group.expert is None}
+    found = {
+        tuple(layer.inside(name) for name in group.linears): group
+        for group in layer.groups
+        if group.expert is None
+    }
     reads = found["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]
     assert reads.norm == f"{inside}input_layernorm"
     assert found[("self_attn.q_b_proj",)].norm == f"{inside}self_attn.q_a_layernorm"
@@ -309,12 +406,39 @@ def test_linears_that_no_token_goes_through_are_named_and_left_alone():
     assert not {*layer.idle} & {*layer.linears}
 
 
-TEXT = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CROSS = {**TEXT, "pad_token_id": 1, "num_hidden_layers": 3, "cross_attention_layers": [1]}
-TILES = {"num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
-JOINED = {**TEXT, "num_hidden_layers": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-JOINED |= {"dense_intermediate_size": 128, "shared_intermediate_size": 96, "mlp_layer_types": ["dense", "sparse"]}
-SEES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+TILES = {
+    "num_global_layers": 1,
+    "attention_heads": 2,
+    "vision_output_dim": 64,
+    "intermediate_layers_indices": [0],
+}
+JOINED = {
+    **TEXT,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+JOINED |= {
+    "dense_intermediate_size": 128,
+    "shared_intermediate_size": 96,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+SEES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 14,
+}
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +446,9 @@ def reads_images(tmp_path_factory):
     """Return a random model that reads images too, and the folder that it was saved to."""
 
     def make(kind, text, vision):
-        config = CONFIG_MAPPING[kind](text_config=text, vision_config=SEES | {"image_size": 28} | vision)
+        config = CONFIG_MAPPING[kind](
+            text_config=text, vision_config=SEES | {"image_size": 28} | vision
+        )
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
@@ -348,8 +474,13 @@ def test_a_layer_that_text_goes_past_has_idle_linears_and_changes_nothing(reads_
 def test_a_layer_without_attention_names_none():
     layer = graph_for(config_of("mamba", num_hidden_layers=2)).layers[0]
     assert layer.attention is None
-    assert [layer.inside(name) for name in layer.linears] == ["mixer.in_proj", "mixer.x_proj", "mixer.out_proj"]
-    assert [layer.inside(name) for name in layer.idle] == ["mixer.dt_proj"]  # whose weight the scan reads itself
+    assert [layer.inside(name) for name in layer.linears] == [
+        "mixer.in_proj",
+        "mixer.x_proj",
+        "mixer.out_proj",
+    ]
+    # whose weight the scan reads itself
+    assert [layer.inside(name) for name in layer.idle] == ["mixer.dt_proj"]
 
 
 def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused():
@@ -362,22 +493,32 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
     record.called["layers.1"] = Called(hidden=second, others=(), output=Moment(4))
     assert discovery._chain(record, names, odd) is None
     record.called["layers.1"] = Called(hidden=second, others=(("more", aside),), output=Moment(4))
-    with pytest.raises(UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
+    ):
         discovery._chain(record, names, odd)
     record.called["layers.0"].beside[1] = (aside, torch.float32, (1, 12, 3))
     carried = Carried(argument="more", output=1, dtype=None, width=3, hidden=(8,))
     assert discovery._chain(record, names, odd) == carried
     record.called["layers.0"].beside[1] = (aside, torch.float32, (1, 4, 12, 3))  # of another form
-    with pytest.raises(UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
+    ):
         discovery._chain(record, names, odd)
     record.called["layers.1"] = Called(hidden=first, others=(), output=Moment(4))
-    with pytest.raises(UnsupportedError, match=r"odd: layers.1 does not read what the layer before it returned"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd: layers.1 does not read what the layer before it returned"
+    ):
         discovery._chain(record, names, odd)
     del record.called["layers.1"]
-    with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"
+    ):
         discovery._chain(record, names, odd)
     record.ran.remove("layers.1")  # a container whose modules are called without it
-    with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
+    with pytest.raises(
+        UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"
+    ):
         discovery._chain(record, names, odd)
     record.ran.clear()
     with pytest.raises(UnsupportedError, match=r"odd: none of layers.\* ran"):
@@ -386,21 +527,32 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
 
 def test_layers_that_share_a_weight_are_refused_with_both_names():
     kinds = ["linear_attention", "hybrid", "hybrid"]
-    sizes = {"num_hidden_layers": 3, "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2}
+    sizes = {
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "n_mamba_heads": 2,
+    }
     config = config_of("zamba", **sizes, layers_block_type=kinds)
     with pytest.raises(
-        UnsupportedError, match=r"layers[.]2[.]shared_transf.* and .*layers[.]1[.].* are one weight of two layers"
+        UnsupportedError,
+        match=r"layers[.]2[.]shared_transf.* and .*layers[.]1[.].* are one weight of two layers",
     ):
         graph_of(config)
 
 
 def test_experts_that_a_checkpoint_holds_in_another_form_are_refused_with_their_name():
-    with pytest.raises(UnsupportedError, match=r"mlp[.]experts[.]gate_up_proj: a checkpoint holds these experts in another"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"mlp[.]experts[.]gate_up_proj: a checkpoint holds these experts in another",
+    ):
         graph_of(config_of("inkling2_text", head_dim=16))
 
 
 @torch.no_grad()
-def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_several_linears(reads_images, monkeypatch):
+def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_several_linears(
+    reads_images, monkeypatch
+):
     model, folder = reads_images("minimax_m3_vl", JOINED, {})
     source = open_source(folder)
     stream = LayerStream(source, graph := graph_for(source.config))
@@ -408,12 +560,16 @@ def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_several_linears(
     assert [name for name in graph.layers[0].linears if ".mlp." in name] == [
         f"{graph.layers[0].prefix}.{name}" for name in names
     ]
-    assert graph.layers[0].relative(f"{graph.layers[0].prefix}.mlp.up_proj") == "mlp.gate_up_proj.parts.1"
+    assert (
+        graph.layers[0].relative(f"{graph.layers[0].prefix}.mlp.up_proj")
+        == "mlp.gate_up_proj.parts.1"
+    )
     compare_layer_by_layer(stream, model)
     monkeypatch.setattr(joined, "_NAMED_JOINED", "another")
     discovery._graph_of.cache_clear()
     with pytest.raises(
-        UnsupportedError, match=r"layers\.0\.mlp\.gate_up_proj: a checkpoint holds this linear in several tensors"
+        UnsupportedError,
+        match=r"layers\.0\.mlp\.gate_up_proj: a checkpoint holds this linear in several tensors",
     ):
         graph_of(source.config)
     discovery._graph_of.cache_clear()
@@ -423,12 +579,19 @@ def test_a_linear_that_a_checkpoint_holds_in_several_tensors_is_several_linears(
 @torch.no_grad()
 def test_experts_are_read_whichever_way_round_a_checkpoint_has_their_axes(qwen3_vl_mixture, which):
     model, folders = qwen3_vl_mixture
-    experts, own = "model.language_model.layers.1.mlp.experts", model.model.language_model.layers[1].mlp.experts
+    experts, own = (
+        "model.language_model.layers.1.mlp.experts",
+        model.model.language_model.layers[1].mlp.experts,
+    )
     source = open_source(folders[which])
     for number in range(4):
-        names = [f"{experts}.{number}.{leaf}.weight" for leaf in ("gate_proj", "up_proj", "down_proj")]
+        names = [
+            f"{experts}.{number}.{leaf}.weight" for leaf in ("gate_proj", "up_proj", "down_proj")
+        ]
         gate, up, down = source.read(names).values()
-        assert torch.equal(torch.cat([gate, up]), own.gate_up_proj[number]) and torch.equal(down, own.down_proj[number])
+        assert torch.equal(torch.cat([gate, up]), own.gate_up_proj[number]) and torch.equal(
+            down, own.down_proj[number]
+        )
 
 
 def test_experts_of_neither_shape_are_refused_with_both(qwen3_vl_mixture, tmp_path):
@@ -438,5 +601,8 @@ def test_experts_of_neither_shape_are_refused_with_both(qwen3_vl_mixture, tmp_pa
     name = "model.language_model.layers.1.mlp.experts.down_proj"
     tensors[name] = tensors[name].reshape(4, 32, -1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"down_proj: \[4, 32, 192\] in model.safetensors, \[4, 64, 96\] by config.json"):
+    with pytest.raises(
+        InputError,
+        match=r"down_proj: \[4, 32, 192\] in model.safetensors, \[4, 64, 96\] by config.json",
+    ):
         open_source(folder)

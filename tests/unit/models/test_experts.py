@@ -22,7 +22,9 @@ TOKENS = torch.randint(2, 300, (1, 48), generator=torch.Generator().manual_seed(
 
 def stock(folder, implementation="eager"):
     """Return the family's own model; `eager` is its own loop over experts."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=implementation)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation=implementation
+    )
     return model.eval()
 
 
@@ -31,13 +33,19 @@ def mixtures(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_has_a_tensor_per_expert_and_projection_and_the_graph_names_each(family, family_model):
+def test_a_checkpoint_has_a_tensor_per_expert_and_projection_and_the_graph_names_each(
+    family, family_model
+):
     folder = family_model(family)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
     assert not [name for name, shape in shapes.items() if len(shape) > 2]
     graph = graph_for(open_source(folder).config)
-    linears = {name.removesuffix(".weight") for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
+    linears = {
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if ".layers." in name and len(shape) == 2
+    }
     assert linears == {*graph.linears, *graph.routers}
     assert graph_for(open_files(folder).config) == graph  # from config.json alone
 
@@ -58,7 +66,10 @@ def test_the_view_has_the_logits_of_the_familys_own_model(family, family_model):
 @torch.no_grad()
 def test_the_view_of_one_mixture_is_its_own_loop_to_the_last_digit_of_float32(family, family_model):
     folder = family_model(family)
-    ours, theirs = mixtures(load_model(open_source(folder), dtype=torch.float32)), mixtures(stock(folder))
+    ours, theirs = (
+        mixtures(load_model(open_source(folder), dtype=torch.float32)),
+        mixtures(stock(folder)),
+    )
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
     for mine, its in zip(ours, theirs, strict=True):
         expected = its(x)
@@ -70,7 +81,9 @@ def test_the_view_of_one_mixture_is_its_own_loop_to_the_last_digit_of_float32(fa
 def test_the_view_runs_in_bfloat16_as_the_family_does(family, family_model):
     folder = family_model(family)
     ours = load_model(open_source(folder), dtype=torch.bfloat16)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, experts_implementation="eager"
+    ).eval()
     found, expected = ours(TOKENS).logits, theirs(TOKENS).logits
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() <= 0.01 * expected.norm()
@@ -83,7 +96,9 @@ def test_every_token_shows_each_expert_all_rows_and_returns_the_same(family_mode
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
     seen = {}
     watched = {
-        f"experts.{number}.w1": lambda rows, _y, number=number: seen.setdefault(number, []).append(len(rows))
+        f"experts.{number}.w1": lambda rows, _y, number=number: seen.setdefault(number, []).append(
+            len(rows)
+        )
         for number in range(4)
     }
     with watch(block, watched):
@@ -105,7 +120,8 @@ def test_the_tokens_of_each_expert_are_counted_as_the_router_sends_them(family_m
     model = load_model(open_source(family_model("qwen3_moe")), dtype=torch.float32)
     (block, *_) = mixtures(model)
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
-    chosen = (x[0] @ block.gate.weight.T).topk(2).indices  # [40, 2]: the softmax keeps the order of the logits
+    # [40, 2]: the softmax keeps the order of the logits
+    chosen = (x[0] @ block.gate.weight.T).topk(2).indices
     expected = [int((chosen == number).sum()) for number in range(4)]
     counts = []
     with watch_routing(model, counts.append):
@@ -126,11 +142,18 @@ def test_experts_in_one_tensor_are_refused_by_name(family_model, tmp_path):
     shutil.copytree(family_model("olmoe"), folder)
     tensors = load_file(folder / "model.safetensors")
     experts = "model.layers.0.mlp.experts"
-    stacked = torch.stack([tensors.pop(f"{experts}.{number}.down_proj.weight") for number in range(4)])
-    save_file({**tensors, f"{experts}.down_proj": stacked}, folder / "model.safetensors", metadata={"format": "pt"})
+    stacked = torch.stack(
+        [tensors.pop(f"{experts}.{number}.down_proj.weight") for number in range(4)]
+    )
+    save_file(
+        {**tensors, f"{experts}.down_proj": stacked},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     for opened in (open_source, open_files):
         with pytest.raises(
-            UnsupportedError, match=r"model\.layers\.0\.mlp\.experts\.down_proj \[4, 64, 128\] holds all experts"
+            UnsupportedError,
+            match=r"model\.layers\.0\.mlp\.experts\.down_proj \[4, 64, 128\] holds all experts",
         ):
             opened(folder)
 
@@ -141,7 +164,11 @@ def test_the_number_of_experts_is_read_under_either_name(family_model, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     graphs = []
     for key in ("num_experts", "num_local_experts"):
-        others = {name: value for name, value in config.items() if name not in ("num_experts", "num_local_experts")}
+        others = {
+            name: value
+            for name, value in config.items()
+            if name not in ("num_experts", "num_local_experts")
+        }
         (folder / "config.json").write_text(json.dumps({**others, key: 4}))
         graphs += [graph_for(open_files(folder).config), graph_for(open_source(folder).config)]
     assert all(graph == graphs[0] for graph in graphs)

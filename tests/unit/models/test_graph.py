@@ -33,18 +33,32 @@ def test_a_llama_layer_by_hand():
 def test_a_gpt_neox_layer_by_hand():
     layer = graph_for(GPTNeoXConfig(num_hidden_layers=2)).layers[1]
     assert [(group.linears, group.norm, group.fused) for group in layer.groups] == [
-        (("gpt_neox.layers.1.attention.query_key_value",), "gpt_neox.layers.1.input_layernorm", False),
+        (
+            ("gpt_neox.layers.1.attention.query_key_value",),
+            "gpt_neox.layers.1.input_layernorm",
+            False,
+        ),
         (("gpt_neox.layers.1.attention.dense",), None, False),
-        (("gpt_neox.layers.1.mlp.dense_h_to_4h",), "gpt_neox.layers.1.post_attention_layernorm", False),
+        (
+            ("gpt_neox.layers.1.mlp.dense_h_to_4h",),
+            "gpt_neox.layers.1.post_attention_layernorm",
+            False,
+        ),
         (("gpt_neox.layers.1.mlp.dense_4h_to_h",), None, False),
     ]
 
 
 def test_values_feed_the_output_projection_head_by_head_and_what_goes_up_feeds_what_goes_down():
-    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)).layers[
-        0
-    ]
-    fed = {group.linears: (group.feeder, group.per_head) for group in layer.groups if group.feeder is not None}
+    layer = graph_for(
+        LlamaConfig(
+            num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096
+        )
+    ).layers[0]
+    fed = {
+        group.linears: (group.feeder, group.per_head)
+        for group in layer.groups
+        if group.feeder is not None
+    }
     assert fed == {
         ("model.layers.0.self_attn.o_proj",): ("model.layers.0.self_attn.v_proj", True),
         ("model.layers.0.mlp.down_proj",): ("model.layers.0.mlp.up_proj", False),
@@ -53,7 +67,9 @@ def test_values_feed_the_output_projection_head_by_head_and_what_goes_up_feeds_w
 
 
 def test_a_head_may_be_wider_than_its_share_of_the_hidden_state():
-    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64, head_dim=32)).layers[0]
+    layer = graph_for(
+        LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64, head_dim=32)
+    ).layers[0]
     assert (layer.repeats, layer.head_dim) == (1, 32)
 
 
@@ -62,11 +78,17 @@ def test_nothing_is_folded_through_an_activation_or_into_a_linear_of_queries_key
     assert FAMILIES["gpt_neox"].residual is None
 
 
-@pytest.mark.parametrize("config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda config: config.model_type)
-def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_inside_an_expert(config):
+@pytest.mark.parametrize(
+    "config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda config: config.model_type
+)
+def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_inside_an_expert(
+    config,
+):
     layer = graph_for(config(num_hidden_layers=1, num_local_experts=2, num_experts=2)).layers[0]
     name = layer.prefix
-    folded = {group.linears[-1]: group.norm or group.feeder for group in layer.groups if group.folds}
+    folded = {
+        group.linears[-1]: group.norm or group.feeder for group in layer.groups if group.folds
+    }
     shared = {f"{name}.mlp.shared_expert.down_proj": f"{name}.mlp.shared_expert.up_proj"}
     assert folded == {
         f"{name}.self_attn.v_proj": f"{name}.input_layernorm",
@@ -77,7 +99,9 @@ def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_i
 
 
 def test_the_dense_layers_of_a_mixture_are_folded_like_any_other():
-    layer = graph_for(Qwen2MoeConfig(num_hidden_layers=1, num_experts=2, mlp_only_layers=[0])).layers[0]
+    layer = graph_for(
+        Qwen2MoeConfig(num_hidden_layers=1, num_experts=2, mlp_only_layers=[0])
+    ).layers[0]
     assert [group.norm or group.feeder for group in layer.groups] == [
         "model.layers.0.input_layernorm",
         "model.layers.0.self_attn.v_proj",
@@ -99,23 +123,34 @@ def test_a_full_name_is_told_as_the_layer_calls_it():
 
 
 def test_a_sparse_layer_of_mixtral_by_hand():
-    layer = graph_for(MixtralConfig(num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2)).layers[1]
+    layer = graph_for(
+        MixtralConfig(num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2)
+    ).layers[1]
     block = "model.layers.1.block_sparse_moe"
     assert [group.linears for group in layer.groups[:2]] == [
         tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv"),
         ("model.layers.1.self_attn.o_proj",),
     ]
-    assert [(group.linears, group.norm, group.fused, group.expert) for group in layer.groups[2:]] == [
+    assert [
+        (group.linears, group.norm, group.fused, group.expert) for group in layer.groups[2:]
+    ] == [
         group
         for number in range(3)
         for group in (
-            ((f"{block}.experts.{number}.w1", f"{block}.experts.{number}.w3"), None, True, f"{block}.experts.{number}"),
+            (
+                (f"{block}.experts.{number}.w1", f"{block}.experts.{number}.w3"),
+                None,
+                True,
+                f"{block}.experts.{number}",
+            ),
             ((f"{block}.experts.{number}.w2",), None, False, f"{block}.experts.{number}"),
         )
     ]
     assert layer.routers == (f"{block}.gate",)
     assert (layer.experts, layer.chosen) == (3, 2)
-    assert layer.gates == {f"{block}.experts.{number}": f"{block}.experts.{number}.w1" for number in range(3)}
+    assert layer.gates == {
+        f"{block}.experts.{number}": f"{block}.experts.{number}.w1" for number in range(3)
+    }
 
 
 def test_mixtral_calls_its_mixture_by_another_name_in_memory():
@@ -151,7 +186,9 @@ def test_which_layers_are_sparse_is_what_the_families_modules_say(options, spars
     graph = graph_for(Qwen2MoeConfig(num_hidden_layers=6, num_experts=2, **options))
     assert [layer.index for layer in graph.layers if layer.experts] == sparse
     dense = [layer for layer in graph.layers if not layer.experts]
-    assert all(layer.linears[-1].endswith("mlp.down_proj") and len(layer.linears) == 7 for layer in dense)
+    assert all(
+        layer.linears[-1].endswith("mlp.down_proj") and len(layer.linears) == 7 for layer in dense
+    )
     assert all(layer.routers == () for layer in dense)
     assert graph.sparse
 
@@ -160,7 +197,10 @@ def test_a_mixture_without_a_number_of_experts_is_refused():
     class Config:
         model_type, num_hidden_layers = "qwen3_moe", 1
 
-    with pytest.raises(InputError, match=r"num_experts and num_local_experts are \[None, None\], a qwen3_moe has experts"):
+    with pytest.raises(
+        InputError,
+        match=r"num_experts and num_local_experts are \[None, None\], a qwen3_moe has experts",
+    ):
         graph_for(Config())
 
 
@@ -170,7 +210,9 @@ def test_the_supported_families_are_these():
 
 
 def test_another_head_of_a_supported_family_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="LlamaForSequenceClassification.* supported as LlamaForCausalLM"):
+    with pytest.raises(
+        UnsupportedError, match="LlamaForSequenceClassification.* supported as LlamaForCausalLM"
+    ):
         graph_for(LlamaConfig(architectures=["LlamaForSequenceClassification"]))
 
 

@@ -76,7 +76,9 @@ def test_without_a_folder_generations_follow_each_other_in_memory():
     for seed in range(3):
         put_all(hidden, generation(seed))
         hidden.commit(seed, key="k")
-        assert all(torch.equal(hidden.get(index), tensor) for index, tensor in enumerate(generation(seed)))
+        assert all(
+            torch.equal(hidden.get(index), tensor) for index, tensor in enumerate(generation(seed))
+        )
     assert not hidden.restore(2, key="k")
 
 
@@ -126,10 +128,15 @@ def test_where_all_generations_are_kept_each_is_taken_up_by_its_label(tmp_path):
     for label in (1, 0, 2):
         again = HiddenStates(3, folder=tmp_path, keep=True)
         assert again.restore(label, key="k")
-        assert all(torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(label)))
+        assert all(
+            torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(label))
+        )
 
 
-@pytest.mark.parametrize("harm", ["other key", "bit flipped", "cut short", "record cut short", "record gone", "other count"])
+@pytest.mark.parametrize(
+    "harm",
+    ["other key", "bit flipped", "cut short", "record cut short", "record gone", "other count"],
+)
 def test_a_generation_that_is_damaged_or_foreign_is_not_taken_up(tmp_path, harm):
     hidden = HiddenStates(3, folder=tmp_path)
     put_all(hidden, generation(0))
@@ -179,7 +186,10 @@ def test_discard_leaves_nothing(tmp_path):
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), dtype=st.booleans())
 def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, dtype):
     folder = tmp_path_factory.mktemp("hidden")
-    tensors = [torch.randn(1, length, 3).to(torch.bfloat16 if dtype else torch.float32) for length in lengths]
+    tensors = [
+        torch.randn(1, length, 3).to(torch.bfloat16 if dtype else torch.float32)
+        for length in lengths
+    ]
     hidden = HiddenStates(len(lengths), folder=folder)
     put_all(hidden, tensors)
     hidden.commit(0, key="k")

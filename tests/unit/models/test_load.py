@@ -82,18 +82,27 @@ def test_every_dtype_of_the_table_is_read_bit_by_bit(tmp_path):
     checkpoint = write_folder(tmp_path, tensors)
     for name, tensor in read_tensors(checkpoint, checkpoint.tensors).items():
         assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape)
-        assert torch.equal(tensor.flatten().view(torch.uint8), tensors[name].flatten().view(torch.uint8))
+        assert torch.equal(
+            tensor.flatten().view(torch.uint8), tensors[name].flatten().view(torch.uint8)
+        )
 
 
 def test_dtype_converts_floating_tensors_only_and_the_order_is_that_of_the_request(tmp_path):
-    checkpoint = write_folder(tmp_path, {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2, dtype=torch.int32)})
+    checkpoint = write_folder(
+        tmp_path, {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2, dtype=torch.int32)}
+    )
     read = read_tensors(checkpoint, ["b", "a"], dtype=torch.float32)
-    assert [(name, tensor.dtype) for name, tensor in read.items()] == [("b", torch.int32), ("a", torch.float32)]
+    assert [(name, tensor.dtype) for name, tensor in read.items()] == [
+        ("b", torch.int32),
+        ("a", torch.float32),
+    ]
 
 
 def test_reads_that_return_early_are_continued(folder, monkeypatch):
     original = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda handle, views, offset: original(handle, [views[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda handle, views, offset: original(handle, [views[0][:7]], offset)
+    )
     expected = load_file(folder / "model.safetensors")[WEIGHT]
     assert torch.equal(open_source(folder).read([WEIGHT])[WEIGHT], expected)
 
@@ -118,11 +127,16 @@ def test_reading_leaves_no_file_open(folder):
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+)
 def test_nan_is_refused_by_name(tmp_path, dtype):
     bad = torch.tensor([1.0, float("nan"), 2.0]).to(dtype)
     checkpoint = write_folder(tmp_path, {"good": torch.ones(1), "bad": bad})
-    with pytest.raises(InputError, match=r"^bad: 1 values of model\.safetensors are NaN or Inf, all must be finite; "):
+    with pytest.raises(
+        InputError,
+        match=r"^bad: 1 values of model\.safetensors are NaN or Inf, all must be finite; ",
+    ):
         read_tensors(checkpoint, ["good", "bad"])
 
 
@@ -144,27 +158,44 @@ def test_a_file_that_shrank_after_it_was_opened_is_refused(folder):
     path = folder / "model.safetensors"
     last = max(source.checkpoint.infos.values(), key=lambda info: info.offset)
     os.truncate(path, path.stat().st_size - 5)
-    with pytest.raises(InputError, match=rf"{last.name}: model\.safetensors ends 5 bytes early; download"):
+    with pytest.raises(
+        InputError, match=rf"{last.name}: model\.safetensors ends 5 bytes early; download"
+    ):
         source.read([last.name])
 
 
 def test_a_dtype_without_a_torch_name_is_refused(tmp_path):
-    header = json.dumps({"odd": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    header = json.dumps(
+        {"odd": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}
+    ).encode()
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x01")
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + b"\x01"
+    )
     with pytest.raises(UnsupportedError, match="odd: dtype F8_E8M0"):
         read_tensors(open_checkpoint(tmp_path), ["odd"])
 
 
 def test_an_unsupported_family_is_refused_when_it_is_opened(tmp_path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    ).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     for model_type in ("vit", ["gpt2"], None):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
-        with pytest.raises(UnsupportedError, match="model_type .* is no causal language model of transformers"):
+        with pytest.raises(
+            UnsupportedError, match="model_type .* is no causal language model of transformers"
+        ):
             open_source(tmp_path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2Model"]}))
-    with pytest.raises(UnsupportedError, match=r"architectures \['GPT2Model'\].*; this type is supported as GPT2LMHeadModel"):
+    path.write_text(
+        json.dumps(
+            json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2Model"]}
+        )
+    )
+    with pytest.raises(
+        UnsupportedError,
+        match=r"architectures \['GPT2Model'\].*; this type is supported as GPT2LMHeadModel",
+    ):
         open_source(tmp_path)
 
 
@@ -181,7 +212,9 @@ def test_a_configuration_that_transformers_refuses_names_the_file(folder):
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(folder):
-    change_config(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    change_config(
+        folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    )
     (folder / "evil.py").write_text("raise SystemExit('ran')")
     assert type(open_source(folder).config) is LlamaConfig
 
@@ -191,7 +224,9 @@ def test_skeleton_has_no_storage_but_real_rotary_buffers():
     before = torch.get_rng_state()
     model = skeleton(config)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(parameter.is_meta and not parameter.requires_grad for parameter in model.parameters())
+    assert all(
+        parameter.is_meta and not parameter.requires_grad for parameter in model.parameters()
+    )
     assert not any(module.training for module in model.modules())
     expected = 10000.0 ** (-torch.arange(0, 4, 2) / 4)
     assert torch.allclose(model.model.rotary_emb.inv_freq, expected)
@@ -215,7 +250,9 @@ def test_a_materialized_model_is_the_stock_model(tmp_path, tied):
     materialize_(model, source.read(source.names), dtype=torch.float32)
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits)
+        assert torch.equal(
+            model(ids).logits, AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        )
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
@@ -235,7 +272,9 @@ def test_one_tied_name_sets_both_and_two_names_set_each():
     first, second = torch.ones(16, 8), torch.zeros(16, 8)
     materialize_(model, {"lm_head.weight": first}, dtype=torch.float32)
     assert model.model.embed_tokens.weight is model.lm_head.weight
-    materialize_(model, {"model.embed_tokens.weight": first, "lm_head.weight": second}, dtype=torch.float32)
+    materialize_(
+        model, {"model.embed_tokens.weight": first, "lm_head.weight": second}, dtype=torch.float32
+    )
     assert torch.equal(model.model.embed_tokens.weight, first)
     assert torch.equal(model.lm_head.weight, second)
 
@@ -243,7 +282,9 @@ def test_one_tied_name_sets_both_and_two_names_set_each():
 def test_materialize_converts_and_release_gives_the_memory_back():
     model = skeleton(LlamaConfig(**SHAPE))
     layer = model.model.layers[0]
-    materialize_(layer, {"mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.bfloat16)}, dtype=torch.float32)
+    materialize_(
+        layer, {"mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.bfloat16)}, dtype=torch.float32
+    )
     assert layer.mlp.up_proj.weight.dtype == torch.float32
     release_(layer, ["mlp.up_proj.weight"])
     assert layer.mlp.up_proj.weight.is_meta
@@ -256,11 +297,15 @@ def test_materialize_converts_and_release_gives_the_memory_back():
 
 def test_another_shape_is_refused_with_both_shapes():
     model = skeleton(LlamaConfig(**SHAPE))
-    with pytest.raises(InputError, match=r"up_proj\.weight: checkpoint holds \[8, 12\], the model needs \[12, 8\]"):
+    with pytest.raises(
+        InputError, match=r"up_proj\.weight: checkpoint holds \[8, 12\], the model needs \[12, 8\]"
+    ):
         materialize_(model, {WEIGHT: torch.ones(8, 12)}, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "model.norm.bias", "model.rotary_emb.inv_freq"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.9.mlp.up_proj.weight", "model.norm.bias", "model.rotary_emb.inv_freq"]
+)
 def test_a_name_that_is_no_parameter_is_refused(name):
     with pytest.raises(InputError, match=f"{name}: no parameter of LlamaForCausalLM"):
         materialize_(skeleton(LlamaConfig(**SHAPE)), {name: torch.ones(1)}, dtype=torch.float32)
@@ -286,6 +331,8 @@ def test_a_folder_without_tokenizer_is_refused(folder):
 
 def test_a_damaged_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").write_text("{")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     with pytest.raises(InputError, match="no usable tokenizer"):
         load_tokenizer(folder)

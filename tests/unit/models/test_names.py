@@ -44,7 +44,10 @@ def test_the_head_of_gpt_neox_has_two_names(neox):
     binding = NameMap(neox).bind(names)
     assert binding.to_module["embed_out.weight"] == "lm_head.weight"
     assert binding.to_source["lm_head.weight"] == "embed_out.weight"
-    assert binding.to_source[f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"] == f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"
+    assert (
+        binding.to_source[f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"]
+        == f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"
+    )
     assert binding.ignored == ()
 
 
@@ -57,18 +60,29 @@ def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_of_no_family_does_the_table_rename_a_parameters_own_name(model_type):
     model = skeleton(AutoConfig.for_model(model_type, **SHAPE, num_key_value_heads=2))
-    renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
+    renamings = [
+        item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)
+    ]
     own = model.state_dict()
-    assert all(rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] == name for name in own)
+    assert all(
+        rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] == name
+        for name in own
+    )
 
 
 def test_the_table_is_not_asked_for_while_every_name_is_a_parameters_own(llama, monkeypatch):
-    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda _model: pytest.fail("it takes a tenth of a second"))
+    monkeypatch.setattr(
+        names,
+        "get_model_conversion_mapping",
+        lambda _model: pytest.fail("it takes a tenth of a second"),
+    )
     assert len(NameMap(llama).bind(llama.state_dict()).to_module) == len(llama.state_dict())
 
 
 def test_buffers_of_old_checkpoints_are_ignored_and_listed(neox):
-    old = [f"{NEOX_LAYER}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    old = [
+        f"{NEOX_LAYER}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ]
     assert NameMap(neox).bind([*neox.state_dict(), *old]).ignored == tuple(old)
 
 
@@ -87,7 +101,11 @@ def test_every_parameter_is_bound_both_ways(llama):
 def test_one_of_two_tied_names_is_enough(tied, kept):
     names = [name for name in tied.state_dict() if name == kept or name not in twins(tied)]
     binding = NameMap(tied).bind(names)
-    assert binding.to_source["lm_head.weight"] == binding.to_source["model.embed_tokens.weight"] == kept
+    assert (
+        binding.to_source["lm_head.weight"]
+        == binding.to_source["model.embed_tokens.weight"]
+        == kept
+    )
     assert len(binding.to_module) == len(names)
 
 
@@ -99,17 +117,24 @@ def test_twins_of_an_untied_model_are_none(llama, tied):
 
 def test_a_parameter_without_tensor_is_refused_by_name(llama):
     names = [name for name in llama.state_dict() if "down_proj" not in name]
-    with pytest.raises(InputError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: needed .*\(1 missing\)"):
+    with pytest.raises(
+        InputError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: needed .*\(1 missing\)"
+    ):
         NameMap(llama).bind(names)
 
 
 def test_a_tensor_that_belongs_nowhere_is_refused_by_name(llama):
-    with pytest.raises(InputError, match=r"model\.layers\.0\.adapter\.weight: in the checkpoint, but"):
+    with pytest.raises(
+        InputError, match=r"model\.layers\.0\.adapter\.weight: in the checkpoint, but"
+    ):
         NameMap(llama).bind([*llama.state_dict(), "model.layers.0.adapter.weight"])
 
 
 def test_two_tensors_for_one_parameter_are_refused(neox):
-    with pytest.raises(InputError, match="embed_out.weight: names the same parameter lm_head.weight as lm_head.weight"):
+    with pytest.raises(
+        InputError,
+        match="embed_out.weight: names the same parameter lm_head.weight as lm_head.weight",
+    ):
         NameMap(neox).bind([*neox.state_dict(), "embed_out.weight"])
 
 
@@ -117,7 +142,10 @@ def test_an_expert_of_mixtral_has_other_names_in_the_model():
     names = NameMap(skeleton(MixtralConfig(**SHAPE, num_local_experts=2, num_key_value_heads=2)))
     found = names.module_name("model.layers.0.block_sparse_moe.experts.1.w2.weight")
     assert found == "model.layers.0.mlp.experts.1.w2.weight"
-    assert names.module_name("model.layers.0.block_sparse_moe.gate.weight") == "model.layers.0.mlp.gate.weight"
+    assert (
+        names.module_name("model.layers.0.block_sparse_moe.gate.weight")
+        == "model.layers.0.mlp.gate.weight"
+    )
 
 
 def test_weights_that_are_merged_on_load_are_refused_by_name():
@@ -137,14 +165,22 @@ def kimi():
         "n_group": 1,
         "topk_group": 1,
     }
-    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     return skeleton(CONFIG_MAPPING["kimi_k25"](text_config=text, vision_config=vision))
 
 
 def stored(model):
     """Return the names of a checkpoint."""
     names = [HubNames(model).of(name) for name in model.state_dict()]
-    names = [re.sub(r"attn\.q_proj(?=\.(weight|bias)$)", "wqkv", name) if "blocks" in name else name for name in names]
+    names = [
+        re.sub(r"attn\.q_proj(?=\.(weight|bias)$)", "wqkv", name) if "blocks" in name else name
+        for name in names
+    ]
     return [name for name in names if not re.search(r"blocks.*\.attn\.[kv]_proj", name)]
 
 
@@ -153,11 +189,17 @@ def test_what_is_split_for_images_is_left_out(kimi):
     block = "vision_tower.encoder.blocks.0"
     assert found.ignored == (f"{block}.wqkv.weight", f"{block}.wqkv.bias")
     left = {*kimi.state_dict()} - {*found.to_source}
-    assert left == {f"model.vision_tower.layers.0.attn.{one}_proj.{leaf}" for one in "qkv" for leaf in ("weight", "bias")}
+    assert left == {
+        f"model.vision_tower.layers.0.attn.{one}_proj.{leaf}"
+        for one in "qkv"
+        for leaf in ("weight", "bias")
+    }
     assert {*names} == {*found.to_module, *found.ignored}
 
 
 def test_a_tensor_that_is_split_for_images_is_missed(kimi):
     names = [name for name in stored(kimi) if not name.endswith("wqkv.bias")]
-    with pytest.raises(InputError, match=r"vision_tower\.layers\.0\.attn\.k_proj\.bias: needed .*\(3 missing\)"):
+    with pytest.raises(
+        InputError, match=r"vision_tower\.layers\.0\.attn\.k_proj\.bias: needed .*\(3 missing\)"
+    ):
         NameMap(kimi).bind(names)

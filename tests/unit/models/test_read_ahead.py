@@ -21,7 +21,11 @@ def test_a_tensor_that_was_wanted_is_taken_once_and_no_other_is(llama: Path) -> 
     ahead.want([first, second])
     for name in (second, first):
         taken = ahead.take(name)
-        assert taken is not None and torch.equal(taken, stored[name]) and taken.dtype == stored[name].dtype
+        assert (
+            taken is not None
+            and torch.equal(taken, stored[name])
+            and taken.dtype == stored[name].dtype
+        )
         assert ahead.take(name) is None
     assert ahead.take("model.embed_tokens.weight") is None
     ahead.close()
@@ -44,7 +48,9 @@ def test_damage_is_told_by_whoever_takes_the_tensor(llama: Path, tmp_path: Path)
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     ahead = ReadAhead(open_checkpoint(tmp_path), HOST)
     ahead.want(["model.norm.weight"])
-    with pytest.raises(InputError, match="model.norm.weight: 1 values of model.safetensors are NaN or Inf"):
+    with pytest.raises(
+        InputError, match="model.norm.weight: 1 values of model.safetensors are NaN or Inf"
+    ):
         ahead.take("model.norm.weight")
     ahead.close()
 

@@ -35,7 +35,17 @@ def forget(path: Path) -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(
     ("offset", "count"),
-    [(0, 1), (0, SIZE), (4096, 4096), (4095, 2), (8, 12_000), (4097, 20_000), (SIZE - 1, 1), (SIZE - 5000, 5000), (7, 0)],
+    [
+        (0, 1),
+        (0, SIZE),
+        (4096, 4096),
+        (4095, 2),
+        (8, 12_000),
+        (4097, 20_000),
+        (SIZE - 1, 1),
+        (SIZE - 5000, 5000),
+        (7, 0),
+    ],
 )
 def test_the_bytes_are_those_of_the_file(file: Path, offset: int, count: int, cached: bool) -> None:
     expected = file.read_bytes()[offset : offset + count]
@@ -47,22 +57,31 @@ def test_the_bytes_are_those_of_the_file(file: Path, offset: int, count: int, ca
 
 @pytest.mark.parametrize("offset", [0, 8, 4094, 4095, 4099])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_elements_need_not_be_aligned_in_the_file(file: Path, offset: int, dtype: torch.dtype) -> None:
+def test_elements_need_not_be_aligned_in_the_file(
+    file: Path, offset: int, dtype: torch.dtype
+) -> None:
     found = read_once(file, (3, 100), dtype, offset, name="w")
     assert (found.shape, found.dtype) == ((3, 100), dtype)
     assert bytes(bytes_of(found)) == file.read_bytes()[offset : offset + 300 * dtype.itemsize]
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(("offset", "count", "missing"), [(0, SIZE + 1, 1), (SIZE - 10, 4096, 4086), (SIZE + 9000, 5, 9005)])
-def test_a_file_that_ends_early_is_named(file: Path, offset: int, count: int, missing: int, cached: bool) -> None:
+@pytest.mark.parametrize(
+    ("offset", "count", "missing"),
+    [(0, SIZE + 1, 1), (SIZE - 10, 4096, 4086), (SIZE + 9000, 5, 9005)],
+)
+def test_a_file_that_ends_early_is_named(
+    file: Path, offset: int, count: int, missing: int, cached: bool
+) -> None:
     if not cached:
         forget(file)
     with pytest.raises(InputError, match=f"w: weights ends {min(missing, count)} bytes early"):
         read_once(file, (count,), torch.uint8, offset, name="w")
 
 
-def test_a_file_system_without_reads_past_the_cache_is_read_through_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_reads_past_the_cache_is_read_through_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
         if command == fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -75,7 +94,9 @@ def test_a_file_system_without_reads_past_the_cache_is_read_through_it(file: Pat
     assert bytes(bytes_of(found)) == expected[5:30_005]
 
 
-def test_a_system_without_reads_past_the_cache_reads_through_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_reads_past_the_cache_reads_through_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     found = read_once(file, (30_000,), torch.uint8, 5, name="w")
     assert bytes(bytes_of(found)) == file.read_bytes()[5:30_005]
@@ -89,20 +110,26 @@ def finite(tensor):
     return True
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]
+)
 def test_every_code_of_a_small_float_is_finite_where_torch_says_so(dtype):
     integer = torch.uint8 if dtype.itemsize == 1 else torch.int16
     codes = torch.arange(2 ** (8 * dtype.itemsize)).to(integer).view(dtype)
     expected = torch.isfinite(codes.float())
     assert finite(codes[expected])
     assert not any(finite(code) for code in codes[~expected][:, None][:300])
-    with pytest.raises(InputError, match=f"^x: {int((~expected).sum())} values of model.safetensors are NaN or Inf"):
+    with pytest.raises(
+        InputError, match=f"^x: {int((~expected).sum())} values of model.safetensors are NaN or Inf"
+    ):
         check_finite(codes, name="x", path=Path("model.safetensors"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_ends_of_a_large_float_are_finite_and_what_lies_beyond_is_not(dtype):
     info = torch.finfo(dtype)
-    assert finite(torch.tensor([info.max, info.min, info.tiny, -info.tiny * info.eps, 0.0, -0.0], dtype=dtype))
+    assert finite(
+        torch.tensor([info.max, info.min, info.tiny, -info.tiny * info.eps, 0.0, -0.0], dtype=dtype)
+    )
     for value in (math.inf, -math.inf, math.nan, -math.nan):
         assert not finite(torch.tensor([1.0, value], dtype=dtype))

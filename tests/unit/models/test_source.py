@@ -49,7 +49,9 @@ def test_a_key_that_config_json_lacks_is_an_attribute_that_is_missing(folder):
     assert getattr(config, "no_such_key", None) is None
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", None), ("hidden_size", "8"), ("vocab_size", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", None), ("hidden_size", "8"), ("vocab_size", 0)]
+)
 def test_a_size_that_is_missing_or_no_number_is_named(folder, key, value):
     change_config(folder, **{key: value})
     with pytest.raises(InputError, match=rf"config\.json: {key} is {value!r}"):
@@ -93,7 +95,8 @@ def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
     save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     program = (
-        "import sys, quantflow.quantizing.quantize, quantflow.exporting.export, quantflow.exporting.proof_process\n"
+        "import sys, quantflow.quantizing.quantize, quantflow.exporting.export, "
+        "quantflow.exporting.proof_process\n"
         "import quantflow.planning.forecast\n"
         "from quantflow.models.source import open_files\n"
         "from quantflow.models.graph import graph_for\n"

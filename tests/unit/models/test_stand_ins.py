@@ -14,7 +14,10 @@ def test_the_rows_that_are_held_are_those_of_the_whole_embedding():
     table = torch.arange(40.0).reshape(10, 4)  # [10, 4]
     ids = torch.tensor([1, 4, 9])
     wanted = torch.tensor([[9, 1, 1, 4]])
-    assert torch.equal(Rows(ids, table[ids], nn.Embedding.from_pretrained(table))(wanted), functional.embedding(wanted, table))
+    assert torch.equal(
+        Rows(ids, table[ids], nn.Embedding.from_pretrained(table))(wanted),
+        functional.embedding(wanted, table),
+    )
 
 
 def test_paddings_row_is_the_one_that_a_model_may_ask_for_by_itself():
@@ -42,7 +45,9 @@ def test_the_gradient_through_the_head_in_parts_is_that_through_the_whole_head(m
     for rows in (4, 11, 100):
         monkeypatch.setattr(stand_ins, "HEAD_ROWS", rows)
         hidden = torch.randn(1, 3, 8, requires_grad=True)
-        (found,) = torch.autograd.grad(HeadStandIn(weight, dtype=torch.float32)(hidden), hidden, gradient)
+        (found,) = torch.autograd.grad(
+            HeadStandIn(weight, dtype=torch.float32)(hidden), hidden, gradient
+        )
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() < 1e-5
 
@@ -50,7 +55,9 @@ def test_the_gradient_through_the_head_in_parts_is_that_through_the_whole_head(m
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("features", "outputs"), [(64, 96), (512, 1376), (1376, 512)])
-def test_a_linear_in_parts_of_its_stored_weight_is_the_whole_product_to_the_bit(features, outputs, dtype, bias):
+def test_a_linear_in_parts_of_its_stored_weight_is_the_whole_product_to_the_bit(
+    features, outputs, dtype, bias
+):
     torch.manual_seed(0)
     linear = nn.Linear(features, outputs, bias=bias).requires_grad_(False)
     linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
@@ -78,18 +85,28 @@ def test_a_linear_in_parts_takes_any_number_of_tokens(shape):
 @pytest.mark.parametrize("tokens", [1, 3, 600])
 def test_gradients_flow_through_a_weight_that_needs_no_conversion_as_through_a_linear(tokens):
     torch.manual_seed(0)
-    linear, x, slope = nn.Linear(24, 40), torch.randn(1, tokens, 24, requires_grad=True), torch.randn(1, tokens, 40)
+    linear, x, slope = (
+        nn.Linear(24, 40),
+        torch.randn(1, tokens, 24, requires_grad=True),
+        torch.randn(1, tokens, 40),
+    )
     with in_parts([linear], dtype=torch.float32):
         found = torch.autograd.grad(linear(x), [x, linear.weight, linear.bias], slope)
-    exact, double = slope[0].double(), x.detach()[0].double()  # y = x W' + b: g W, g' x, and the sum of g over tokens
+    # y = x W' + b: g W, g' x, and the sum of g over tokens
+    exact, double = slope[0].double(), x.detach()[0].double()
     expected = (exact @ linear.weight.detach().double(), exact.T @ double, exact.sum(0))
     for part, of in zip(found, expected, strict=True):
-        assert part.layout == torch.strided and (part.reshape(of.shape) - of).abs().max() < 1e-6 * of.abs().max()
+        assert (
+            part.layout == torch.strided
+            and (part.reshape(of.shape) - of).abs().max() < 1e-6 * of.abs().max()
+        )
 
 
 def test_a_linear_in_parts_is_seen_by_hooks_and_is_itself_afterwards():
     linear, seen = nn.Linear(8, 4).requires_grad_(False), []
-    linear.register_forward_hook(lambda _module, args, output: seen.append((args[0].shape, output.shape)))
+    linear.register_forward_hook(
+        lambda _module, args, output: seen.append((args[0].shape, output.shape))
+    )
     with pytest.raises(ValueError, match="stop"), in_parts([linear], dtype=torch.float32):
         linear(torch.ones(1, 3, 8))
         raise ValueError("stop")

@@ -29,33 +29,58 @@ def sequence(key, *parts):
 DOUBLING = replace({"String": "a"}, "aa")
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 TWICE = {"Sequence": {"id": "A", "type_id": 0}}
-TEMPLATE = {"type": "TemplateProcessing", "single": [TWICE, TWICE], "pair": [], "special_tokens": {}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [TWICE, TWICE],
+    "pair": [],
+    "special_tokens": {},
+}
 SPACE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
 BOMBS = {
     "doubling": {"normalizer": sequence("normalizers", *[DOUBLING] * 45)},
-    "without types": {"normalizer": {"normalizers": [{key: DOUBLING[key] for key in ("pattern", "content")}] * 45}},
-    "sequences": {"normalizer": sequence("normalizers", *[sequence("normalizers", *[DOUBLING] * 5)] * 9)},
+    "without types": {
+        "normalizer": {"normalizers": [{key: DOUBLING[key] for key in ("pattern", "content")}] * 45}
+    },
+    "sequences": {
+        "normalizer": sequence("normalizers", *[sequence("normalizers", *[DOUBLING] * 5)] * 9)
+    },
     "an expression": {"normalizer": replace({"Regex": "a*"}, "x" * 5000)},
-    "prepended": {"normalizer": sequence("normalizers", *[{"type": "Prepend", "prepend": "x" * 99}] * 3)},
+    "prepended": {
+        "normalizer": sequence("normalizers", *[{"type": "Prepend", "prepend": "x" * 99}] * 3)
+    },
     "decoder": {"decoder": sequence("decoders", *[DOUBLING] * 45)},
     "bytes of bytes": {"pre_tokenizer": sequence("pretokenizers", *[BYTES] * 45)},
     "text twice": {"post_processor": sequence("processors", *[TEMPLATE] * 45)},
-    "together": {"normalizer": replace({"String": "a"}, "a" * 100), "pre_tokenizer": sequence("pretokenizers", BYTES, BYTES)},
+    "together": {
+        "normalizer": replace({"String": "a"}, "a" * 100),
+        "pre_tokenizer": sequence("pretokenizers", BYTES, BYTES),
+    },
 }
 KNOWN = {
     "llama": {
-        "normalizer": sequence("normalizers", {"type": "Prepend", "prepend": "_"}, replace({"String": " "}, "_")),
-        "decoder": sequence("decoders", replace({"String": "_"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}),
+        "normalizer": sequence(
+            "normalizers", {"type": "Prepend", "prepend": "_"}, replace({"String": " "}, "_")
+        ),
+        "decoder": sequence(
+            "decoders", replace({"String": "_"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}
+        ),
     },
     "clip": {
-        "normalizer": sequence("normalizers", {"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}),
+        "normalizer": sequence(
+            "normalizers", {"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}
+        ),
         "pre_tokenizer": sequence("pretokenizers", BYTES),
     },
     "t5": {
-        "normalizer": sequence("normalizers", {"type": "NFKC"}, {"type": "Strip"}, replace({"Regex": " {2,}"}, "_")),
+        "normalizer": sequence(
+            "normalizers", {"type": "NFKC"}, {"type": "Strip"}, replace({"Regex": " {2,}"}, "_")
+        ),
         "pre_tokenizer": SPACE,
     },
-    "bert": {"normalizer": {"type": "BertNormalizer"}, "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+    "bert": {
+        "normalizer": {"type": "BertNormalizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    },
     "none": {"normalizer": None, "decoder": 5, "pre_tokenizer": [], "post_processor": {}},
 }
 
@@ -75,7 +100,9 @@ def written(folder, parts):
 @pytest.mark.parametrize("name", BOMBS)
 def test_parts_that_make_thousands_of_characters_of_one_are_refused(name, folder):
     written(folder, BOMBS[name])
-    with pytest.raises(InputError, match=r"tokenizer.json: .* may make .* characters of one, 1024 are allowed"):
+    with pytest.raises(
+        InputError, match=r"tokenizer.json: .* may make .* characters of one, 1024 are allowed"
+    ):
         load_tokenizer(folder)
 
 
@@ -86,8 +113,18 @@ def test_parts_of_known_tokenizers_are_allowed(name, folder):
 
 
 PARTS = st.one_of(
-    st.sampled_from([{"type": "NFC"}, {"type": "NFKC"}, {"type": "NFKD"}, {"type": "Lowercase"}, {"type": "StripAccents"}]),
-    st.builds(lambda text: {"type": "Prepend", "prepend": text}, st.text("ab ", min_size=1, max_size=3)),
+    st.sampled_from(
+        [
+            {"type": "NFC"},
+            {"type": "NFKC"},
+            {"type": "NFKD"},
+            {"type": "Lowercase"},
+            {"type": "StripAccents"},
+        ]
+    ),
+    st.builds(
+        lambda text: {"type": "Prepend", "prepend": text}, st.text("ab ", min_size=1, max_size=3)
+    ),
     st.builds(
         lambda text, content: replace({"String": text}, content),
         st.text("ab", min_size=1, max_size=2),
@@ -99,24 +136,42 @@ PARTS = st.one_of(
         st.text("ab", max_size=3),
     ),
 )
-BARE = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+BARE = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+}
 
 
 @given(st.lists(PARTS, max_size=4), st.text("abé \ufdfa\u0390İ", min_size=1, max_size=5))
 def test_no_text_grows_by_more_than_is_said(parts, text):
     normalizer = sequence("normalizers", *parts)
-    made = Tokenizer.from_str(json.dumps({**BARE, "normalizer": normalizer})).normalizer.normalize_str(text)
+    made = Tokenizer.from_str(
+        json.dumps({**BARE, "normalizer": normalizer})
+    ).normalizer.normalize_str(text)
     assert len(made) <= growth(normalizer) * len(text)
 
 
 def test_a_chain_that_is_allowed_makes_no_more_than_its_bound_of_a_character():
     chain = sequence("normalizers", *[DOUBLING] * 10)
     assert growth(chain) == MAX_GROWTH
-    assert len(Tokenizer.from_str(json.dumps({**BARE, "normalizer": chain})).normalizer.normalize_str("a")) == MAX_GROWTH
+    assert (
+        len(
+            Tokenizer.from_str(json.dumps({**BARE, "normalizer": chain})).normalizer.normalize_str(
+                "a"
+            )
+        )
+        == MAX_GROWTH
+    )
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"])
-def test_a_file_of_more_items_than_are_read_is_refused_before_a_library_reads_it(name, folder, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json"],
+)
+def test_a_file_of_more_items_than_are_read_is_refused_before_a_library_reads_it(
+    name, folder, monkeypatch
+):
     monkeypatch.setattr(canonical, "MAX_CONTAINERS", 10_000)
     (folder / name).write_bytes(b"[" + b"[]," * 10_000 + b"[]]")
     with pytest.raises(InputError, match=f"{name}: 10002 tables and lists"):
@@ -137,7 +192,8 @@ STRIP = {"type": "Strip", "content": "a"}
 def test_a_decoder_that_ends_the_library_on_short_tokens_is_refused(start, stop, folder, capfd):
     decoder = {**STRIP, "start": start, "stop": stop}
     if stop < 10:
-        with pytest.raises(BaseException, match="but the index|slice index"):  # pyo3's PanicException
+        # pyo3's PanicException
+        with pytest.raises(BaseException, match="but the index|slice index"):
             Decoder.decode(decoders.Strip("a", start, stop), ["aaa"[: start + stop - 1]])
         assert "panicked" in capfd.readouterr().err
     written(folder, {"decoder": sequence("decoders", decoder)})

@@ -19,15 +19,22 @@ def opened(folder):
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("as_stored", [True, False])
-def test_outputs_and_gradients_are_those_of_the_layer_with_these_weights(family_model, name, as_stored):
+def test_outputs_and_gradients_are_those_of_the_layer_with_these_weights(
+    family_model, name, as_stored
+):
     model = AutoModelForCausalLM.from_pretrained(family_model(name), dtype=torch.float32)
     stream = opened(family_model(name))
     layer, states = stream.graph.layers[0], stream.begin(SEQUENCES)
     generator = torch.Generator().manual_seed(1)
     chosen = layer.linears[1:]  # the first keeps its own
     with stream.layer(0, as_stored=as_stored) as module:
-        own = {linear: module.get_submodule(layer.relative(linear)).weight for linear in layer.linears}
-        weights = {linear: (torch.randn(own[linear].shape, generator=generator) * 0.1).requires_grad_() for linear in chosen}
+        own = {
+            linear: module.get_submodule(layer.relative(linear)).weight for linear in layer.linears
+        }
+        weights = {
+            linear: (torch.randn(own[linear].shape, generator=generator) * 0.1).requires_grad_()
+            for linear in chosen
+        }
         with running(stream, module, layer, states, weights) as run:
             outputs = [run(number) for number in range(2)]
             gradients = torch.autograd.grad(outputs[1].square().sum(), list(weights.values()))
@@ -38,14 +45,20 @@ def test_outputs_and_gradients_are_those_of_the_layer_with_these_weights(family_
     for linear, weight in weights.items():
         theirs[f"{linear}.weight"].data.copy_(weight.detach())
     seen = []
-    model.get_submodule(layer.prefix).register_forward_hook(lambda _module, _args, output: seen.append(output))
+    model.get_submodule(layer.prefix).register_forward_hook(
+        lambda _module, _args, output: seen.append(output)
+    )
     for sequence, output in zip(SEQUENCES, outputs, strict=True):
         model(sequence[None])
         torch.testing.assert_close(output, seen.pop(), rtol=1e-5, atol=1e-5)
     model(SEQUENCES[1][None])
     parameters = [theirs[f"{linear}.weight"] for linear in weights]
-    for found, expected in zip(gradients, torch.autograd.grad(seen.pop().square().sum(), parameters), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    for found, expected in zip(
+        gradients, torch.autograd.grad(seen.pop().square().sum(), parameters), strict=True
+    ):
+        torch.testing.assert_close(
+            found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())
+        )
 
 
 def test_the_layer_gets_its_weights_back_after_an_error(llama):

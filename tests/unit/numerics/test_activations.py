@@ -19,20 +19,25 @@ INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_tensor")
 INT8_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 
 
-@pytest.mark.parametrize(("scheme", "amax", "scale"), [(FP8, 896.0, 2.0), (GAUDI2, 480.0, 2.0), (INT8, 63.75, 0.5)])
+@pytest.mark.parametrize(
+    ("scheme", "amax", "scale"), [(FP8, 896.0, 2.0), (GAUDI2, 480.0, 2.0), (INT8, 63.75, 0.5)]
+)
 def test_symmetric_scales_worked_by_hand(scheme, amax, scale):
     result, zero_point = static_input({"amax": torch.tensor(amax)}, scheme)
     assert (result.tolist(), result.dtype, zero_point) == ([scale], torch.float32, None)
 
 
-def test_an_asymmetric_range_is_that_over_all_channels():  # -51..204 in 255 steps of 1; -128 + 51 = -77
+# -51..204 in 255 steps of 1; -128 + 51 = -77
+def test_an_asymmetric_range_is_that_over_all_channels():
     statistics = {"min_val": torch.tensor([-51.0, 3.0]), "max_val": torch.tensor([4.0, 204.0])}
     scale, zero_point = static_input(statistics, INT8_ASYM)
     assert (scale.tolist(), zero_point.tolist(), zero_point.dtype) == ([1.0], [-77], torch.int8)
 
 
 def test_an_input_that_is_never_negative_uses_the_whole_range():
-    scale, zero_point = static_input({"min_val": torch.tensor([3.0]), "max_val": torch.tensor([51.0])}, INT8_ASYM)
+    scale, zero_point = static_input(
+        {"min_val": torch.tensor([3.0]), "max_val": torch.tensor([51.0])}, INT8_ASYM
+    )
     assert (scale.item(), zero_point.item()) == (pytest.approx(0.2), -128)
 
 
@@ -52,9 +57,13 @@ def test_zero_is_exact_and_the_range_is_covered(a, b):
 @pytest.mark.parametrize("scheme", [FP8, INT8, INT8_ASYM], ids=["fp8", "int8", "asymmetric"])
 def test_compressed_tensors_computes_the_same(scheme, seed):
     x = torch.randn(64, generator=torch.Generator().manual_seed(seed)) * 3 + 1
-    arguments = QuantizationArgs(num_bits=8, type=scheme.kind, symmetric=scheme.symmetric, strategy="tensor")
+    arguments = QuantizationArgs(
+        num_bits=8, type=scheme.kind, symmetric=scheme.symmetric, strategy="tensor"
+    )
     expected_scale, expected_zero_point = calculate_qparams(x.min(), x.max(), arguments)
-    scale, zero_point = static_input({"amax": x.abs().max(), "min_val": x.min(), "max_val": x.max()}, scheme)
+    scale, zero_point = static_input(
+        {"amax": x.abs().max(), "min_val": x.min(), "max_val": x.max()}, scheme
+    )
     assert torch.equal(scale, expected_scale)
     assert scheme.symmetric or torch.equal(zero_point, expected_zero_point)
 
@@ -81,12 +90,28 @@ def test_statistics_that_hold_no_range_do_not_say_unseen():
     ("statistics", "scheme", "message"),
     [
         ({}, FP8, r"statistic amax is missing; measure with --stats amax"),
-        ({"min_val": torch.zeros(2)}, INT8_ASYM, r"statistic max_val is missing; measure with --stats max_val"),
-        ({"amax": torch.tensor(math.nan)}, FP8, r"amax \[\] is empty or holds NaN or Inf; measure again"),
+        (
+            {"min_val": torch.zeros(2)},
+            INT8_ASYM,
+            r"statistic max_val is missing; measure with --stats max_val",
+        ),
+        (
+            {"amax": torch.tensor(math.nan)},
+            FP8,
+            r"amax \[\] is empty or holds NaN or Inf; measure again",
+        ),
         ({"amax": torch.tensor(math.inf)}, INT8, r"NaN or Inf"),
         ({"amax": torch.tensor(-1.0)}, FP8, r"amax is -1\.0"),
-        ({"min_val": torch.ones(2), "max_val": torch.zeros(2)}, INT8_ASYM, r"min_val 1\.0 is above max_val 0\.0"),
-        ({"min_val": torch.zeros(0), "max_val": torch.zeros(0)}, INT8_ASYM, r"min_val \[0\] is empty"),
+        (
+            {"min_val": torch.ones(2), "max_val": torch.zeros(2)},
+            INT8_ASYM,
+            r"min_val 1\.0 is above max_val 0\.0",
+        ),
+        (
+            {"min_val": torch.zeros(0), "max_val": torch.zeros(0)},
+            INT8_ASYM,
+            r"min_val \[0\] is empty",
+        ),
     ],
 )
 def test_errors_name_the_statistic_and_the_remedy(statistics, scheme, message):
@@ -101,14 +126,21 @@ def test_a_dynamic_input_has_no_stored_scale():
 
 
 def test_ranges_end_at_the_reach_where_they_go_beyond():
-    statistics = {"amax": torch.tensor(5.0), "min_val": torch.tensor([-5.0, -0.5]), "max_val": torch.tensor([1.0, 3.0])}
+    statistics = {
+        "amax": torch.tensor(5.0),
+        "min_val": torch.tensor([-5.0, -0.5]),
+        "max_val": torch.tensor([1.0, 3.0]),
+    }
     found = clipped(statistics, 2.0)
     assert {name: value.tolist() for name, value in found.items()} == {
         "amax": 2.0,
         "min_val": [-2.0, -0.5],
         "max_val": [1.0, 2.0],
     }
-    assert clipped({"count": torch.tensor(9), "amax": torch.tensor(1.0)}, 2.0) == {"count": torch.tensor(9), "amax": 1.0}
+    assert clipped({"count": torch.tensor(9), "amax": torch.tensor(1.0)}, 2.0) == {
+        "count": torch.tensor(9),
+        "amax": 1.0,
+    }
     assert statistics["amax"] == 5
 
 
@@ -118,7 +150,9 @@ def test_the_reach_is_the_one_of_least_error_among_those_tried(scheme, sign):
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0)).abs()
     values[0] = 40.0  # one outlier
     values = values.sort().values
-    low, high = (torch.zeros(1), values.max()[None]) if sign > 0 else (-values.max()[None], torch.zeros(1))
+    low, high = (
+        (torch.zeros(1), values.max()[None]) if sign > 0 else (-values.max()[None], torch.zeros(1))
+    )
     statistics = {"amax": values.max(), "min_val": low, "max_val": high}
     found = least_error_reach(statistics, scheme, magnitudes=values, counts=torch.ones(3000))
     losses = {}

@@ -8,12 +8,15 @@ from quantflow.numerics.cholesky import cholesky_, mirror_, reorder_
 
 
 def gram(size, *, samples, damping, seed=0):
-    x = torch.randn(samples, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        samples, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return x.T @ x / samples + damping * torch.eye(size, dtype=torch.float64)
 
 
 def test_two_by_two_worked_by_hand():
-    matrix = torch.tensor([[4.0, 99.0], [2.0, 10.0]])  # [[2, 0], [1, 3]] squared; what is above the diagonal is not read
+    # [[2, 0], [1, 3]] squared; what is above the diagonal is not read
+    matrix = torch.tensor([[4.0, 99.0], [2.0, 10.0]])
     assert cholesky_(matrix)
     assert matrix.tril().tolist() == [[2.0, 0.0], [1.0, 3.0]]
 
@@ -25,7 +28,8 @@ def test_the_factor_is_that_of_float64_and_its_square_is_the_matrix(size):
     assert cholesky_(matrix)
     lower = matrix.tril().double()
     assert (lower - torch.linalg.cholesky(exact)).abs().max() < 1e-5
-    # The bound of the theory is size * 2^-24 times the diagonal; in practice it is a few units in the last place.
+    # The bound of the theory is size * 2^-24 times the diagonal; in practice it is a few units in
+    # the last place.
     assert (lower @ lower.T - exact).abs().max() < 16 * 2**-24 * exact.diagonal().max()
 
 

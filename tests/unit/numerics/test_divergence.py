@@ -16,7 +16,8 @@ def log(*probabilities: float) -> list[float]:
 
 
 def test_one_token_worked_by_hand():
-    # p = (1/2, 1/2), q = (3/4, 1/4): KL = 1/2 ln(2/3) + 1/2 ln 2 = 1/2 ln(4/3); the text continues with token 1.
+    # p = (1/2, 1/2), q = (3/4, 1/4): KL = 1/2 ln(2/3) + 1/2 ln 2 = 1/2 ln(4/3); the text continues
+    # with token 1.
     baseline = torch.tensor([log(0.5, 0.5), [9.0, -9.0]])
     candidate = torch.tensor([log(0.75, 0.25), [-9.0, 9.0]])
     result = score(baseline, candidate, torch.tensor([0, 1]))
@@ -38,9 +39,9 @@ def test_the_order_of_the_arguments_is_kl_of_baseline_to_candidate():
 def test_kld_agrees_with_torch_in_float64_and_is_never_negative(seed, size, rows):
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, rows, 17, generator=generator) * size
-    expected = functional.kl_div(q.double().log_softmax(-1), p.double().log_softmax(-1), log_target=True, reduction="none").sum(
-        -1
-    )
+    expected = functional.kl_div(
+        q.double().log_softmax(-1), p.double().log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
     actual = token_kld(p, q)
     assert torch.allclose(actual, expected, rtol=1e-4, atol=2e-6)
     assert (actual >= 0).all()
@@ -64,12 +65,19 @@ def test_perplexity_agrees_with_the_cross_entropy_of_torch_over_all_tokens():
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(11, 11, generator=generator)  # a bigram model
     sequences = [torch.randint(11, (length,), generator=generator) for length in (2, 9, 30)]
-    nll = [functional.cross_entropy(table[s[:-1]].double(), s[1:], reduction="sum").item() for s in sequences]
-    assert perplexity(lambda tokens: table[tokens], sequences) == pytest.approx(math.exp(sum(nll) / 38), rel=1e-6)
+    nll = [
+        functional.cross_entropy(table[s[:-1]].double(), s[1:], reduction="sum").item()
+        for s in sequences
+    ]
+    assert perplexity(lambda tokens: table[tokens], sequences) == pytest.approx(
+        math.exp(sum(nll) / 38), rel=1e-6
+    )
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
-    assert perplexity(lambda tokens: torch.zeros(len(tokens), 7), [torch.tensor([1, 2, 3])]) == pytest.approx(7)
+    assert perplexity(
+        lambda tokens: torch.zeros(len(tokens), 7), [torch.tensor([1, 2, 3])]
+    ) == pytest.approx(7)
 
 
 def test_sequences_stand_one_after_the_other_in_a_comparison():
@@ -91,7 +99,11 @@ def test_logits_of_runs_one_unpadded_sequence_without_gradients():
             assert not torch.is_grad_enabled()
             return type("Output", (), {"logits": functional.one_hot(input_ids, 4).float()})
 
-    assert logits_of(Model())(torch.tensor([2, 0, 1])).tolist() == [[0, 0, 1, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
+    assert logits_of(Model())(torch.tensor([2, 0, 1])).tolist() == [
+        [0, 0, 1, 0],
+        [1, 0, 0, 0],
+        [0, 1, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -34,7 +34,9 @@ def test_blocks_hold_every_output_once_and_never_more_than_they_may(outputs):
         *(place for part in parts[1:] for place in (part.start, part.start)),
         outputs,
     ]
-    assert all(0 < part.stop - part.start <= min(output_blocks.width(outputs), 2048) for part in parts)
+    assert all(
+        0 < part.stop - part.start <= min(output_blocks.width(outputs), 2048) for part in parts
+    )
     assert len(parts) == 1 or output_blocks.width(outputs) % 128 == 0
 
 
@@ -70,17 +72,24 @@ def test_sums_of_gradients_that_are_multiplied_are_those_of_the_products(outputs
 
 @pytest.mark.usefixtures("small")
 def test_a_block_and_the_diagonal_of_a_sum_worked_by_hand():
-    sums = torch.tensor([[1.0, 2, 3, 4], [2, 5, 6, 7], [3, 6, 8, 9], [4, 7, 9, 10], [11, 12, 0, 0], [12, 13, 0, 0]])
+    sums = torch.tensor(
+        [[1.0, 2, 3, 4], [2, 5, 6, 7], [3, 6, 8, 9], [4, 7, 9, 10], [11, 12, 0, 0], [12, 13, 0, 0]]
+    )
     assert output_blocks.block_of(sums, slice(4, 6)).tolist() == [[11, 12], [12, 13]]
     assert output_blocks.diagonal_of(sums).tolist() == [1, 5, 8, 10, 11, 13]
     assert output_blocks.diagonal_of(torch.empty(0, 0)).tolist() == []
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("part", [slice(0, 11), slice(0, 4), slice(2, 5), slice(3, 11), slice(5, 5)])
+@pytest.mark.parametrize(
+    "part", [slice(0, 11), slice(0, 4), slice(2, 5), slice(3, 11), slice(5, 5)]
+)
 def test_a_part_of_the_outputs_keeps_the_products_that_both_its_blocks_and_the_wholes_have(part):
     x = torch.randn(20, 11, generator=torch.Generator().manual_seed(0))
     whole = x.T @ x
     size, count = output_blocks.width(11), part.stop - part.start
     mask = torch.tensor([[i // size == j // size for j in range(11)] for i in range(11)])
-    assert torch.equal(output_blocks.cut(held(whole), part), held((whole * mask)[part, part]) if count else torch.empty(0, 0))
+    assert torch.equal(
+        output_blocks.cut(held(whole), part),
+        held((whole * mask)[part, part]) if count else torch.empty(0, 0),
+    )

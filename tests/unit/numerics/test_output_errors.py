@@ -46,16 +46,23 @@ def output_error(weight, result, x):
 
 
 def test_one_row_worked_by_hand():
-    # 4 bits of a row whose largest value is 7.5 have the scale 1. Rounded up instead of down, 2.25 is off by 0.75, not 0.25, of
-    # which the error of 0.5 in the other column takes some back: H = [[2, 1], [1, 4]].
+    # 4 bits of a row whose largest value is 7.5 have the scale 1. Rounded up instead of down, 2.25
+    # is off by 0.75, not 0.25, of which the error of 0.5 in the other column takes some back: H =
+    # [[2, 1], [1, 4]].
     scheme = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
     weight, hessian = torch.tensor([[2.25, -7.5]]), torch.tensor([[2.0, 1.0], [1.0, 4.0]])
-    made = QTensor(qvalue=torch.tensor([[3, -8]], dtype=torch.int8), scale=torch.ones(1, 1), scheme=scheme)
+    made = QTensor(
+        qvalue=torch.tensor([[3, -8]], dtype=torch.int8), scale=torch.ones(1, 1), scheme=scheme
+    )
     moment = SecondMoment(upper=hessian, diagonal=hessian.diagonal())
     found = compared({"w": weight}, {"w": made}, moment, scale_dtype=torch.float32)["w"]
     power = 2 * 2.25**2 - 2 * 2.25 * 7.5 + 4 * 7.5**2
-    assert found["output_error"] == pytest.approx(math.sqrt((2 * 0.75**2 - 2 * 0.75 * 0.5 + 4 * 0.5**2) / power))
-    assert found["output_error_rtn"] == pytest.approx(math.sqrt((2 * 0.25**2 + 2 * 0.25 * 0.5 + 4 * 0.5**2) / power))
+    assert found["output_error"] == pytest.approx(
+        math.sqrt((2 * 0.75**2 - 2 * 0.75 * 0.5 + 4 * 0.5**2) / power)
+    )
+    assert found["output_error_rtn"] == pytest.approx(
+        math.sqrt((2 * 0.25**2 + 2 * 0.25 * 0.5 + 4 * 0.5**2) / power)
+    )
     assert found["same_as_rtn"] is False
 
 
@@ -65,7 +72,9 @@ def test_errors_are_those_of_the_outputs(scheme):
     worse = nearest({"w": weight + 0.05 * random(32, 64, seed=2)}, scheme)["w"]
     found = told(weight, worse, x)
     assert found["output_error"] == pytest.approx(output_error(weight, worse, x), rel=1e-4)
-    assert found["output_error_rtn"] == pytest.approx(output_error(weight, nearest({"w": weight}, scheme)["w"], x), rel=1e-4)
+    assert found["output_error_rtn"] == pytest.approx(
+        output_error(weight, nearest({"w": weight}, scheme)["w"], x), rel=1e-4
+    )
     assert found["output_error"] > found["output_error_rtn"] > 0
 
 
@@ -121,10 +130,14 @@ def test_the_factored_matrix_is_still_the_moment(in_place):
 def test_it_still_is_where_the_first_damping_did_not_suffice():
     x, rows = random(40, 8), random(5, 8, seed=1)
     hessian = x.T @ x
-    hessian[1, 0] = hessian[0, 1] = 1.05 * math.sqrt(hessian[0, 0] * hessian[1, 1])  # no sum of x^T x
+    # no sum of x^T x
+    hessian[1, 0] = hessian[0, 1] = 1.05 * math.sqrt(hessian[0, 0] * hessian[1, 1])
     feedback = feedback_of(hessian, name="w")
     assert feedback.decisions["attempts"] > 1
-    found, expected = moment_of(feedback).powers(rows), torch.einsum("ri,ij,rj->r", rows, hessian, rows).double()
+    found, expected = (
+        moment_of(feedback).powers(rows),
+        torch.einsum("ri,ij,rj->r", rows, hessian, rows).double(),
+    )
     torch.testing.assert_close(found / found[0], expected / expected[0], rtol=1e-4, atol=0)
 
 
@@ -140,26 +153,42 @@ def test_workers_and_neighbours_change_nothing():
     weights, moment = {str(i): random(40, 64, seed=i) for i in range(4)}, of(random(90, 64, seed=9))
     made = nearest(weights, W4_G32)
     alone = {
-        name: compared({name: weights[name]}, {name: made[name]}, moment, scale_dtype=torch.float32)[name] for name in weights
+        name: compared(
+            {name: weights[name]}, {name: made[name]}, moment, scale_dtype=torch.float32
+        )[name]
+        for name in weights
     }
     with Workers(2) as workers:
         assert compared(weights, made, moment, scale_dtype=torch.float32, workers=workers) == alone
 
 
 def test_gptq_tells_of_all_its_linears_and_its_error_is_the_smaller_one():
-    weights, x = {"a": random(48, 64), "b": random(16, 64, seed=1)}, random(500, 16, seed=2) @ random(16, 64, seed=3)
+    weights, x = (
+        {"a": random(48, 64), "b": random(16, 64, seed=1)},
+        random(500, 16, seed=2) @ random(16, 64, seed=3),
+    )
     statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(len(x))}
     results = gptq.quantize_group(weights, W4_G32, statistics=statistics, scale_dtype=torch.float32)
     for name, result in results.items():
-        decisions, rows = result.decisions, output_errors.sampled_rows(len(weights[name]), most=ROWS)
-        part = QTensor(qvalue=result.weight.qvalue[rows], scale=result.weight.scale[rows], scheme=W4_G32.weights)
-        assert decisions["output_error"] == pytest.approx(output_error(weights[name][rows], part, x), rel=1e-3)
+        decisions, rows = (
+            result.decisions,
+            output_errors.sampled_rows(len(weights[name]), most=ROWS),
+        )
+        part = QTensor(
+            qvalue=result.weight.qvalue[rows],
+            scale=result.weight.scale[rows],
+            scheme=W4_G32.weights,
+        )
+        assert decisions["output_error"] == pytest.approx(
+            output_error(weights[name][rows], part, x), rel=1e-3
+        )
         assert decisions["output_error"] < 0.9 * decisions["output_error_rtn"]
         assert decisions["same_as_rtn"] is False
 
 
 def test_gptq_without_correlation_on_a_grid_that_fits_is_round_to_nearest():
-    # 15 values at distance 1 with 7.5 among them: the whole range loses nothing, and no column owes another anything.
+    # 15 values at distance 1 with 7.5 among them: the whole range loses nothing, and no column owes
+    # another anything.
     scheme = LinearScheme(
         name="test",
         weights=TensorScheme(kind="int", num_bits=8, granularity="per_channel"),
@@ -169,7 +198,9 @@ def test_gptq_without_correlation_on_a_grid_that_fits_is_round_to_nearest():
     weight = torch.arange(-16.0, 16.0)[None] * 4
     weight[0, 0] = -127.5
     statistics = {"hessian_sum": torch.eye(32), "count": torch.tensor(1)}
-    result = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    result = gptq.quantize_group(
+        {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+    )["w"]
     assert result.decisions["same_as_rtn"] is True
 
 
@@ -182,4 +213,6 @@ def test_nothing_changed_only_if_every_linear_that_was_compared_is_rtns():
 
 def test_what_it_takes_is_a_few_rows_or_a_unit():
     assert output_errors.working_bytes(512) == groups.unit_bytes(512)
-    assert output_errors.working_bytes(1 << 18) == max(groups.unit_bytes(1 << 18), 9 * 4 * ROWS << 18)
+    assert output_errors.working_bytes(1 << 18) == max(
+        groups.unit_bytes(1 << 18), 9 * 4 * ROWS << 18
+    )

@@ -13,29 +13,43 @@ FAST = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capab
 
 
 def test_a_product_worked_by_hand():
-    left, right = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[10.0, 1.0], [0.5, 4.0], [0.0, -1.0]])
+    left, right = (
+        torch.tensor([[1.0, 2.0], [3.0, -1.0]]),
+        torch.tensor([[10.0, 1.0], [0.5, 4.0], [0.0, -1.0]]),
+    )
     wanted = torch.tensor([[13.0, 108.5, -2.0], [30.0, 97.5, 1.0]])
     assert torch.equal(product(operand(left), right, torch.tensor([1.0, 100.0, 0.0])), wanted)
     assert torch.equal(product(operand(left), right), wanted - torch.tensor([1.0, 100.0, 0.0]))
 
 
-@given(rows=st.integers(0, 70), columns=st.integers(1, 40), outputs=st.integers(1, 40), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(0, 70),
+    columns=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
 def test_whole_numbers_are_multiplied_exactly_whatever_the_shape(rows, columns, outputs, seed):
     generator = torch.Generator().manual_seed(seed)
     left = torch.randint(-50, 50, (rows, columns), generator=generator)
     right = torch.randint(-50, 50, (outputs, columns), generator=generator)
     found = product(operand(left.float()), right.float())
-    assert found.layout == torch.strided and numpy.array_equal(found.numpy(), left.numpy() @ right.numpy().T)
+    assert found.layout == torch.strided and numpy.array_equal(
+        found.numpy(), left.numpy() @ right.numpy().T
+    )
 
 
 @pytest.mark.parametrize("features", [64, 512, 4096])
 def test_sums_are_float32_throughout(features):
     """An error in the tenth bit or so, as of bfloat16 or tf32, would be a thousand times as large as what is allowed."""
     generator = torch.Generator().manual_seed(0)
-    left, right = torch.randn(96, features, generator=generator), torch.randn(80, features, generator=generator)
+    left, right = (
+        torch.randn(96, features, generator=generator),
+        torch.randn(80, features, generator=generator),
+    )
     exact = left.double().numpy() @ right.double().numpy().T
     error = product(operand(left), right).double().numpy() - exact
-    assert (error**2).mean() ** 0.5 < 2**-24 * features  # of products of size 1; a random walk is far below
+    # of products of size 1; a random walk is far below
+    assert (error**2).mean() ** 0.5 < 2**-24 * features
 
 
 def test_threads_change_no_bit():
@@ -44,7 +58,10 @@ def test_threads_change_no_bit():
     right = torch.randn(77, 300, generator=generator)
     with Workers(3) as workers:
         found = workers.map(lambda left: product(operand(left), right), lefts)
-    assert all(torch.equal(one, product(operand(left), right)) for left, one in zip(lefts, found, strict=True))
+    assert all(
+        torch.equal(one, product(operand(left), right))
+        for left, one in zip(lefts, found, strict=True)
+    )
 
 
 def test_gradients_flow():
@@ -53,7 +70,9 @@ def test_gradients_flow():
     assert torch.equal(gradient, right.sum(dim=0).expand(2, 3))
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 3).double(), torch.ones(2, 3).bfloat16(), torch.ones(0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "x", [torch.ones(2, 3).double(), torch.ones(2, 3).bfloat16(), torch.ones(0, 3)], ids=str
+)
 def test_what_does_not_fit_stays_as_it_is(x):
     assert operand(x) is x
 
@@ -70,7 +89,8 @@ def cpu(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 5), (70, 64, 33), (3, 40, 300_000)])  # rows, features, outputs: the last in parts
+# rows, features, outputs: the last in parts
+@pytest.mark.parametrize("shape", [(1, 8, 5), (70, 64, 33), (3, 40, 300_000)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_linears_in_bfloat16_are_sums_in_float32_that_are_rounded_once(cpu, shape, biased):
     rows, features, outputs = shape
@@ -88,9 +108,14 @@ def test_linears_in_bfloat16_are_sums_in_float32_that_are_rounded_once(cpu, shap
     assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
 
 
-def test_bfloat16_is_widened_inside_the_block_where_it_is_slow_and_nothing_else_is(cpu, monkeypatch):
+def test_bfloat16_is_widened_inside_the_block_where_it_is_slow_and_nothing_else_is(
+    cpu, monkeypatch
+):
     seen, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr("quantflow.numerics.product._linear", lambda *given: (seen.append(given[0].dtype), linear(*given))[1])
+    monkeypatch.setattr(
+        "quantflow.numerics.product._linear",
+        lambda *given: (seen.append(given[0].dtype), linear(*given))[1],
+    )
     x, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4, dtype=torch.bfloat16)
     with widened(torch.bfloat16):
         torch.nn.functional.linear(x, weight)
@@ -103,11 +128,18 @@ def test_bfloat16_is_widened_inside_the_block_where_it_is_slow_and_nothing_else_
 
 def test_gradients_of_what_is_widened_are_those_of_torch(monkeypatch):
     generator = torch.Generator().manual_seed(2)
-    x, weight = (torch.randint(-4, 5, shape, generator=generator).bfloat16().requires_grad_() for shape in ((6, 16), (12, 16)))
+    x, weight = (
+        torch.randint(-4, 5, shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((6, 16), (12, 16))
+    )
     bias = torch.zeros(12, dtype=torch.bfloat16, requires_grad=True)
     slope = torch.randint(-4, 5, (6, 12), generator=generator).bfloat16()
-    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope)
+    expected = torch.autograd.grad(
+        torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope
+    )
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     with widened(torch.bfloat16):
-        found = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope)
+        found = torch.autograd.grad(
+            torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope
+        )
     assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))

@@ -11,14 +11,18 @@ from quantflow.numerics import statistics
 EXPECTED = {"a": (torch.float32, (None,)), "b": (torch.float32, (None, 2))}
 
 
-@pytest.mark.parametrize(("shape", "rows"), [((3,), 1), ((5, 3), 5), ((2, 4, 3), 8), ((0, 3), 0), ((2, 0, 3), 0)])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((3,), 1), ((5, 3), 5), ((2, 4, 3), 8), ((0, 3), 0), ((2, 0, 3), 0)]
+)
 def test_samples_of_any_leading_shape_become_rows(shape, rows):
     assert statistics.finite_rows(torch.ones(shape), 3, observer="o").shape == (rows, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_rows_are_float32_and_detached(dtype):
-    rows = statistics.finite_rows(torch.ones(2, 3, dtype=dtype, requires_grad=True), 3, observer="o")
+    rows = statistics.finite_rows(
+        torch.ones(2, 3, dtype=dtype, requires_grad=True), 3, observer="o"
+    )
     assert rows.dtype == torch.float32
     assert not rows.requires_grad
 
@@ -26,10 +30,16 @@ def test_rows_are_float32_and_detached(dtype):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.ones(2, 4), r"o: input \[2, 4\] has 4 features, the observer 3; use an observer per tensor"),
+        (
+            torch.ones(2, 4),
+            r"o: input \[2, 4\] has 4 features, the observer 3; use an observer per tensor",
+        ),
         (torch.ones(2, 3, dtype=torch.int64), r"o: torch.int64 \[2, 3\], expected float"),
         (torch.ones(()), r"o: torch.float32 \[\], expected float"),
-        (torch.tensor([[math.nan, 1.0, -math.inf]]), r"o: input \[1, 3\] holds 1 NaN and 1 Inf; measure in a wider"),
+        (
+            torch.tensor([[math.nan, 1.0, -math.inf]]),
+            r"o: input \[1, 3\] holds 1 NaN and 1 Inf; measure in a wider",
+        ),
         (torch.tensor([[1.0, math.inf, 1.0]]), r"0 NaN and 1 Inf"),
         (torch.full((1, 3), 1e300, dtype=torch.float64), r"0 NaN and 3 Inf"),
     ],
@@ -48,7 +58,10 @@ def test_a_state_comes_back_in_the_order_asked_for():
     ("state", "message"),
     [
         ({"a": torch.ones(4)}, r"o: state has \['a'\], expected \['a', 'b'\]"),
-        ({"a": torch.ones(4), "b": torch.ones(4, 2), "c": torch.ones(1)}, r"o: state has \['a', 'b', 'c'\]"),
+        (
+            {"a": torch.ones(4), "b": torch.ones(4, 2), "c": torch.ones(1)},
+            r"o: state has \['a', 'b', 'c'\]",
+        ),
         (
             {"a": torch.ones(4).double(), "b": torch.ones(4, 2)},
             r"o: a is torch.float64 \[4\], expected torch.float32 \[n\]",

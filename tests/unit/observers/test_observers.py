@@ -31,7 +31,9 @@ def seen(name, *batches):
 
 
 def copy(observer):
-    return type(observer).from_state({key: value.clone() for key, value in observer.state().items()})
+    return type(observer).from_state(
+        {key: value.clone() for key, value in observer.state().items()}
+    )
 
 
 def merged(*observers):
@@ -48,16 +50,32 @@ def same(one, other):
 
 def close(one, other):
     left, right = one.state(), other.state()
-    return all(torch.allclose(left[key], right[key], rtol=0, atol=rounding(left[key])) for key in left)
+    return all(
+        torch.allclose(left[key], right[key], rtol=0, atol=rounding(left[key])) for key in left
+    )
 
 
 def rounding(value):
     """A few units in the last place of the largest entry: what three terms can differ by in another order."""
-    return 4 * torch.finfo(value.dtype).eps * value.abs().max().item() if value.is_floating_point() else 0
+    return (
+        4 * torch.finfo(value.dtype).eps * value.abs().max().item()
+        if value.is_floating_point()
+        else 0
+    )
 
 
 def test_the_table_has_every_observer_under_its_name_and_its_statistics():
-    assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "gradient", "count"]
+    assert NAMES == [
+        "amax",
+        "channel_amax",
+        "min_max",
+        "mean_abs",
+        "histogram",
+        "hessian",
+        "fisher",
+        "gradient",
+        "count",
+    ]
     for name, kind in OBSERVERS.items():
         assert name == kind.NAME
         assert tuple(kind(C).state()) == tuple(kind.STATISTICS)
@@ -150,20 +168,27 @@ def test_a_state_is_everything_an_observer_knows(name, first, second):
 def test_nan_and_inf_are_refused_and_nothing_is_taken_in(name, bad):
     observer = seen(name, [1, 2, 3, 4])
     before = copy(observer)
-    with pytest.raises(StatisticsError, match=rf"{name}: input \[2, 1, 4\] holds [01] NaN and [01] Inf; measure in"):
+    with pytest.raises(
+        StatisticsError, match=rf"{name}: input \[2, 1, 4\] holds [01] NaN and [01] Inf; measure in"
+    ):
         observer.update(torch.tensor([[[9.0, 9.0, 9.0, 9.0]], [[1.0, bad, 1.0, 1.0]]]))
     assert same(observer, before)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_of_another_width_are_refused(name):
-    with pytest.raises(StatisticsError, match=rf"{name}: input \[2, 5\] has 5 features, the observer 4"):
+    with pytest.raises(
+        StatisticsError, match=rf"{name}: input \[2, 5\] has 5 features, the observer 4"
+    ):
         OBSERVERS[name](C).update(torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("name", NEEDS_FEATURES)
 def test_observers_of_different_widths_do_not_merge(name):
-    with pytest.raises(StatisticsError, match=rf"{name}: shapes \[4(, 4)?\] and \[6(, 6)?\]; concatenate the shards"):
+    with pytest.raises(
+        StatisticsError,
+        match=rf"{name}: shapes \[4(, 4)?\] and \[6(, 6)?\]; concatenate the shards",
+    ):
         OBSERVERS[name](4).merge(OBSERVERS[name](6))
 
 
@@ -227,7 +252,9 @@ def test_the_observers_for_what_algorithms_need(needs, observers):
 
 
 def test_a_need_that_no_observer_meets_is_refused():
-    with pytest.raises(UsageError, match=r"statistics \['kurtosis'\] are unknown; use some of abs_sum, amax, "):
+    with pytest.raises(
+        UsageError, match=r"statistics \['kurtosis'\] are unknown; use some of abs_sum, amax, "
+    ):
         observers_for(["amax", "kurtosis"])
 
 
@@ -236,7 +263,10 @@ def test_a_statistic_says_of_itself_how_ranks_merge_what_its_observer_merges(nam
     folds = {LARGER: torch.maximum, SMALLER: torch.minimum, ADDED: torch.add}
     one, other = seen(name, [1, -2, 3, -4]), seen(name, [-5, 6, 0, 2])
     left, right = one.state(), other.state()
-    told = {key: folds[statistic.fold](left[key], right[key]) for key, statistic in OBSERVERS[name].STATISTICS.items()}
+    told = {
+        key: folds[statistic.fold](left[key], right[key])
+        for key, statistic in OBSERVERS[name].STATISTICS.items()
+    }
     total = merged(one, other).state()
     assert all(torch.equal(told[key], total[key]) for key in told)
 
@@ -246,7 +276,11 @@ def test_a_statistic_says_of_itself_its_shape_and_dtype_and_so_its_bytes(name):
     state, statistics = OBSERVERS[name](C).state(), OBSERVERS[name].STATISTICS
     assert all(tuple(value.shape) == statistics[key].shape(C) for key, value in state.items())
     assert all(value.dtype == statistics[key].dtype for key, value in state.items())
-    assert state_bytes(name, C) == sum(value.numel() * value.element_size() for value in state.values()) > 0
+    assert (
+        state_bytes(name, C)
+        == sum(value.numel() * value.element_size() for value in state.values())
+        > 0
+    )
 
 
 def test_what_no_observer_has_costs_no_zero_bytes_and_merges_by_no_maximum():

@@ -62,8 +62,14 @@ def test_a_range_never_holds_negative_zero_because_equal_ranges_have_equal_bytes
 
 def test_a_range_that_leaves_zero_out_is_refused():
     zeros = torch.zeros(2)
-    for state in ({"min_val": zeros + 1, "max_val": zeros + 2}, {"min_val": zeros - 2, "max_val": zeros - 1}):
-        with pytest.raises(StatisticsError, match=r"min_max: min_val up to .*, max_val down to .*, the range holds 0"):
+    for state in (
+        {"min_val": zeros + 1, "max_val": zeros + 2},
+        {"min_val": zeros - 2, "max_val": zeros - 1},
+    ):
+        with pytest.raises(
+            StatisticsError,
+            match=r"min_max: min_val up to .*, max_val down to .*, the range holds 0",
+        ):
             MinMaxObserver.from_state(state)
 
 
@@ -112,7 +118,10 @@ def test_gradients_of_many_outputs_are_summed_in_blocks_worked_by_hand(monkeypat
     assert observer.state()["gradient_sum"].tolist() == [[2.0, 2.0], [2.0, 5.0], [14.0, 0.0]]
     again = GradientObserver.from_state(observer.state())
     assert torch.equal(again.state()["gradient_sum"], observer.state()["gradient_sum"])
-    with pytest.raises(StatisticsError, match=r"gradient: gradient_sum is torch\.float32 \[3, 3\], expected .* \[3, 2\]"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"gradient: gradient_sum is torch\.float32 \[3, 3\], expected .* \[3, 2\]",
+    ):
         GradientObserver.from_state({"gradient_sum": torch.eye(3), "count": torch.tensor(1)})
 
 
@@ -132,7 +141,10 @@ def test_gradients_whose_square_overflows_are_refused_and_nothing_is_taken_in():
     observer = GradientObserver(2)
     observer.update(torch.tensor([[1e19, 1.0]]))
     before = observer.state()["gradient_sum"].clone()
-    with pytest.raises(StatisticsError, match=r"gradient: gradient \[1, 2\] up to 1\.8e\+19, its square exceeds float32"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"gradient: gradient \[1, 2\] up to 1\.8e\+19, its square exceeds float32",
+    ):
         observer.update(torch.tensor([[1.8e19, 1.0]]))
     assert torch.equal(observer.state()["gradient_sum"], before) and observer.state()["count"] == 1
 
@@ -159,8 +171,11 @@ def test_a_hessian_agrees_with_float64_and_is_symmetric_and_positive():
     assert torch.linalg.eigvalsh(observer.hessian).min() > 0
 
 
-@pytest.mark.parametrize("features", [255, 256, 257, 600])  # around and beyond the blocks of rows it is computed in
-def test_a_hessian_of_several_blocks_is_whole_and_exactly_symmetric_however_often_it_is_looked_at(features):
+# around and beyond the blocks of rows it is computed in
+@pytest.mark.parametrize("features", [255, 256, 257, 600])
+def test_a_hessian_of_several_blocks_is_whole_and_exactly_symmetric_however_often_it_is_looked_at(
+    features,
+):
     x = torch.randn(4, 30, features, generator=torch.Generator().manual_seed(1)) + 0.5
     observer, other = HessianObserver(features), HessianObserver(features)
     for sequence in x[:2]:
@@ -176,13 +191,18 @@ def test_a_hessian_of_several_blocks_is_whole_and_exactly_symmetric_however_ofte
 
 
 @pytest.mark.parametrize("features", [3, 256, 600])
-def test_a_hessian_that_is_taken_is_the_one_that_is_looked_at_and_the_observer_begins_anew(features):
+def test_a_hessian_that_is_taken_is_the_one_that_is_looked_at_and_the_observer_begins_anew(
+    features,
+):
     x = torch.randn(3, 20, features, generator=torch.Generator().manual_seed(3))
     observer, fresh = HessianObserver(features), HessianObserver(features)
     observer.update(x[0])
     observer.update(x[1])
     seen, taken = observer.state(), observer.take()
-    assert torch.equal(taken["hessian_sum"], seen["hessian_sum"]) and taken["count"] == seen["count"] == 40
+    assert (
+        torch.equal(taken["hessian_sum"], seen["hessian_sum"])
+        and taken["count"] == seen["count"] == 40
+    )
     assert not observer.state()["hessian_sum"].any() and observer.state()["count"] == 0
     for one in (observer, fresh):
         one.update(x[2])
@@ -222,8 +242,10 @@ def test_a_state_that_is_changed_changes_no_observer():
 
 
 def test_many_sequences_leave_the_error_in_float32_that_the_docstring_states():
-    # 64 sequences: sqrt(64) * 2^-24 = 4.8e-7 of an entry; as a matrix at most sqrt(K) times that, of the diagonal.
-    x = torch.randn(64, 256, 48, generator=torch.Generator().manual_seed(2)) + 1.0  # a mean: the off-diagonal is large too
+    # 64 sequences: sqrt(64) * 2^-24 = 4.8e-7 of an entry; as a matrix at most sqrt(K) times that,
+    # of the diagonal.
+    # a mean: the off-diagonal is large too
+    x = torch.randn(64, 256, 48, generator=torch.Generator().manual_seed(2)) + 1.0
     observer = HessianObserver(48)
     for sequence in x:
         observer.update(sequence)
@@ -238,7 +260,10 @@ def test_a_sum_that_would_overflow_is_refused_before_anything_is_added():
     observer = HessianObserver(2)
     observer.update(torch.tensor([[1.5e19, 0.0]]))  # 2.25e38; float32 ends at 3.4e38
     before = observer.state()["hessian_sum"].clone()
-    with pytest.raises(StatisticsError, match=r"hessian: input \[1, 2\] up to 1\.5e\+19, its square exceeds float32"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"hessian: input \[1, 2\] up to 1\.5e\+19, its square exceeds float32",
+    ):
         observer.update(torch.tensor([[1.5e19, 1.0]]))
     assert torch.equal(observer.state()["hessian_sum"], before)
     assert observer.state()["count"] == 1
@@ -246,7 +271,9 @@ def test_a_sum_that_would_overflow_is_refused_before_anything_is_added():
 
 def test_samples_whose_square_overflows_are_refused_by_the_hessian():
     observer = HessianObserver(2)
-    with pytest.raises(StatisticsError, match=r"hessian: input \[1, 2\] up to 1e\+30, its square exceeds float32"):
+    with pytest.raises(
+        StatisticsError, match=r"hessian: input \[1, 2\] up to 1e\+30, its square exceeds float32"
+    ):
         observer.update(torch.tensor([[1e30, 1.0]]))
     assert not observer.state()["hessian_sum"].any()
 
@@ -254,7 +281,11 @@ def test_samples_whose_square_overflows_are_refused_by_the_hessian():
 def test_there_are_eight_bins_a_binade_and_two_for_the_ends():
     assert BINS == 64 * 8 + 2
     assert upper_edge(0) == 2.0**-40
-    assert [upper_edge(1 + part) for part in (0, 6, 7)] == [2.0**-40 * 1.125, 2.0**-40 * 1.875, 2.0**-39]
+    assert [upper_edge(1 + part) for part in (0, 6, 7)] == [
+        2.0**-40 * 1.125,
+        2.0**-40 * 1.875,
+        2.0**-39,
+    ]
     assert upper_edge(1 + 40 * 8) == 1.125
     assert upper_edge(BINS - 2) == 2.0**24
     assert upper_edge(BINS - 1) == math.inf
@@ -293,7 +324,9 @@ def test_a_histogram_counts_every_element_once():
 
 @settings(max_examples=100)
 @given(
-    magnitudes=st.lists(st.floats(width=32, min_value=2.0**-40, max_value=2.0**23), min_size=1, max_size=30),
+    magnitudes=st.lists(
+        st.floats(width=32, min_value=2.0**-40, max_value=2.0**23), min_size=1, max_size=30
+    ),
     per_mille=st.integers(0, 1000),
 )
 def test_a_percentile_is_above_the_exact_one_by_at_most_an_eighth(magnitudes, per_mille):
@@ -319,7 +352,10 @@ def test_percentiles_of_nothing_of_zeros_and_beyond_the_edges():
     assert observer.percentile(100) == 2.0**-40
     observer.update(torch.tensor([1e9]))
     assert observer.percentile(75) == 2.0**-40
-    with pytest.raises(StatisticsError, match=r"histogram: percentile 99 lies beyond the last edge, 2\^24; use amax"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"histogram: percentile 99 lies beyond the last edge, 2\^24; use amax",
+    ):
         observer.percentile(99)
 
 
@@ -341,7 +377,8 @@ def test_a_shrunk_hessian_has_the_mean_of_its_diagonal_on_its_diagonal_by_hand()
 def test_shrunk_a_hessian_of_as_many_samples_as_features_serves_gptq_where_it_did_harm():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 128, generator=generator)
-    seen, unseen = (torch.randn(count, 128, generator=generator) for count in (128, 4000))  # features that are independent
+    # features that are independent
+    seen, unseen = (torch.randn(count, 128, generator=generator) for count in (128, 4000))
     observer = HessianObserver(128)
     observer.update(seen)
     shrunk = observer.state()
@@ -349,15 +386,20 @@ def test_shrunk_a_hessian_of_as_many_samples_as_features_serves_gptq_where_it_di
     scheme = with_group_size(preset("W4A16"), 32)
 
     def error(algorithm, statistics):
-        found = ALGORITHMS[algorithm].quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)
+        found = ALGORITHMS[algorithm].quantize_group(
+            {"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32
+        )
         return float((unseen @ (weight - found["w"].weight.dequantize()).T).square().sum())
 
-    alike = error("rtn_mse", {})  # rounds to nearest with scales that may be negative too, as gptq's
-    assert error("gptq", observer.state()) > 2 * alike  # errors are made up for along correlations that are chance
+    # rounds to nearest with scales that may be negative too, as gptq's
+    alike = error("rtn_mse", {})
+    # errors are made up for along correlations that are chance
+    assert error("gptq", observer.state()) > 2 * alike
     assert error("gptq", shrunk) < 0.95 * error("rtn", {})
 
 
-def test_rows_at_equal_distances_are_kept_in_order():  # of six rows the middle ones of the first and the second half
+# of six rows the middle ones of the first and the second half
+def test_rows_at_equal_distances_are_kept_in_order():
     sample = RowSample(1, each=2)
     sample.update(torch.arange(6.0).reshape(1, 6, 1))
     sample.update(torch.tensor([[[7.0]]]))
@@ -377,7 +419,9 @@ def test_an_unseen_sample_has_no_rows():
     assert RowSample(3, each=2).state()["rows"].shape == (0, 3)
 
 
-@pytest.mark.parametrize(("x", "message"), [(torch.ones(2, 4), "4 features"), (torch.full((1, 3), math.nan), "NaN")])
+@pytest.mark.parametrize(
+    ("x", "message"), [(torch.ones(2, 4), "4 features"), (torch.full((1, 3), math.nan), "NaN")]
+)
 def test_a_sample_refuses_what_no_observer_takes(x, message):
     with pytest.raises(StatisticsError, match=message):
         RowSample(3, each=2).update(x)
@@ -391,7 +435,9 @@ def test_a_divided_hessian_is_that_of_divided_samples(features):
     divided.update(x)
     divided.divide_(factors)
     expected.update(x / factors)
-    assert torch.allclose(divided.state()["hessian_sum"], expected.state()["hessian_sum"], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        divided.state()["hessian_sum"], expected.state()["hessian_sum"], rtol=1e-5, atol=1e-5
+    )
     assert divided.state()["count"] == 50
 
 
@@ -402,13 +448,18 @@ def test_an_unseen_hessian_can_be_divided():
 
 
 def test_the_points_of_a_histogram_stand_for_its_values():
-    # 1 and 1.1 lie in the bin from 1 to 1.125, 3 in that from 3 to 3.25; 0 is below the first edge, 2^30 beyond the last.
+    # 1 and 1.1 lie in the bin from 1 to 1.125, 3 in that from 3 to 3.25; 0 is below the first edge,
+    # 2^30 beyond the last.
     observer = HistogramObserver()
     observer.update(torch.tensor([[1.0, -1.1, 3.0, 0.0, -(2.0**30)]]))
     magnitudes, counts = observer.points()
     assert len(magnitudes) == len(counts) == 4 * (BINS - 2) + 1
     assert (magnitudes.diff() > 0).all()
-    seen = {magnitude: count for magnitude, count in zip(magnitudes.tolist(), counts.tolist(), strict=True) if count}
+    seen = {
+        magnitude: count
+        for magnitude, count in zip(magnitudes.tolist(), counts.tolist(), strict=True)
+        if count
+    }
     ones = [1 + 0.125 * (part + 0.5) / 4 for part in range(4)]
     threes = [3 + 0.25 * (part + 0.5) / 4 for part in range(4)]
     assert seen == {0.0: 1.0} | dict.fromkeys(ones, 0.5) | dict.fromkeys(threes, 0.25)

@@ -13,11 +13,21 @@ from quantflow.planning.requirements import entries_of, statistics_for
 
 GRAPH = graph_for(
     LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"]
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        architectures=["LlamaForCausalLM"],
     )
 )
-SHAPES = {f"{name}.weight": (64, 96 if name.endswith("down_proj") else 64) for name in GRAPH.linears}
-SHAPES |= {"lm_head.weight": (320, 64), "model.norm.weight": (64,), "model.embed_tokens.weight": (320, 64)}
+SHAPES = {
+    f"{name}.weight": (64, 96 if name.endswith("down_proj") else 64) for name in GRAPH.linears
+}
+SHAPES |= {
+    "lm_head.weight": (320, 64),
+    "model.norm.weight": (64,),
+    "model.embed_tokens.weight": (320, 64),
+}
 
 
 def plan(scheme, **options):
@@ -50,7 +60,9 @@ def test_every_linear_of_the_decoder_layers_is_quantized_and_nothing_else():
         ("W8A16", {"overrides": (Override(match="re:.*q_proj", scheme="FP8"),)}, {"amax"}),
     ],
 )
-def test_the_statistics_that_are_needed_follow_from_algorithm_transforms_and_static_inputs(scheme, options, needs):
+def test_the_statistics_that_are_needed_follow_from_algorithm_transforms_and_static_inputs(
+    scheme, options, needs
+):
     found = plan(scheme, **options)
     assert found.needs == needs
     assert found.needs_measurement == bool(needs)
@@ -60,7 +72,11 @@ def test_the_statistics_that_are_needed_follow_from_algorithm_transforms_and_sta
 def test_exact_names_and_patterns_are_ignored_and_the_rest_is_quantized():
     found = plan("W8A16", ignore=("model.layers.0.self_attn.q_proj", "re:.*down_proj")).schemes
     left = {name for name, scheme in found.items() if scheme is None}
-    assert left == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
+    assert left == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+    }
 
 
 def test_what_is_never_quantized_may_be_ignored_too():
@@ -93,12 +109,20 @@ def test_ignoring_everything_is_refused():
 
 
 def test_an_override_wins_over_the_scheme_the_last_over_the_first_and_ignore_over_both():
-    overrides = (Override(match="re:.*q_proj", scheme="FP8_DYNAMIC"), Override(match="re:.*layers.1.*q_proj", scheme="W8A8"))
+    overrides = (
+        Override(match="re:.*q_proj", scheme="FP8_DYNAMIC"),
+        Override(match="re:.*layers.1.*q_proj", scheme="W8A8"),
+    )
     found = plan("W8A16", overrides=overrides, ignore=("model.layers.0.self_attn.k_proj",)).schemes
     assert found["model.layers.0.self_attn.q_proj"].name == "FP8_DYNAMIC"
     assert found["model.layers.1.self_attn.q_proj"].name == "W8A8"
     assert found["model.layers.0.self_attn.v_proj"].name == "W8A16"
-    assert plan("W8A16", overrides=overrides, ignore=("re:.*q_proj",)).schemes["model.layers.1.self_attn.q_proj"] is None
+    assert (
+        plan("W8A16", overrides=overrides, ignore=("re:.*q_proj",)).schemes[
+            "model.layers.1.self_attn.q_proj"
+        ]
+        is None
+    )
 
 
 def test_an_override_brings_its_own_group_size():
@@ -111,12 +135,19 @@ def test_a_group_size_that_does_not_divide_names_the_linear_and_both_numbers():
         plan("W4A16", group_size=64)
     assert "model.layers.0.mlp.down_proj" in caught.value.cause
     assert "96" in caught.value.cause and "64" in caught.value.cause
-    assert plan("W4A16", group_size=64, ignore=("re:.*down_proj",)).schemes["model.layers.0.mlp.down_proj"] is None
+    assert (
+        plan("W4A16", group_size=64, ignore=("re:.*down_proj",)).schemes[
+            "model.layers.0.mlp.down_proj"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("scheme", ["W2A16", "W2A16_ASYM", "W3A16", "W3A16_ASYM", "W4A8"])
 def test_weights_of_few_bits_take_any_group_size_that_divides(scheme):
-    assert plan(scheme, group_size=16).schemes["model.layers.0.mlp.down_proj"].weights.group_size == 16
+    assert (
+        plan(scheme, group_size=16).schemes["model.layers.0.mlp.down_proj"].weights.group_size == 16
+    )
     with pytest.raises(SchemeError, match="in_features=96 is not a multiple of group_size=64"):
         plan(scheme, group_size=64)
 
@@ -124,9 +155,17 @@ def test_weights_of_few_bits_take_any_group_size_that_divides(scheme):
 def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so():
     entry = Quantize(name="a", scheme="W4A16")
     found = resolve(entry, GRAPH, SHAPES)
-    sizes = {name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()}
-    assert sizes == {**dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64), "down_proj": 32}
-    assert narrowed(found, entry) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    sizes = {
+        name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()
+    }
+    assert sizes == {
+        **dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64),
+        "down_proj": 32,
+    }
+    assert (
+        narrowed(found, entry)
+        == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    )
     wide = {name: (64, 256) for name in SHAPES}
     assert narrowed(resolve(entry, GRAPH, wide), entry) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
@@ -139,11 +178,19 @@ def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_
     found = resolve(entry, GRAPH, shapes)
     assert [linear for linear, scheme in found.schemes.items() if scheme is None] == [name]
     assert (
-        kept_for_few_inputs(found, entry, shapes) == f"a: {name} stays as in the source: fewer than 16 inputs, no whole group"
+        kept_for_few_inputs(found, entry, shapes)
+        == f"a: {name} stays as in the source: fewer than 16 inputs, no whole group"
     )
     smaller = "a: groups of 64 in 11 linears, of 32 in 2 linears, whose inputs 128 does not divide"
-    assert narrowed(found, entry) == smaller and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
-    assert resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name] is not None  # by rows
+    assert (
+        narrowed(found, entry) == smaller
+        and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
+    )
+    # by rows
+    assert (
+        resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name]
+        is not None
+    )
     with pytest.raises(SchemeError, match="in_features=4 is not a multiple of group_size=32"):
         resolve(Quantize(name="a", scheme="W4A16", algorithm="rtn", group_size=32), GRAPH, shapes)
 
@@ -152,9 +199,17 @@ def test_stacked_experts_that_no_linear_reads_are_named_with_their_bytes():
     sizes = {name: 2 * math.prod(shape) for name, shape in SHAPES.items()}
     assert left_out("a", GRAPH, SHAPES, sizes) is None
     convolution, experts = "model.layers.0.conv.weight", "model.layers.1.experts.w1"
-    assert left_out("a", GRAPH, SHAPES | {convolution: (64, 1, 4)}, sizes | {convolution: 10**6}) is None
-    found = left_out("a", GRAPH, SHAPES | {experts: (4, 64, 96)}, sizes | {experts: 2 * 4 * 64 * 96})
-    assert found is not None and "warning: model.layers.1.experts.w1 [4, 64, 96] are not quantized" in found
+    assert (
+        left_out("a", GRAPH, SHAPES | {convolution: (64, 1, 4)}, sizes | {convolution: 10**6})
+        is None
+    )
+    found = left_out(
+        "a", GRAPH, SHAPES | {experts: (4, 64, 96)}, sizes | {experts: 2 * 4 * 64 * 96}
+    )
+    assert (
+        found is not None
+        and "warning: model.layers.1.experts.w1 [4, 64, 96] are not quantized" in found
+    )
     assert "49,152 of the layers' 172,032 bytes" in found
     small = {"model.layers.1.bias": (64, 16)}  # next to nothing of the layers
     assert left_out("a", GRAPH, SHAPES | small, sizes | dict.fromkeys(small, 100)) is None
@@ -163,7 +218,9 @@ def test_stacked_experts_that_no_linear_reads_are_named_with_their_bytes():
 def test_a_preset_of_an_override_adapts_and_a_given_size_does_not():
     adapted = plan("W8A16", overrides=(Override(match="re:.*q_proj", scheme="W4A16"),))
     assert adapted.schemes["model.layers.0.self_attn.q_proj"].weights.group_size == 64
-    with pytest.raises(SchemeError, match="in_features=64 is not a multiple of group_size=128") as caught:
+    with pytest.raises(
+        SchemeError, match="in_features=64 is not a multiple of group_size=128"
+    ) as caught:
         plan("W8A16", overrides=(Override(match="re:.*q_proj", scheme="W4A16", group_size=128),))
     assert caught.value.remedy == "use 64 or 32, or list the layer under `ignore`"
 
@@ -199,15 +256,25 @@ def test_gptq_takes_float8(options):
 
 @pytest.mark.parametrize("algorithm", ["yaqa", "hqq"])
 def test_what_chooses_integers_is_refused_for_float8_with_what_to_use(algorithm):
-    with pytest.raises(UsageError, match=f"{algorithm} with scheme FP8_DYNAMIC; .* use rtn, rtn_mse or gptq for float8"):
+    with pytest.raises(
+        UsageError,
+        match=f"{algorithm} with scheme FP8_DYNAMIC; .* use rtn, rtn_mse or gptq for float8",
+    ):
         plan("FP8_DYNAMIC", algorithm=algorithm)
 
 
 def test_what_searches_each_scale_is_refused_for_one_of_a_tensor_with_what_to_use():
-    with pytest.raises(UsageError, match="rtn_mse with scheme FP8, whose weights share one scale; use rtn or gptq"):
+    with pytest.raises(
+        UsageError, match="rtn_mse with scheme FP8, whose weights share one scale; use rtn or gptq"
+    ):
         plan("FP8", algorithm="rtn_mse")
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        entry = Quantize(name="a", scheme=scheme, algorithm="rtn_mse", group_size=32 if scheme == "FP8_BLOCK" else None)
+        entry = Quantize(
+            name="a",
+            scheme=scheme,
+            algorithm="rtn_mse",
+            group_size=32 if scheme == "FP8_BLOCK" else None,
+        )
         assert resolve(entry, GRAPH, SHAPES, measured=False).file_to_file
 
 
@@ -282,7 +349,9 @@ def test_what_a_rotated_model_needs_is_observed_in_it_with_all_of_the_text():
 def test_measure_observes_what_a_search_reads_and_no_rows():
     entry = Quantize(name="a", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},))
     assert statistics_for([entry]) == ("channel_amax",)
-    assert statistics_for([Quantize(name="a", scheme="W4A16", transforms=({"awq": {}},))]) == ("mean_abs",)
+    assert statistics_for([Quantize(name="a", scheme="W4A16", transforms=({"awq": {}},))]) == (
+        "mean_abs",
+    )
 
 
 def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():
@@ -308,7 +377,9 @@ def test_schemes_ask_measure_for_the_union_of_what_they_need(schemes, observers)
 
 
 def test_overrides_ask_for_their_own_statistics():
-    entry = Quantize(name="a", scheme="W8A16", overrides=(Override(match="re:.*q_proj", scheme="FP8"),))
+    entry = Quantize(
+        name="a", scheme="W8A16", overrides=(Override(match="re:.*q_proj", scheme="FP8"),)
+    )
     assert statistics_for((entry,)) == ("amax",)
 
 

@@ -24,24 +24,50 @@ def write(path: Path, text: str) -> Path:
 def test_values_that_nobody_gives_are_the_documented_defaults():
     recipe = recipe_from({"model": "m"})
     assert (recipe.seed, recipe.revision, recipe.quantize) == (0, None, ())
-    assert (recipe.calibration.samples, recipe.calibration.sequence_length, recipe.calibration.pack) == (128, None, None)
+    assert (
+        recipe.calibration.samples,
+        recipe.calibration.sequence_length,
+        recipe.calibration.pack,
+    ) == (128, None, None)
     assert (recipe.measure.ranks, recipe.unify.groups) == (1, None)
     assert (recipe.export.format, recipe.export.shard_size) == ("compressed-tensors", "4GiB")
-    assert (recipe.resources.max_memory, recipe.resources.max_disk, recipe.resources.disk_offload) == (None, None, False)
-    assert (recipe.validate.tokens, recipe.validate.gate, recipe.validate.allow_inconclusive) == (32768, "auto", False)
+    assert (
+        recipe.resources.max_memory,
+        recipe.resources.max_disk,
+        recipe.resources.disk_offload,
+    ) == (None, None, False)
+    assert (recipe.validate.tokens, recipe.validate.gate, recipe.validate.allow_inconclusive) == (
+        32768,
+        "auto",
+        False,
+    )
 
 
 def test_a_flag_wins_over_set_which_wins_over_the_recipe_which_wins_over_the_default(tmp_path):
-    path = write(tmp_path / "r.yaml", "model: m\nseed: 1\ncalibration: {samples: 1, sequence_length: 1, source: file}\n")
-    data = apply_settings(read_yaml(path), ["calibration.samples=2", "calibration.sequence_length=2"])
-    recipe = recipe_from(overlay(data, {"calibration.sequence_length": 3, "calibration.samples": None}))
+    path = write(
+        tmp_path / "r.yaml",
+        "model: m\nseed: 1\ncalibration: {samples: 1, sequence_length: 1, source: file}\n",
+    )
+    data = apply_settings(
+        read_yaml(path), ["calibration.samples=2", "calibration.sequence_length=2"]
+    )
+    recipe = recipe_from(
+        overlay(data, {"calibration.sequence_length": 3, "calibration.samples": None})
+    )
     found = recipe.calibration
-    assert (found.sequence_length, found.samples, found.source, recipe.seed, found.packs) == (3, 2, "file", 1, False)
+    assert (found.sequence_length, found.samples, found.source, recipe.seed, found.packs) == (
+        3,
+        2,
+        "file",
+        1,
+        False,
+    )
 
 
 def test_set_reaches_into_lists_and_makes_missing_mappings():
     data = apply_settings(
-        {**MINIMAL, "quantize": [dict(MINIMAL["quantize"][0])]}, ["quantize.0.group_size=64", "unify.groups=[a]"]
+        {**MINIMAL, "quantize": [dict(MINIMAL["quantize"][0])]},
+        ["quantize.0.group_size=64", "unify.groups=[a]"],
     )
     recipe = recipe_from(data)
     assert recipe.quantize[0].group_size == 64
@@ -51,7 +77,11 @@ def test_set_reaches_into_lists_and_makes_missing_mappings():
 def test_limits_are_sizes_and_a_mistake_in_one_is_told_with_the_recipe():
     recipe = recipe_from({"model": "m", "resources": {"max_memory": "4GiB", "disk_offload": True}})
     assert (recipe.resources.max_memory, recipe.resources.disk_offload) == ("4GiB", True)
-    for resources, cause in (({"max_memory": "4 apples"}, "size"), ({"max_ram": "4GiB"}, "max_ram"), ({"max_disk": 7}, "int")):
+    for resources, cause in (
+        ({"max_memory": "4 apples"}, "size"),
+        ({"max_ram": "4GiB"}, "max_ram"),
+        ({"max_disk": 7}, "int"),
+    ):
         with pytest.raises(UsageError, match=cause):
             recipe_from({"model": "m", "resources": resources})
 
@@ -59,9 +89,16 @@ def test_limits_are_sizes_and_a_mistake_in_one_is_told_with_the_recipe():
 def test_quantized_inputs_are_yes_no_or_left_to_the_stage():
     for value in (True, False, None):
         entry = {"name": "a", "scheme": "W4A16", "quantized_inputs": value}
-        assert recipe_from({"model": "m", "quantize": [entry]}).quantize[0].quantized_inputs is value
+        assert (
+            recipe_from({"model": "m", "quantize": [entry]}).quantize[0].quantized_inputs is value
+        )
     with pytest.raises(UsageError, match="quantized_inputs"):
-        recipe_from({"model": "m", "quantize": [{"name": "a", "scheme": "W4A16", "quantized_inputs": "yes"}]})
+        recipe_from(
+            {
+                "model": "m",
+                "quantize": [{"name": "a", "scheme": "W4A16", "quantized_inputs": "yes"}],
+            }
+        )
 
 
 def test_live_lines_are_silenced_by_the_environment(monkeypatch):
@@ -90,7 +127,9 @@ def test_a_setting_that_leads_nowhere_is_refused(setting, cause):
 
 
 def test_a_flag_over_an_empty_section_fills_it_and_over_a_number_is_refused():
-    assert overlay({"calibration": None}, {"calibration.samples": 4}) == {"calibration": {"samples": 4}}
+    assert overlay({"calibration": None}, {"calibration.samples": 4}) == {
+        "calibration": {"samples": 4}
+    }
     with pytest.raises(UsageError, match="recipe.calibration: 5 is not a mapping"):
         overlay({"calibration": 5}, {"calibration.samples": 4})
 
@@ -100,8 +139,19 @@ def test_a_flag_over_an_empty_section_fills_it_and_over_a_number_is_refused():
     [
         ({"modle": "m"}, "modle", "model"),
         ({"model": "m", "calibration": {"sample": 3}}, "sample", "samples"),
-        ({"model": "m", "quantize": [{"name": "a", "scheme": "FP8", "algoritm": "rtn"}]}, "algoritm", "algorithm"),
-        ({"model": "m", "quantize": [{"name": "a", "scheme": "FP8", "overrides": [{"mach": "x"}]}]}, "mach", "match"),
+        (
+            {"model": "m", "quantize": [{"name": "a", "scheme": "FP8", "algoritm": "rtn"}]},
+            "algoritm",
+            "algorithm",
+        ),
+        (
+            {
+                "model": "m",
+                "quantize": [{"name": "a", "scheme": "FP8", "overrides": [{"mach": "x"}]}],
+            },
+            "mach",
+            "match",
+        ),
     ],
 )
 def test_a_misspelt_key_names_the_nearest_valid_one(data, wrong, meant):
@@ -120,10 +170,16 @@ def test_a_misspelt_key_names_the_nearest_valid_one(data, wrong, meant):
         ({"model": "m", "seed": 1.5}, "recipe.seed: 1.5 is float, not int"),
         ({"model": "m", "calibration": None}, "recipe.calibration: None is not a mapping"),
         ({"model": "m", "calibration": {"pack": 1}}, "recipe.calibration.pack: 1 is int, not bool"),
-        ({"model": "m", "measure": {"stats": "amax"}}, "recipe.measure.stats: 'amax' is not a list"),
+        (
+            {"model": "m", "measure": {"stats": "amax"}},
+            "recipe.measure.stats: 'amax' is not a list",
+        ),
         ({"model": "m", "unify": {"groups": [1]}}, "recipe.unify.groups[0]: 1 is int, not str"),
         ({"model": "m", "quantize": [5]}, "recipe.quantize[0]: 5 is not a mapping"),
-        ({"model": "m", "quantize": [{"name": "a", "scheme": "FP8", "transforms": [3]}]}, "transforms[0]: 3 is not a mapping"),
+        (
+            {"model": "m", "quantize": [{"name": "a", "scheme": "FP8", "transforms": [3]}]},
+            "transforms[0]: 3 is not a mapping",
+        ),
     ],
 )
 def test_a_wrong_type_names_the_key_and_the_value(data, where):
@@ -161,11 +217,15 @@ def test_two_artifacts_of_one_name_are_refused():
 
 
 def test_a_transform_may_be_written_as_a_bare_name():
-    recipe = recipe_from({"model": "m", "quantize": [{"name": "a", "scheme": "W8A8", "transforms": ["smoothquant"]}]})
+    recipe = recipe_from(
+        {"model": "m", "quantize": [{"name": "a", "scheme": "W8A8", "transforms": ["smoothquant"]}]}
+    )
     assert recipe.quantize[0].transforms == ({"smoothquant": {}},)
 
 
-@pytest.mark.parametrize("text", ["model: a\nmodel: b\n", "model: a\ncalibration:\n  samples: 1\n  samples: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["model: a\nmodel: b\n", "model: a\ncalibration:\n  samples: 1\n  samples: 1\n"]
+)
 def test_a_key_that_stands_twice_is_refused_with_its_name(tmp_path, text):
     with pytest.raises(UsageError, match="key '(model|samples)' stands twice"):
         read_yaml(write(tmp_path / "r.yaml", text))
@@ -191,7 +251,15 @@ def test_a_recipe_that_is_not_utf8_is_an_input_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1000", 1000), ("4GiB", 4 * 2**30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("2b", 2), ("3kb", 3000)]
+    ("text", "size"),
+    [
+        ("1000", 1000),
+        ("4GiB", 4 * 2**30),
+        ("500MB", 500_000_000),
+        ("1.5 KiB", 1536),
+        ("2b", 2),
+        ("3kb", 3000),
+    ],
 )
 def test_a_size_is_bytes_in_decimal_or_binary_units(text, size):
     assert parse_size(text) == size
@@ -221,7 +289,13 @@ def test_every_shipped_recipe_parses_and_its_gate_fits_every_artifact(name):
     assert shipped or recipe.calibration.source != recipe.validate.text
     for entry in recipe.quantize:
         algorithm = algorithm_of(entry)
-        gate = load_gate(recipe.validate.gate, scheme=entry.scheme, algorithm=algorithm, parameters=1, noise_top1=1.0)
+        gate = load_gate(
+            recipe.validate.gate,
+            scheme=entry.scheme,
+            algorithm=algorithm,
+            parameters=1,
+            noise_top1=1.0,
+        )
         assert set(gate.thresholds) == set(METRICS)
 
 

@@ -34,8 +34,13 @@ def graph() -> Graph:
     layers = []
     for index in range(2):
         prefix = f"model.layers.{index}"
-        named = [LinearGroup(linears=tuple(f"{prefix}.{name}" for name in names), norm="n") for names in GROUPS]
-        layers.append(Layer(index=index, prefix=prefix, attention=f"{prefix}.self_attn", groups=tuple(named)))
+        named = [
+            LinearGroup(linears=tuple(f"{prefix}.{name}" for name in names), norm="n")
+            for names in GROUPS
+        ]
+        layers.append(
+            Layer(index=index, prefix=prefix, attention=f"{prefix}.self_attn", groups=tuple(named))
+        )
     return Graph(family=FAMILIES["llama"], layers=tuple(layers))
 
 
@@ -44,7 +49,9 @@ GRAPH = graph()
 
 
 def infos() -> dict[str, TensorInfo]:
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in SHAPES.items()}
+    shapes = {
+        f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in SHAPES.items()
+    }
     shapes |= {f"model.layers.{i}.norm.weight": (HIDDEN,) for i in range(2)}
     shapes |= {"embed.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
     found = {}
@@ -67,7 +74,11 @@ def test_the_sizes_of_a_model_are_those_of_its_headers():
     assert [layer.elements for layer in MODEL.layers] == [LAYER, LAYER]
     assert MODEL.layer.stored == 2 * LAYER and MODEL.outside == 2 * 2 * VOCABULARY * HIDDEN
     assert MODEL.stored == sum(info.nbytes for info in infos().values())
-    assert MODEL.layer.groups[0] == (tuple(f"model.layers.0.{name}" for name in GROUPS[0]), (256, 128, 128), 256)
+    assert MODEL.layer.groups[0] == (
+        tuple(f"model.layers.0.{name}" for name in GROUPS[0]),
+        (256, 128, 128),
+        256,
+    )
     assert (MODEL.heads, MODEL.kv_heads, MODEL.head_dim) == (4, 2, 64)
 
 
@@ -83,7 +94,8 @@ def test_the_bytes_of_a_quantized_layer_are_counted_by_hand():
     rows = 256 + 128 + 128 + 256 + 512 + 512 + 256
     assert layer_bytes(MODEL, plan("FP8_DYNAMIC").schemes) == [weights + 4 * rows + 2 * 256] * 2
     grouped = layer_bytes(MODEL, plan("W4A16", algorithm="rtn").schemes)
-    assert grouped == [weights // 2 + 2 * weights // 128 + 7 * 16 + 2 * 256] * 2  # packed, bf16 scales, seven shapes
+    # packed, bf16 scales, seven shapes
+    assert grouped == [weights // 2 + 2 * weights // 128 + 7 * 16 + 2 * 256] * 2
 
 
 def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_states_on_disk():
@@ -91,10 +103,12 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
     hidden = 4 * HIDDEN * 40
     features = 3 * 256 + 256 + 2 * 256 + 512  # of each linear's input
     statistics = 2 * (4 * features + 7 * 2 * 4)  # and amax of each weight and output
-    assert hidden > statistics  # so the most is there while layers run: two generations, and what the layers found so far
+    # so the most is there while layers run: two generations, and what the layers found so far
+    assert hidden > statistics
     assert (need.scratch, need.result) == (2 * hidden, 8 * 40 + statistics)
     every = need_measure(MODEL, lengths=[1], stats=("channel_amax", "hessian"))
-    written = every.result - 8  # without the token: at the end the statistics of the layers, and the same once more
+    # without the token: at the end the statistics of the layers, and the same once more
+    written = every.result - 8
     assert every.scratch == 4 * HIDDEN + written
     layer = 4 * LAYER + 2 * 512 * 256
     assert need.peak(base=0, workers=1) >= LIBRARIES + layer
@@ -102,30 +116,46 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
 
 
 def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_way_back():
-    plain, need = (need_measure(MODEL, lengths=[10, 30], stats=stats) for stats in (("amax",), ("amax", "fisher")))
+    plain, need = (
+        need_measure(MODEL, lengths=[10, 30], stats=stats)
+        for stats in (("amax",), ("amax", "fisher"))
+    )
     hidden = 4 * HIDDEN * 40
-    features = 3 * 256 + 256 + 2 * 256 + 512  # inputs; the outputs of all linears are as many channels of gradients
+    # inputs; the outputs of all linears are as many channels of gradients
+    features = 3 * 256 + 256 + 2 * 256 + 512
     outputs = 256 + 128 + 128 + 256 + 512 + 512 + 256
-    assert need.result - plain.result == 2 * 8 * (features + outputs + 7 * 2)  # and how many, at two sites of each linear
+    # and how many, at two sites of each linear
+    assert need.result - plain.result == 2 * 8 * (features + outputs + 7 * 2)
     statistics = need.result - 8 * 40
-    assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics  # inputs and the last output; two of gradients
-    sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves it, and what an MLP has inside
+    # inputs and the last output; two of gradients
+    assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics
+    # at the least: what enters and leaves it, and what an MLP has inside
+    sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)
     assert need.moments[-1][1] > plain.moments[1][1] and need.moments[-1][1] >= sequence
     with pytest.raises(UsageError, match="statistic 'kurtosis' is unknown"):
-        need_measure(MODEL, lengths=[10], stats=("kurtosis",))  # nothing that is unknown costs nothing
+        # nothing that is unknown costs nothing
+        need_measure(MODEL, lengths=[10], stats=("kurtosis",))
     fixed, each = need.moments[-2]  # the head as stored; of each worker logits and their gradient
     assert fixed >= LIBRARIES + 2 * VOCABULARY * HIDDEN and each >= 2 * 4 * 30 * VOCABULARY
 
 
 def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_while_it_is_rounded_by_them():
-    plain, need = (need_measure(MODEL, lengths=[10], stats=stats) for stats in (("amax",), ("amax", "gradient")))
+    plain, need = (
+        need_measure(MODEL, lengths=[10], stats=stats)
+        for stats in (("amax",), ("amax", "gradient"))
+    )
     sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of each linear's outputs, in two layers
     assert need.result - plain.result == sums + 2 * 7 * 8  # and how many tokens, of each
-    assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)  # it goes back
-    assert max(fixed for fixed, _ in need.moments) - max(fixed for fixed, _ in plain.moments) < sums  # never all together
-    gptq, yaqa = (need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa"))
+    # it goes back
+    assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)
+    # never all together
+    assert max(fixed for fixed, _ in need.moments) - max(fixed for fixed, _ in plain.moments) < sums
+    gptq, yaqa = (
+        need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa")
+    )
     rounding = [index for index, moment in enumerate(gptq.moments) if moment != yaqa.moments[index]]
-    assert yaqa.base == gptq.base and rounding == [3, 5, 7, 9]  # of the four groups, each behind what makes its Hessian
+    # of the four groups, each behind what makes its Hessian
+    assert yaqa.base == gptq.base and rounding == [3, 5, 7, 9]
     for index, outputs in zip(rounding, ((256, 128, 128), (256,), (512, 512), (256,)), strict=True):
         beside = gptq_to_yaqa(outputs, 512 if index == 9 else 256)
         assert yaqa.moments[index][0] - gptq.moments[index][0] == beside
@@ -141,8 +171,11 @@ def test_the_way_back_takes_three_more_passes_through_every_layer():
     rates = {"observed": {"fisher": 0.0}, "gradient": 0.5, "rounded": {}, "gptq": {}}
     speed = Speed(cores=2, units=2, ahead=False, token=3.0, run=3.0, **rates, **none)
     assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 3.0 * 40 * 2 / 2
-    products = 2 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of the outputs of seven linears, in two layers
-    assert speed.measure(MODEL, [10, 30], ["gradient"]) == (4 * 3.0 * 40 * 2 + 0.5 * 40 * products) / 2
+    # of the outputs of seven linears, in two layers
+    products = 2 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)
+    assert (
+        speed.measure(MODEL, [10, 30], ["gradient"]) == (4 * 3.0 * 40 * 2 + 0.5 * 40 * products) / 2
+    )
 
 
 def test_measuring_nothing_runs_no_layer():
@@ -153,8 +186,10 @@ def test_measuring_nothing_runs_no_layer():
 def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rounds():
     rtn = need_layers(MODEL, plan("W4A16", algorithm="rtn"), lengths=[])
     gptq = need_layers(MODEL, plan("W4A16"), lengths=[10])
-    small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)  # in strips of 256 rows, which end at the diagonal
-    inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512  # of the sequence of ten tokens that is added up
+    # in strips of 256 rows, which end at the diagonal
+    small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)
+    # of the sequence of ten tokens that is added up
+    inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512
     product += 4 * 10 * (512 + 2 * 256)  # the same, turned: of all columns, and of a strip twice
     assert gptq.moments[1][0] - rtn.moments[1][0] == 3 * small + large + inputs + product
     making, rounding = 2, 3  # the first group's, behind the embedding and the forward
@@ -164,7 +199,10 @@ def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rou
 
 
 def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_worker():
-    nearest, learned = (need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("rtn", "signround"))
+    nearest, learned = (
+        need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10])
+        for name in ("rtn", "signround")
+    )
     hidden = 4 * HIDDEN * 10
     assert learned.scratch == 2 * 2 * hidden
     assert learned.result == nearest.result
@@ -174,50 +212,90 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
     started = linears + 5 * linears // 128  # qvalues, scales, and zero points if there were any
     fixed, each = max(learned.moments)
     assert fixed == LIBRARIES + stored + started + 18 * linears + 8 * 4 * linears // 128
-    activations = 4 * 10 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves the layer, and what an MLP has inside
-    units = 3 * 6 * 4 * (1 << 18)  # of rows that take a step: of so small a layer more than a gradient of all weights
+    # at the least: what enters and leaves the layer, and what an MLP has inside
+    activations = 4 * 10 * (2 * HIDDEN + 3 * 512)
+    # of rows that take a step: of so small a layer more than a gradient of all weights
+    units = 3 * 6 * 4 * (1 << 18)
     assert units + activations < each < units + 10 * activations
 
 
 def test_learning_runs_each_sequence_there_and_back_in_every_iteration():
     none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
-    speed = Speed(cores=2, units=2, ahead=False, token=3.0, run=3.0, observed={}, rounded={"a": 0.0}, gptq={}, **none)
+    speed = Speed(
+        cores=2,
+        units=2,
+        ahead=False,
+        token=3.0,
+        run=3.0,
+        observed={},
+        rounded={"a": 0.0},
+        gptq={},
+        **none,
+    )
     given = plan("W4A16", algorithm="signround", signround=SignRound(iterations=100, sequences=4))
-    # Of each of two layers: the original and the quantized layer, 100 times 2 sequences of 20 tokens there and back, and
-    # the error of both at the start and ten times.
-    assert speed.quantize(MODEL, given, [10, 30]) == (2 * 2 + 100 * 2 * 3 + 11 * 2) * 20 * 3.0 * 2 / 2
+    # Of each of two layers: the original and the quantized layer, 100 times 2 sequences of 20
+    # tokens there and back, and the error of both at the start and ten times.
+    assert (
+        speed.quantize(MODEL, given, [10, 30]) == (2 * 2 + 100 * 2 * 3 + 11 * 2) * 20 * 3.0 * 2 / 2
+    )
 
 
 @pytest.mark.parametrize(("algorithm", "rounders"), [("gptq", 1), ("yaqa", 2)])
-def test_on_a_device_one_sequence_runs_at_once_and_all_cores_round_what_is_rounded_in_host_memory(algorithm, rounders):
+def test_on_a_device_one_sequence_runs_at_once_and_all_cores_round_what_is_rounded_in_host_memory(
+    algorithm, rounders
+):
     none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
     rounding = {"rounded": {"a": 0.0}, "gptq": {"a": Rounding(cubic=0.0, linear=0.5, square=0.0)}}
-    speed = Speed(cores=2, units=1, ahead=True, token=3.0, run=1.0, observed={"fisher": 0.0}, **rounding, **none)
+    speed = Speed(
+        cores=2,
+        units=1,
+        ahead=True,
+        token=3.0,
+        run=1.0,
+        observed={"fisher": 0.0},
+        **rounding,
+        **none,
+    )
     tokens, layers, linears = 40, 2, LAYER - 256
     assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 1.0 * tokens * layers
     twice = 2 * 3.0 * tokens * layers  # as it was and as it is quantized, in float32
-    assert speed.quantize(MODEL, plan("W4A16", algorithm=algorithm), [10, 30]) == twice + 0.5 * layers * linears / rounders
+    assert (
+        speed.quantize(MODEL, plan("W4A16", algorithm=algorithm), [10, 30])
+        == twice + 0.5 * layers * linears / rounders
+    )
     head = VOCABULARY * HIDDEN / LAYER
     assert speed.validate(MODEL, [10, 30]) == pytest.approx(3 * 1.0 * (layers + head) * tokens)
 
 
 @pytest.mark.parametrize(("read", "seconds"), [(0.5, 2.0), (3.0, 3.0)])
-def test_a_device_computes_while_the_next_layer_is_read_and_the_longer_of_both_counts(read, seconds):
+def test_a_device_computes_while_the_next_layer_is_read_and_the_longer_of_both_counts(
+    read, seconds
+):
     none = dict.fromkeys(("written", "hashed", "hessian", "gradient", "token"), 0.0)
     rates = {"observed": {"amax": 0.0}, "rounded": {}, "gptq": {}, "read": read / MODEL.stored}
-    device, cpu = (Speed(cores=1, units=1, ahead=ahead, run=0.5, **rates, **none) for ahead in (True, False))
+    device, cpu = (
+        Speed(cores=1, units=1, ahead=ahead, run=0.5, **rates, **none) for ahead in (True, False)
+    )
     assert device.measure(MODEL, [2], ["amax"]) == pytest.approx(seconds)
     assert cpu.measure(MODEL, [2], ["amax"]) == pytest.approx(read + 2.0)
 
 
 def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_them():
-    stored, smoothed = (need_layers(MODEL, given, lengths=[]) for given in (plan("W8A8", transforms=()), plan("W8A8")))
+    stored, smoothed = (
+        need_layers(MODEL, given, lengths=[])
+        for given in (plan("W8A8", transforms=()), plan("W8A8"))
+    )
     linears, norm, largest = LAYER - 256, 256, 2 * 512 * 256
-    assert smoothed.moments[1][0] - stored.moments[1][0] == 4 * LAYER + largest - (2 * linears + 4 * norm)
+    assert smoothed.moments[1][0] - stored.moments[1][0] == 4 * LAYER + largest - (
+        2 * linears + 4 * norm
+    )
 
 
 def test_two_schemes_of_one_input_take_a_factor_beside_the_hessian():
-    plans = plan("W4A16"), plan("W4A16", overrides=(Override(match="re:.*gate_proj", scheme="W8A16"),))
+    plans = (
+        plan("W4A16"),
+        plan("W4A16", overrides=(Override(match="re:.*gate_proj", scheme="W8A16"),)),
+    )
     one, two = (need_layers(MODEL, chosen, lengths=[10]).moments for chosen in plans)
     rounding = 7  # the third group's
     more = layer_bytes(MODEL, plans[1].schemes)[0] - layer_bytes(MODEL, plans[0].schemes)[0]
@@ -251,8 +329,13 @@ class TestGrant:
     def test_the_refusal_names_what_is_needed_the_limit_and_the_flag_that_would_do(self, tmp_path):
         with pytest.raises(ResourceError) as caught:
             grant(NEED, Resources(max_memory="150MB"), folder=tmp_path, base=10 * MB + 1)
-        assert "needs 160000001 bytes" in caught.value.cause and "--max-memory 150MB is 150000000" in caught.value.cause
-        assert caught.value.remedy == "give --max-memory 161MB or more" and caught.value.exit_code == 5
+        assert (
+            "needs 160000001 bytes" in caught.value.cause
+            and "--max-memory 150MB is 150000000" in caught.value.cause
+        )
+        assert (
+            caught.value.remedy == "give --max-memory 161MB or more" and caught.value.exit_code == 5
+        )
         grant(NEED, Resources(max_memory="161MB"), folder=tmp_path, base=10 * MB + 1)
 
     def test_disk_offload_leaves_a_tenth_of_the_memory(self, tmp_path):
@@ -290,7 +373,12 @@ class TestGrant:
         need = Need(stage="quantize", moments=((1, 0),), result=1000)
         grant(need, Resources(), folder=folder, base=0)
         with pytest.raises(ResourceError, match="writes 101 bytes") as caught:
-            grant(Need(stage="quantize", moments=((1, 0),), result=1001), Resources(), folder=folder, base=0)
+            grant(
+                Need(stage="quantize", moments=((1, 0),), result=1001),
+                Resources(),
+                folder=folder,
+                base=0,
+            )
         assert caught.value.remedy.startswith("free 1MB on that disk")
 
 
@@ -336,7 +424,9 @@ after = process_memory.usage()
 print(before.peak - before.resident > 190_000_000, not again or after.peak < before.peak - 190_000_000)
 print(before.resident >= before.anonymous + before.file > 0)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert found.stdout.split() == ["True"] * 3
 
 

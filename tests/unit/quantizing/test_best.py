@@ -26,7 +26,8 @@ from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
-ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32, tune=Tune(steps=0))  # tune: test_tune.py
+# tune: test_tune.py
+ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32, tune=Tune(steps=0))
 
 STATS = ("mean_abs", "fisher", "gradient")  # what awq, a choice of schemes and yaqa read
 
@@ -38,7 +39,9 @@ def calibration(text_files):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
-    job = measure.MeasureJob(model=llama, output=folder, calibration=calibration(text_files), stats=STATS)
+    job = measure.MeasureJob(
+        model=llama, output=folder, calibration=calibration(text_files), stats=STATS
+    )
     measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
 
@@ -49,7 +52,10 @@ def best(tmp_path_factory, llama, measured):
 
 
 def made(llama, measured, folder, entry=ENTRY, progress=QUIET):
-    return quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured), progress)
+    return quantize.run(
+        quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
+        progress,
+    )
 
 
 def files(folder):
@@ -69,7 +75,10 @@ def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measu
     for index, tokens in enumerate(torch.split(kept["tokens"], kept["lengths"].tolist())):
         embedded = model.get_input_embeddings()(tokens[None]).requires_grad_()
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(0, index))[:, 0]  # at most 64
+        # at most 64
+        labels = torch.multinomial(
+            logits.detach().softmax(-1), 1, generator=generator_for(0, index)
+        )[:, 0]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
         for name, y in seen.items():
             gradient = y.grad[0].double()  # [S, O]
@@ -77,16 +86,25 @@ def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measu
     statistics = load_file(measured / "statistics.safetensors")
     for name in names:
         found = statistics[f"{name}|gradient|gradient_sum"]
-        torch.testing.assert_close(found.double(), expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].max()))
+        torch.testing.assert_close(
+            found.double(), expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].max())
+        )
         squares = statistics[f"{name}|gradient|square_sum"]  # fisher's, of the same gradients
         torch.testing.assert_close(found.diagonal().double(), squares, rtol=1e-5, atol=0)
         assert statistics[f"{name}|gradient|count"] == len(kept["tokens"])
 
 
-def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path, monkeypatch):
+def test_ranks_that_share_the_text_measure_summands(
+    llama, text_files, measured, tmp_path, monkeypatch
+):
     monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     found = []
-    job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
+    job = measure.MeasureJob(
+        model=llama,
+        output=tmp_path / "two",
+        calibration=calibration(text_files),
+        stats=("gradient",),
+    )
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
         found.append(load_file(rank_folder(tmp_path / "two", rank, 2) / "statistics.safetensors"))
@@ -94,7 +112,12 @@ def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured,
     keys = [key for key in whole if key.endswith("gradient_sum")]
     assert len(keys) == 14
     for key in keys:
-        torch.testing.assert_close(found[0][key] + found[1][key], whole[key], rtol=1e-4, atol=1e-6 * float(whole[key].max()))
+        torch.testing.assert_close(
+            found[0][key] + found[1][key],
+            whole[key],
+            rtol=1e-4,
+            atol=1e-6 * float(whole[key].max()),
+        )
 
 
 def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as_well(
@@ -102,18 +125,26 @@ def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as
 ):
     """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
     monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",)
+    )
     alone = rank_folder(measure.run(job, QUIET), 0, 1)
     found, exact = (load_file(folder / "statistics.safetensors") for folder in (alone, measured))
     for key in [key for key in exact if key.endswith("gradient_sum")]:
         error = float((found[key] - exact[key]).norm() / exact[key].norm())
         assert 0 < error < 0.02, key
-        assert torch.equal(found[key.replace("gradient_sum", "count")], exact[key.replace("gradient_sum", "count")])
+        assert torch.equal(
+            found[key.replace("gradient_sum", "count")], exact[key.replace("gradient_sum", "count")]
+        )
     for key in [key for key in found if "|gradient|" not in key]:
         assert torch.equal(found[key], exact[key]), key
     losses = []
     for folder in (made(llama, alone, tmp_path / "2"), best):
-        layers = [json.loads(content)["decisions"] for name, content in files(folder).items() if name.endswith(".json")]
+        layers = [
+            json.loads(content)["decisions"]
+            for name, content in files(folder).items()
+            if name.endswith(".json")
+        ]
         losses.append(sum(of["loss"] for decisions in layers for of in decisions.values()))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
@@ -150,9 +181,18 @@ def stopping(*, before=None, inside=None):
     return StopAt(quiet=True)
 
 
-def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(llama, text_files, measured, tmp_path):
-    job = measure.MeasureJob(model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS)
-    for where in ({"before": 0}, {"inside": "sequence 3 of 6"}, {"before": 1}, {"inside": "sequence 1 of 6"}):
+def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(
+    llama, text_files, measured, tmp_path
+):
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS
+    )
+    for where in (
+        {"before": 0},
+        {"inside": "sequence 3 of 6"},
+        {"before": 1},
+        {"inside": "sequence 1 of 6"},
+    ):
         with pytest.raises(Stopped):
             measure.run(job, stopping(**where))
     finished = sorted(path.name for path in tmp_path.glob(".*.work/backwards/layers/*.json"))
@@ -167,7 +207,9 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
     llama, text_files, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",)
+    )
     once = rank_folder(measure.run(job, QUIET), 0, 1)
     monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
     job = replace(job, output=tmp_path / "2")
@@ -178,9 +220,13 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
         assert (again / name).read_bytes() == (once / name).read_bytes()
 
 
-def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(llama, text_files, tmp_path, monkeypatch):
+def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(
+    llama, text_files, tmp_path, monkeypatch
+):
     """Nor is it what a measurement in bfloat16 would be: the CPU is part of what it is made from."""
-    job = measure.MeasureJob(model=llama, output=tmp_path, calibration=calibration(text_files), stats=("gradient",))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path, calibration=calibration(text_files), stats=("gradient",)
+    )
     monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     with pytest.raises(Stopped):
         measure.run(job, stopping(before=1))
@@ -196,7 +242,9 @@ def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(llama, tex
     assert seen == ["measure"] * 2 + ["measure backwards"] * 2
 
 
-def test_sums_of_gradients_are_read_for_the_linears_of_one_input_and_then_let_go_of(llama, measured, tmp_path, monkeypatch):
+def test_sums_of_gradients_are_read_for_the_linears_of_one_input_and_then_let_go_of(
+    llama, measured, tmp_path, monkeypatch
+):
     alive, most, original = weakref.WeakSet(), [], Deferred.__getitem__
 
     def read(self, key):
@@ -208,12 +256,19 @@ def test_sums_of_gradients_are_read_for_the_linears_of_one_input_and_then_let_go
 
     monkeypatch.setattr(Deferred, "__getitem__", read)
     made(llama, measured, tmp_path / "out")
-    assert len(most) == 2 * 14 and max(most) == 3  # each looked at once, and read for its weight; q, k and v together
+    # each looked at once, and read for its weight; q, k and v together
+    assert len(most) == 2 * 14 and max(most) == 3
 
 
-def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(best, llama, measured, tmp_path, monkeypatch):
+def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(
+    best, llama, measured, tmp_path, monkeypatch
+):
     original = quantize.allow_quantize
-    monkeypatch.setattr(quantize, "allow_quantize", lambda *a, **k: replace(original(*a, **k), workers=2, in_flight=2))
+    monkeypatch.setattr(
+        quantize,
+        "allow_quantize",
+        lambda *a, **k: replace(original(*a, **k), workers=2, in_flight=2),
+    )
 
     class Stopped(BaseException):
         pass
@@ -263,7 +318,9 @@ def test_smoothing_goes_with_yaqa_and_rotations_with_best_alone():
     assert statistics_for([replace(ENTRY, transforms=({"awq": {}},))]) == ("mean_abs", "gradient")
     rotated = ({"hadamard": {}}, {"awq": {}})
     assert algorithm_of(replace(ENTRY, transforms=rotated)) == "gptq"
-    with pytest.raises(UsageError, match="best: yaqa with transform hadamard; .* leave it out, or use gptq"):
+    with pytest.raises(
+        UsageError, match="best: yaqa with transform hadamard; .* leave it out, or use gptq"
+    ):
         statistics_for([replace(ENTRY, algorithm="yaqa", transforms=rotated)])
 
 
@@ -280,7 +337,10 @@ AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
             {"scheme": "W4A16", "algorithm": "best", "kv_cache": KVCacheSettings(scheme="FP8")},
             (("smoothquant", {"alpha": "auto", "linears": False}),),
         ),
-        ({"scheme": "W8A8", "algorithm": "best"}, (("smoothquant", {"alpha": 0.5, "linears": False}),)),
+        (
+            {"scheme": "W8A8", "algorithm": "best"},
+            (("smoothquant", {"alpha": 0.5, "linears": False}),),
+        ),
         ({"scheme": "FP8_DYNAMIC", "algorithm": "best"}, ()),
         ({"scheme": "MXFP8", "algorithm": "best"}, ()),
         ({"scheme": "NVFP4", "algorithm": "best"}, (AUTO,)),
@@ -293,7 +353,10 @@ AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
         ({"scheme": "W4A16", "algorithm": "best", "target_bpw": 4.25}, ()),
         ({"scheme": "W4A16", "algorithm": "good"}, (AUTO,)),
         ({"scheme": "W4A16", "algorithm": "good", "transforms": ()}, ()),
-        ({"scheme": "W8A8", "algorithm": "good"}, (("smoothquant", {"alpha": 0.5, "linears": False}),)),
+        (
+            {"scheme": "W8A8", "algorithm": "good"},
+            (("smoothquant", {"alpha": 0.5, "linears": False}),),
+        ),
         ({"scheme": "FP8_DYNAMIC", "algorithm": "good"}, ()),
     ],
 )
@@ -303,24 +366,45 @@ def test_combinations_search_how_far_to_smooth_where_the_entry_names_nothing_els
 
 @pytest.mark.parametrize(("alpha", "transforms"), [("none", []), ("auto", [dict([AUTO])])])
 def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha, transforms):
-    given = ["quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best"]
+    given = [
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        32,
+        "--algorithm",
+        "best",
+    ]
     given += ["--measurement", measured, "--tune", 0, "--smoothquant", alpha, "-q"]
     assert exit_code(cli, [str(word) for word in given]) == 0
-    assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["transforms"] == transforms
+    assert (
+        json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["transforms"]
+        == transforms
+    )
 
 
 GOOD = ("--scheme", "W4A16", "--group-size", 32, "--algorithm", "good")
 
 
 def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_files, tmp_path):
-    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=()
+    )
     measured = rank_folder(measure.run(job, QUIET), 0, 1)
     given = ["quantize", llama, "-o", tmp_path / "2", *GOOD, "--measurement", measured, "-q"]
     assert exit_code(cli, [str(word) for word in given]) == 0
     plan = json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]
     assert plan["algorithm"] == "gptq" and plan["transforms"] == [dict([AUTO])]
-    assert plan["tune"] == {"steps": COMBINATIONS["good"].steps, "sequences": COMBINATIONS["good"].sequences}
-    (told, *_) = json.loads((tmp_path / "2" / "layers" / "00000.json").read_text())["decisions"].values()
+    assert plan["tune"] == {
+        "steps": COMBINATIONS["good"].steps,
+        "sequences": COMBINATIONS["good"].sequences,
+    }
+    (told, *_) = json.loads((tmp_path / "2" / "layers" / "00000.json").read_text())[
+        "decisions"
+    ].values()
     assert told["tune"]["steps"] == COMBINATIONS["good"].steps
     assert told["tune"]["divergence"] < 0.9 * told["tune"]["divergence_start"]  # of gptq, smoothed
 
@@ -332,7 +416,10 @@ def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, wo
     tune = Tune(steps=2, sequences=2)
     entry = replace(ENTRY, algorithm=word, tune=tune)
     parts = replace(entry, algorithm=combination.rounding, transforms=(dict([AUTO]),))
-    one, other = (files(made(llama, measured, tmp_path / name, each)) for name, each in (("1", entry), ("2", parts)))
+    one, other = (
+        files(made(llama, measured, tmp_path / name, each))
+        for name, each in (("1", entry), ("2", parts))
+    )
     tensors = [name for name in one if name.endswith(".safetensors")]
     assert len(tensors) == 2 and all(one[name] == other[name] for name in tensors)
 
@@ -343,8 +430,12 @@ def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
 
     def watched(weights, scheme, *, statistics, **options):
         for name, weight in weights.items():
-            gradients = output_blocks.block_of(statistics[f"{name}|gradient_sum"], slice(0, len(weight)))
-            seen[name] = tuple(each.double().clone() for each in (weight, gradients, statistics["hessian_sum"]))
+            gradients = output_blocks.block_of(
+                statistics[f"{name}|gradient_sum"], slice(0, len(weight))
+            )
+            seen[name] = tuple(
+                each.double().clone() for each in (weight, gradients, statistics["hessian_sum"])
+            )
         return original(weights, scheme, statistics=statistics, **options)
 
     with monkeypatch.context() as patch:
@@ -363,7 +454,10 @@ def test_smoothing_changes_weights_hessians_and_gradients_so_that_no_output_coun
     assert {name.rpartition(".")[2] for name in fed} == {"v_proj", "up_proj"}
     for name, (weight, gradients, hessian) in smooth.items():
         assert not torch.equal(weight, plain[name][0]), name
-        before, after = (torch.einsum("op,oi,ij,pj->", g, w, h, w) for w, g, h in (plain[name], (weight, gradients, hessian)))
+        before, after = (
+            torch.einsum("op,oi,ij,pj->", g, w, h, w)
+            for w, g, h in (plain[name], (weight, gradients, hessian))
+        )
         torch.testing.assert_close(after, before, rtol=1e-4, atol=0)
 
 
@@ -385,14 +479,21 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
         made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
-    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=()
+    )
     measure.run(job, QUIET)
-    with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient",
+    ):
         made(llama, tmp_path / "1", tmp_path / "out")
 
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     given = calibration(text_files)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2)
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2
+    )
     with pytest.raises(UsageError, match="statistic gradient with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)

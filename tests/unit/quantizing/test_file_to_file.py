@@ -32,8 +32,22 @@ from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.weight_rows import row_step
 from quantflow.stages.cli.progress_line import ProgressLine
 
-SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "W4A8", "W3A16_ASYM", "W2A16", "FP8_BLOCK"]
-FITTED = [(name, algorithm) for name in ("W8A16", "W4A16", "W4A16_ASYM") for algorithm in ("rtn_mse", "hqq")]
+SCHEMES = [
+    "FP8_DYNAMIC",
+    "W8A8",
+    "W8A16",
+    "W4A16",
+    "W4A16_ASYM",
+    "W4A8",
+    "W3A16_ASYM",
+    "W2A16",
+    "FP8_BLOCK",
+]
+FITTED = [
+    (name, algorithm)
+    for name in ("W8A16", "W4A16", "W4A16_ASYM")
+    for algorithm in ("rtn_mse", "hqq")
+]
 QUIET = ProgressLine(quiet=True)
 
 
@@ -49,13 +63,22 @@ def small_units(monkeypatch):
 
 def entry(scheme: str, algorithm: str = "rtn", **options) -> Quantize:
     size = 32 if PRESETS[scheme].weights.group_size else None
-    return Quantize(name="x", scheme=scheme, algorithm=algorithm, transforms=(), group_size=size, **options)
+    return Quantize(
+        name="x", scheme=scheme, algorithm=algorithm, transforms=(), group_size=size, **options
+    )
 
 
-def quantize(model: Path, output: Path, recipe: Quantize, *, workers: int = 1, key: str = "key") -> Path:
+def quantize(
+    model: Path, output: Path, recipe: Quantize, *, workers: int = 1, key: str = "key"
+) -> Path:
     source = open_source(model)
     graph = graph_for(source.config)
-    plan = resolve(recipe, graph, {name: info.shape for name, info in source.checkpoint.infos.items()}, measured=False)
+    plan = resolve(
+        recipe,
+        graph,
+        {name: info.shape for name, info in source.checkpoint.infos.items()},
+        measured=False,
+    )
     assert plan.file_to_file
     (output / "layers").mkdir(parents=True, exist_ok=True)
     told = {"allowance": SimpleNamespace(workers=workers), "progress": QUIET}
@@ -76,20 +99,31 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def change(model: Path, **tensors: torch.Tensor) -> None:
-    safetensors.torch.save_file(stored(model) | tensors, model / "model.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        stored(model) | tensors, model / "model.safetensors", metadata={"format": "pt"}
+    )
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [*((name, "rtn") for name in SCHEMES), *FITTED])
 def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, name, algorithm):
     layers = quantize(llama, tmp_path, entry(name, algorithm))
     source = stored(llama)
-    scheme = with_group_size(PRESETS[name], 32) if PRESETS[name].weights.group_size else PRESETS[name]
+    scheme = (
+        with_group_size(PRESETS[name], 32) if PRESETS[name].weights.group_size else PRESETS[name]
+    )
     scale_dtype = compressed_tensors.scale_dtype(scheme, torch.bfloat16)
     for index in range(2):
         found = safetensors.torch.load_file(layers / f"{index:05d}.safetensors")
         record = json.loads((layers / f"{index:05d}.json").read_text())
-        assert record["sha256"] == hashlib.sha256((layers / f"{index:05d}.safetensors").read_bytes()).hexdigest()
-        files = {"model.safetensors": hashlib.sha256((llama / "model.safetensors").read_bytes()).hexdigest()}
+        assert (
+            record["sha256"]
+            == hashlib.sha256((layers / f"{index:05d}.safetensors").read_bytes()).hexdigest()
+        )
+        files = {
+            "model.safetensors": hashlib.sha256(
+                (llama / "model.safetensors").read_bytes()
+            ).hexdigest()
+        }
         assert record["key"] == digest_of(["key", index, files]) and record["changed"] == []
         expected = {}
         for key, tensor in source.items():
@@ -115,7 +149,14 @@ def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, 
 def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_path, algorithm):
     one = contents(quantize(llama, tmp_path / "1", entry("W4A16_ASYM", algorithm)))
     for workers in (2, 5):
-        assert contents(quantize(llama, tmp_path / str(workers), entry("W4A16_ASYM", algorithm), workers=workers)) == one
+        assert (
+            contents(
+                quantize(
+                    llama, tmp_path / str(workers), entry("W4A16_ASYM", algorithm), workers=workers
+                )
+            )
+            == one
+        )
 
 
 def test_the_values_digest_is_that_of_the_rows_however_they_are_cut(llama, tmp_path, monkeypatch):
@@ -123,7 +164,10 @@ def test_the_values_digest_is_that_of_the_rows_however_they_are_cut(llama, tmp_p
     monkeypatch.setattr(weight_rows, "UNIT", 1 << 20)
     second = quantize(llama, tmp_path / "b", entry("W4A16_ASYM"))
     records = [json.loads((folder / "00001.json").read_text()) for folder in (first, second)]
-    assert records[0]["values"] == records[1]["values"] and records[0]["sha256"] == records[1]["sha256"]
+    assert (
+        records[0]["values"] == records[1]["values"]
+        and records[0]["sha256"] == records[1]["sha256"]
+    )
     assert len(set(records[0]["values"].values())) == 7
 
 
@@ -132,7 +176,9 @@ def test_biases_and_ignored_linears_are_copied(family_model, tmp_path, family):
     model = family_model(family)
     ignored = {"gpt_neox": "re:.*dense_h_to_4h", "qwen2": "re:.*gate_proj"}[family]
     layers = quantize(
-        model, tmp_path, entry("W8A8", ignore=(ignored,), overrides=(Override(match="re:.*0.*", scheme="W8A16"),))
+        model,
+        tmp_path,
+        entry("W8A8", ignore=(ignored,), overrides=(Override(match="re:.*0.*", scheme="W8A16"),)),
     )
     source = stored(model)
     kept = 0
@@ -142,9 +188,9 @@ def test_biases_and_ignored_linears_are_copied(family_model, tmp_path, family):
                 assert raw(tensor) == raw(source[name]), name
                 kept += 1
     assert kept >= 10
-    assert "model.layers.0.mlp.down_proj.weight_packed" in safetensors.torch.load_file(layers / "00000.safetensors") or (
-        family == "gpt_neox"
-    )
+    assert "model.layers.0.mlp.down_proj.weight_packed" in safetensors.torch.load_file(
+        layers / "00000.safetensors"
+    ) or (family == "gpt_neox")
 
 
 def test_a_finished_layer_is_left_alone_and_a_damaged_one_made_again(llama, tmp_path):
@@ -155,7 +201,10 @@ def test_a_finished_layer_is_left_alone_and_a_damaged_one_made_again(llama, tmp_
     data[-1] ^= 1
     (layers / "00001.safetensors").write_bytes(data)
     quantize(llama, tmp_path, entry("W8A8"))
-    assert contents(layers) == before and (layers / "00000.safetensors").stat().st_mtime_ns == untouched
+    assert (
+        contents(layers) == before
+        and (layers / "00000.safetensors").stat().st_mtime_ns == untouched
+    )
     quantize(llama, tmp_path, entry("W8A8"), key="other")
     assert (layers / "00000.safetensors").stat().st_mtime_ns != untouched
     assert contents(layers)["00000.safetensors"] == before["00000.safetensors"]
@@ -170,14 +219,18 @@ def test_layers_of_a_file_that_changed_are_made_again_and_no_others(llama, tmp_p
         parts["second" if name.startswith("model.layers.1.") else "first"][name] = tensor
     (model / "model.safetensors").unlink()
     index = {name: f"{part}.safetensors" for part, held in parts.items() for name in held}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     for part, held in parts.items():
         safetensors.torch.save_file(held, model / f"{part}.safetensors", metadata={"format": "pt"})
     layers = quantize(model, output, entry("W8A8"))
     times = {path.name: path.stat().st_mtime_ns for path in layers.iterdir()}
     before = contents(layers)
     parts["second"]["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
-    safetensors.torch.save_file(parts["second"], model / "second.safetensors", metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        parts["second"], model / "second.safetensors", metadata={"format": "pt"}
+    )
     quantize(model, output, entry("W8A8"))
     assert (layers / "00000.safetensors").stat().st_mtime_ns == times["00000.safetensors"]
     assert contents(layers)["00001.safetensors"] != before["00001.safetensors"]
@@ -222,8 +275,11 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("at", range(6))  # per layer: its own name, its record, and within that the record's name
-def test_what_a_kill_before_any_commit_leaves_continues_to_the_same_bytes(llama, tmp_path, monkeypatch, at):
+# per layer: its own name, its record, and within that the record's name
+@pytest.mark.parametrize("at", range(6))
+def test_what_a_kill_before_any_commit_leaves_continues_to_the_same_bytes(
+    llama, tmp_path, monkeypatch, at
+):
     expected = contents(quantize(llama, tmp_path / "whole", entry("W4A16")))
     calls = iter(range(100))
 
@@ -241,15 +297,21 @@ def test_what_a_kill_before_any_commit_leaves_continues_to_the_same_bytes(llama,
         with pytest.raises(Killed):
             quantize(llama, tmp_path / "out", entry("W4A16"))
     layers = tmp_path / "out" / "layers"
-    assert {path.name for path in layers.iterdir() if not path.name.startswith(".")} < expected.keys()
+    assert {
+        path.name for path in layers.iterdir() if not path.name.startswith(".")
+    } < expected.keys()
     for path in layers.glob(".*"):
         path.unlink()  # the stage does that before it continues
     assert contents(quantize(llama, tmp_path / "out", entry("W4A16"))) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"])
-def test_a_tensor_that_holds_nan_or_inf_is_named_and_earlier_layers_stay(llama, tmp_path, name, value):
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"]
+)
+def test_a_tensor_that_holds_nan_or_inf_is_named_and_earlier_layers_stay(
+    llama, tmp_path, name, value
+):
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     tensor = stored(model)[name].clone()
     tensor.view(-1)[-1] = value
@@ -263,7 +325,12 @@ def test_a_source_that_ends_early_while_it_is_read_is_an_input_error(llama, tmp_
     model = Path(shutil.copytree(llama, tmp_path / "model"))
     source = open_source(model)
     graph = graph_for(source.config)
-    plan = resolve(entry("W8A8"), graph, {name: info.shape for name, info in source.checkpoint.infos.items()}, measured=False)
+    plan = resolve(
+        entry("W8A8"),
+        graph,
+        {name: info.shape for name, info in source.checkpoint.infos.items()},
+        measured=False,
+    )
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(200_000)
     (tmp_path / "layers").mkdir()
@@ -282,7 +349,9 @@ def test_a_source_that_ends_early_while_it_is_read_is_an_input_error(llama, tmp_
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 45_000, 70_000])
-def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_path, monkeypatch, room):
+def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(
+    llama, tmp_path, monkeypatch, room
+):
     expected = contents(quantize(llama, tmp_path / "whole", entry("W8A8")))
     real, left = os.pwrite, [room]
 
@@ -299,7 +368,9 @@ def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_pa
             quantize(llama, tmp_path / "out", entry("W8A8"), workers=2)
     assert caught.value.errno == errno.ENOSPC
     found = contents(tmp_path / "out" / "layers")
-    assert found == {name: expected[name] for name in list(expected)[: len(found)]} and len(found) in (0, 2)
+    assert found == {name: expected[name] for name in list(expected)[: len(found)]} and len(
+        found
+    ) in (0, 2)
     assert contents(quantize(llama, tmp_path / "out", entry("W8A8"))) == expected
 
 
@@ -315,4 +386,7 @@ def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_pa
 def test_rows_of_a_unit_fill_whole_words_of_packed_zero_points(monkeypatch, schemes, steps):
     monkeypatch.setattr(weight_rows, "UNIT", 1 << 20)
     for scheme in schemes:
-        assert [row_step(columns, PRESETS[scheme]) for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)] == steps
+        assert [
+            row_step(columns, PRESETS[scheme])
+            for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)
+        ] == steps

@@ -13,11 +13,24 @@ from quantflow.quantizing import quantize
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
 
 
-@pytest.mark.skipif(not (EXAMPLE / "model.safetensors").is_file(), reason="the example model is part of the repository")
-def test_an_artifact_with_a_linear_that_stays_as_it_is_computes_what_quantize_computed(text_files, tmp_path):
+@pytest.mark.skipif(
+    not (EXAMPLE / "model.safetensors").is_file(),
+    reason="the example model is part of the repository",
+)
+def test_an_artifact_with_a_linear_that_stays_as_it_is_computes_what_quantize_computed(
+    text_files, tmp_path
+):
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=64)
-    measurement = measure.run(measure.MeasureJob(model=EXAMPLE, output=tmp_path / "1", calibration=calibration), SILENT)
+    measurement = measure.run(
+        measure.MeasureJob(model=EXAMPLE, output=tmp_path / "1", calibration=calibration), SILENT
+    )
     names = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
     entry = Quantize(name="a", scheme="W4A16", algorithm="gptq", ignore=names)
-    quantize.run(quantize.QuantizeJob(model=EXAMPLE, output=tmp_path / "2", entry=entry, measurement=measurement), SILENT)
-    export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "4"), SILENT)  # proves it on the canary
+    quantize.run(
+        quantize.QuantizeJob(
+            model=EXAMPLE, output=tmp_path / "2", entry=entry, measurement=measurement
+        ),
+        SILENT,
+    )
+    # proves it on the canary
+    export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "4"), SILENT)

@@ -19,7 +19,16 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.numerics.divergence import token_kld
 from quantflow.planning.plan import resolve
-from quantflow.planning.recipe import Calibration, Candidate, HeadSettings, Override, Quantize, Tune, read_yaml, recipe_from
+from quantflow.planning.recipe import (
+    Calibration,
+    Candidate,
+    HeadSettings,
+    Override,
+    Quantize,
+    Tune,
+    read_yaml,
+    recipe_from,
+)
 from quantflow.planning.requirements import entries_of, statistics_for, transforms_of
 from quantflow.quantizing import quantize
 from quantflow.quantizing.mixed_precision import chosen_mixture
@@ -31,7 +40,9 @@ from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
-SMALL = tuple(Candidate(scheme=f"W{bits}A16", group_size=size) for bits in (3, 4, 6) for size in (32, 64))
+SMALL = tuple(
+    Candidate(scheme=f"W{bits}A16", group_size=size) for bits in (3, 4, 6) for size in (32, 64)
+)
 ENTRY = Quantize(name="mixed", scheme="W4A16", target_bpw=4.7, candidates=SMALL)
 
 
@@ -43,14 +54,21 @@ def run(*arguments):
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=("amax", "fisher")), QUIET)
+    measure.run(
+        measure.MeasureJob(
+            model=llama, output=folder, calibration=calibration, stats=("amax", "fisher")
+        ),
+        QUIET,
+    )
     return rank_folder(folder, 0, 1)
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory, llama, measured):
     folder = tmp_path_factory.mktemp("mixed") / "out"
-    return quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET
+    )
 
 
 def record(folder):
@@ -59,18 +77,26 @@ def record(folder):
 
 def schemes(folder):
     plan = json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
-    return {name: (scheme["weights"]["num_bits"], scheme["weights"]["group_size"]) for name, scheme in plan.items()}
+    return {
+        name: (scheme["weights"]["num_bits"], scheme["weights"]["group_size"])
+        for name, scheme in plan.items()
+    }
 
 
 def layers(folder):
-    return {path.name: path.read_bytes() for path in sorted((folder / "layers").glob("*.safetensors"))}
+    return {
+        path.name: path.read_bytes() for path in sorted((folder / "layers").glob("*.safetensors"))
+    }
 
 
 def test_the_bits_are_those_of_the_files_and_no_more_than_asked_for(mixed):
     bits = weights = 0
     for path in (mixed / "layers").glob("*.safetensors"):
         for name, tensor in load_file(path).items():
-            if name.endswith(("weight_packed", "weight_scale", "weight_shape")) and "norm" not in name:
+            if (
+                name.endswith(("weight_packed", "weight_scale", "weight_shape"))
+                and "norm" not in name
+            ):
                 bits += 8 * tensor.numel() * tensor.element_size()
             if name.endswith("weight_shape"):
                 weights += int(tensor.prod())
@@ -83,13 +109,28 @@ def test_linears_that_runtimes_fuse_have_one_scheme(mixed):
     found = schemes(mixed)
     assert len(set(found.values())) > 1
     for layer in range(2):
-        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        for group in (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+        ):
             assert len({found[f"model.layers.{layer}.{name}"] for name in group}) == 1
 
 
 def test_the_recipe_run_again_gives_the_same_bytes(mixed, llama, measured, tmp_path, capsys):
     recipe = mixed / "recipe.yaml"
-    assert run("quantize", llama, "-o", tmp_path / "again", "--recipe", recipe, "--measurement", measured) == 0
+    assert (
+        run(
+            "quantize",
+            llama,
+            "-o",
+            tmp_path / "again",
+            "--recipe",
+            recipe,
+            "--measurement",
+            measured,
+        )
+        == 0
+    )
     assert layers(tmp_path / "again") == layers(mixed)
     entry = recipe_from(read_yaml(recipe)).quantize[0]
     assert (entry.target_bpw, entry.scheme, entry.name) == (None, "W4A16", "mixed")
@@ -102,23 +143,44 @@ def test_the_recipe_run_again_gives_the_same_bytes(mixed, llama, measured, tmp_p
 
 def test_a_plan_says_where_schemes_are_chosen_when_it_runs(llama, capsys):
     wide = ("--set", "quantize.0.group_size=32")
-    assert run("plan", llama, "--for", "W4A16@4.7", *wide, "--samples", "2", "--sequence-length", "48") == 0
+    assert (
+        run("plan", llama, "--for", "W4A16@4.7", *wide, "--samples", "2", "--sequence-length", "48")
+        == 0
+    )
     out = capsys.readouterr().out
     assert "statistics: fisher" in out
-    assert "schemes are chosen when it runs, by what was measured; the figures are those of W4A16 for all" in out
+    assert (
+        "schemes are chosen when it runs, by what was measured; the figures are those of W4A16 "
+        "for all" in out
+    )
 
 
 def test_an_edited_recipe_is_followed(mixed, llama, measured, tmp_path):
     text = (mixed / "recipe.yaml").read_text()
     edited = tmp_path / "recipe.yaml"
     edited.write_text(text + '      - {match: "model.layers.0.self_attn.o_proj", scheme: W8A16}\n')
-    assert run("quantize", llama, "-o", tmp_path / "out", "--recipe", edited, "--measurement", measured) == 0
-    assert schemes(tmp_path / "out") == schemes(mixed) | {"model.layers.0.self_attn.o_proj": (8, None)}
+    assert (
+        run(
+            "quantize", llama, "-o", tmp_path / "out", "--recipe", edited, "--measurement", measured
+        )
+        == 0
+    )
+    assert schemes(tmp_path / "out") == schemes(mixed) | {
+        "model.layers.0.self_attn.o_proj": (8, None)
+    }
 
 
-def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_bytes(mixed, llama, measured, tmp_path):
-    before = {path: path.stat().st_mtime_ns for path in mixed.rglob("*") if path.is_file() and ".lock" not in path.name}
-    quantize.run(quantize.QuantizeJob(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET)
+def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_bytes(
+    mixed, llama, measured, tmp_path
+):
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in mixed.rglob("*")
+        if path.is_file() and ".lock" not in path.name
+    }
+    quantize.run(
+        quantize.QuantizeJob(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET
+    )
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     class Stopped(BaseException):
@@ -131,7 +193,9 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
                     raise Stopped
                 yield item
 
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured)
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured
+    )
     for stage in ("choose mixed", "quantize mixed", "measure mixed"):
         progress = StopAt(quiet=True)
         object.__setattr__(progress, "stage", stage)
@@ -167,7 +231,10 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
     def run_with(kind, folder):
         progress = kind(quiet=True)
         object.__setattr__(progress, "lines", [])
-        quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured), progress)
+        quantize.run(
+            quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
+            progress,
+        )
         return progress.lines
 
     lines = run_with(Told, tmp_path / "whole")
@@ -201,26 +268,39 @@ def divergence(artifact, llama, measured):
     total = 0.0
     with torch.no_grad():
         for sequence in sequences:
-            left, right = (model(sequence[None], use_cache=False).logits[0] for model in (original, quantized))
+            left, right = (
+                model(sequence[None], use_cache=False).logits[0] for model in (original, quantized)
+            )
             total += float(token_kld(left, right).sum())
     tokens = sum(len(sequence) for sequence in sequences)
     return total / tokens, tokens
 
 
-def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llama, measured, tmp_path):
+def test_what_is_measured_is_the_divergence_of_the_exported_artifact(
+    mixed, llama, measured, tmp_path
+):
     artifact = export.run(export.ExportJob(quantized=mixed, output=tmp_path / "artifact"), QUIET)
     expected, tokens = divergence(artifact, llama, measured)
     assert record(mixed)["measured_kld"] == pytest.approx(expected, rel=1e-3)
     assert record(mixed)["tokens"] == tokens
     chosen = read_manifest(artifact)["recipe"]["chosen"]
     assert chosen == record(mixed)
-    assert f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight by gptq" in (artifact / "README.md").read_text()
+    assert (
+        f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight by gptq"
+        in (artifact / "README.md").read_text()
+    )
 
 
-def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_as_it_will_be(mixed, llama, measured, tmp_path):
+def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_as_it_will_be(
+    mixed, llama, measured, tmp_path
+):
     entry = replace(ENTRY, head=HeadSettings(scheme="W3A16", algorithm="rtn", group_size=64))
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured)
-    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "q", entry=entry, measurement=measured
+    )
+    artifact = export.run(
+        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+    )
     found, plain = record(job.output), record(mixed)
     for key in ("items", "bits_per_weight", "predicted_kld", "tokens"):
         assert found[key] == plain[key], key
@@ -241,19 +321,30 @@ def test_sensitivities_are_those_of_the_whole_model_by_autograd(llama, measured)
         )
     rows, columns = ({name: 0.0 for name in names} for _ in range(2))
     calibration = load_file(measured / "calibration.safetensors")
-    for index, tokens in enumerate(torch.split(calibration["tokens"], calibration["lengths"].tolist())):
+    for index, tokens in enumerate(
+        torch.split(calibration["tokens"], calibration["lengths"].tolist())
+    ):
         embedded = model.get_input_embeddings()(tokens[None]).requires_grad_()
         logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(0, index))[:, 0]  # at most 64
+        # at most 64
+        labels = torch.multinomial(
+            logits.detach().softmax(-1), 1, generator=generator_for(0, index)
+        )[:, 0]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
         for name, (x, y) in seen.items():
             squares = y.grad[0].double().square()  # [S, O]
             rows[name] += squares.sum(dim=0)
-            columns[name] += (x[0].detach().double().square() * squares.mean(dim=1, keepdim=True)).sum(dim=0)
+            columns[name] += (
+                x[0].detach().double().square() * squares.mean(dim=1, keepdim=True)
+            ).sum(dim=0)
     statistics = load_file(measured / "statistics.safetensors")
     for name in names:
-        torch.testing.assert_close(statistics[f"{name}|gradient|square_sum"], rows[name], rtol=1e-4, atol=0)
-        torch.testing.assert_close(statistics[f"{name}|guided_input|square_sum"], columns[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            statistics[f"{name}|gradient|square_sum"], rows[name], rtol=1e-4, atol=0
+        )
+        torch.testing.assert_close(
+            statistics[f"{name}|guided_input|square_sum"], columns[name], rtol=1e-4, atol=0
+        )
         assert statistics[f"{name}|gradient|count"] == len(calibration["tokens"])
 
 
@@ -261,9 +352,13 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     llama, text_files, measured, tmp_path, monkeypatch
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher"))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher")
+    )
     original = measure.allow_measure
-    monkeypatch.setattr(measure, "allow_measure", lambda *a, **k: replace(original(*a, **k), workers=1, in_flight=1))
+    monkeypatch.setattr(
+        measure, "allow_measure", lambda *a, **k: replace(original(*a, **k), workers=1, in_flight=1)
+    )
 
     class Stopped(BaseException):
         pass
@@ -287,14 +382,22 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
             stops += 1
     assert stops == 3  # forwards, at the head, backwards
     again = rank_folder(tmp_path / "found", 0, 1)
-    assert (again / "statistics.safetensors").read_bytes() == (measured / "statistics.safetensors").read_bytes()
-    assert [path.name for path in (tmp_path / "found").iterdir() if path.is_dir()] == ["rank-000-of-001"]
+    assert (again / "statistics.safetensors").read_bytes() == (
+        measured / "statistics.safetensors"
+    ).read_bytes()
+    assert [path.name for path in (tmp_path / "found").iterdir() if path.is_dir()] == [
+        "rank-000-of-001"
+    ]
 
 
-def test_ranks_that_share_the_text_measure_the_same_sensitivities(llama, text_files, measured, tmp_path):
+def test_ranks_that_share_the_text_measure_the_same_sensitivities(
+    llama, text_files, measured, tmp_path
+):
     found = []
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration, stats=("fisher",))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "two", calibration=calibration, stats=("fisher",)
+    )
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
         found.append(load_file(rank_folder(tmp_path / "two", rank, 2) / "statistics.safetensors"))
@@ -306,7 +409,14 @@ def test_ranks_that_share_the_text_measure_the_same_sensitivities(llama, text_fi
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]))
-    job = measure.MeasureJob(model=llama, output=tmp_path / "x", calibration=calibration, stats=("fisher",), ranks=2, tp=2)
+    job = measure.MeasureJob(
+        model=llama,
+        output=tmp_path / "x",
+        calibration=calibration,
+        stats=("fisher",),
+        ranks=2,
+        tp=2,
+    )
     with pytest.raises(UsageError, match="statistic fisher with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)
 
@@ -314,13 +424,21 @@ def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
 def mixture(llama, entry, *, rounds=(), costs=(80.0, 20.0, 5.0)):
     """Two items of 1000 weights; candidates of 3, 4 and 5 bits, the first item twice as sensitive; 10 tokens."""
     options = [
-        {n: (bits * 1000, cost * factor) for n, (bits, cost) in enumerate(zip((3, 4, 5), costs, strict=True))}
+        {
+            n: (bits * 1000, cost * factor)
+            for n, (bits, cost) in enumerate(zip((3, 4, 5), costs, strict=True))
+        }
         for factor in (2, 1)
     ]
     linears = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
-    items = tuple(Item(linears=(name,), weights=1000, options=of) for name, of in zip(linears, options, strict=True))
+    items = tuple(
+        Item(linears=(name,), weights=1000, options=of)
+        for name, of in zip(linears, options, strict=True)
+    )
     graph = graph_for(open_source(llama).config)
-    return ChosenMixture(key="", entry=entry, graph=graph, items=items, tokens=10, fixed=(0, 0), rounds=rounds)
+    return ChosenMixture(
+        key="", entry=entry, graph=graph, items=items, tokens=10, fixed=(0, 0), rounds=rounds
+    )
 
 
 THREE = tuple(Candidate(scheme=f"W{bits}A16") for bits in (3, 4, 5))
@@ -347,15 +465,19 @@ def test_choices_within_bits_and_within_divergence_worked_by_hand(llama, limit, 
     assert mixture(llama, wanting(**limit)).picks == picks
 
 
-def test_predictions_are_corrected_by_what_was_measured_until_it_holds_and_no_bits_are_left_to_save(llama):
+def test_predictions_are_corrected_by_what_was_measured_until_it_holds_and_no_bits_are_left_to_save(
+    llama,
+):
     start = mixture(llama, wanting(max_kld=6.0))
     assert start.picks == (1, 1)
     high = start.with_round(12.0)  # twice what was predicted
     assert not high.rounds[-1].accepted and high.ratio == 2.0
-    assert high.picks == (2, 2)  # 15 nats, taken twice, over 10 tokens: 3; (2, 1) would be 6, which leaves nothing for errors
+    # 15 nats, taken twice, over 10 tokens: 3; (2, 1) would be 6, which leaves nothing for errors
+    assert high.picks == (2, 2)
     held = high.with_round(5.5)  # close enough to 6
     assert held.rounds[-1].accepted and held.picks == (2, 2)
-    low = start.with_round(3.0)  # half of what was predicted: (1, 0) is now worth 120 / 2 / 10 = 6, without room for errors
+    # half of what was predicted: (1, 0) is now worth 120 / 2 / 10 = 6, without room for errors
+    low = start.with_round(3.0)
     assert low.rounds[-1].accepted and low.picks == (1, 1)
     lower = start.with_round(1.0)
     assert not lower.rounds[-1].accepted and lower.picks == (0, 0)  # 240 / 6 / 10 = 4
@@ -371,21 +493,35 @@ def test_after_the_last_round_the_smallest_that_held_is_taken_or_what_was_measur
     assert last.picks == (1, 1)
     assert last.with_round(5.0).rounds[-1].accepted
     none = mixture(llama, wanting(max_kld=0.9), rounds=rounds)
-    with pytest.raises(GateError, match=r"max_kld=0\.9, measured 5\.000 bits: 1, 4\.000 bits: 5, 3\.500 bits: 7"):
+    with pytest.raises(
+        GateError, match=r"max_kld=0\.9, measured 5\.000 bits: 1, 4\.000 bits: 5, 3\.500 bits: 7"
+    ):
         _ = none.picks
 
 
 def test_limits_that_no_candidates_keep_are_refused_with_what_they_take(llama):
-    with pytest.raises(UsageError, match=r"target_bpw=2\.9, the smallest candidates take 3\.0000; give more bits"):
+    with pytest.raises(
+        UsageError, match=r"target_bpw=2\.9, the smallest candidates take 3\.0000; give more bits"
+    ):
         _ = mixture(llama, wanting(target_bpw=2.9)).picks
-    with pytest.raises(UsageError, match=r"max_kld=1\.0, the finest candidates are predicted to cost 1\.5; allow more"):
+    with pytest.raises(
+        UsageError,
+        match=r"max_kld=1\.0, the finest candidates are predicted to cost 1\.5; allow more",
+    ):
         _ = mixture(llama, wanting(max_kld=1.0)).picks
 
 
 def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured, tmp_path):
     fixed = Override(match="re:.*down_proj$", scheme="W8A16")
-    entry = replace(ENTRY, target_bpw=5.2, overrides=(fixed,), ignore=("model.layers.1.self_attn.o_proj",))
-    folder = quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
+    entry = replace(
+        ENTRY, target_bpw=5.2, overrides=(fixed,), ignore=("model.layers.1.self_attn.o_proj",)
+    )
+    folder = quantize.run(
+        quantize.QuantizeJob(
+            model=llama, output=tmp_path / "out", entry=entry, measurement=measured
+        ),
+        QUIET,
+    )
     plan = json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
     assert plan["model.layers.1.self_attn.o_proj"] is None
     assert {plan[f"model.layers.{i}.mlp.down_proj"]["name"] for i in (0, 1)} == {"W8A16"}
@@ -395,18 +531,28 @@ def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured
     resolved = recipe_from(read_yaml(folder / "recipe.yaml")).quantize[0]
     again = resolve(resolved, graph_for(open_source(llama).config), shapes).schemes
     assert {name: None if s is None else scheme_words(s) for name, s in again.items()} == {
-        name: None if s is None else {**s, "transforms": tuple(s["transforms"])} for name, s in plan.items()
+        name: None if s is None else {**s, "transforms": tuple(s["transforms"])}
+        for name, s in plan.items()
     }
     assert record(folder)["bits_per_weight"] <= 5.2
 
 
-def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed(llama, text_files, tmp_path):
+def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed(
+    llama, text_files, tmp_path
+):
     entry = replace(ENTRY, algorithm="best", tune=Tune(steps=0))
     assert transforms_of(entry) == ()
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry]))
+    job = measure.MeasureJob(
+        model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry])
+    )
     measured = measure.run(job, QUIET)
-    folder = quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
+    folder = quantize.run(
+        quantize.QuantizeJob(
+            model=llama, output=tmp_path / "out", entry=entry, measurement=measured
+        ),
+        QUIET,
+    )
     (recipe,) = recipe_from(read_yaml(folder / "recipe.yaml")).quantize
     assert transforms_of(recipe) == (("smoothquant", {"alpha": "auto", "linears": True}),)
     decisions = json.loads((folder / "layers" / "00000.json").read_text())["decisions"]
@@ -418,15 +564,30 @@ def test_candidates_are_integers_of_all_widths_with_zero_points_where_the_scheme
     symmetric = candidates_of(Quantize(name="x", scheme="W4A16", target_bpw=4.0))
     assert len(symmetric) == 16 and Candidate(scheme="W5A16", group_size=64) in symmetric
     asymmetric = candidates_of(Quantize(name="x", scheme="W4A16_ASYM", target_bpw=4.0))
-    assert {each.scheme for each in asymmetric} == {*(f"W{bits}A16_ASYM" for bits in (2, 3, 4, 5, 6)), "W8A16"}
-    with pytest.raises(UsageError, match="candidate FP8_DYNAMIC; choose from schemes of integer weights"):
-        candidates_of(Quantize(name="x", scheme="W4A16", target_bpw=4.0, candidates=(Candidate(scheme="FP8_DYNAMIC"),)))
+    assert {each.scheme for each in asymmetric} == {
+        *(f"W{bits}A16_ASYM" for bits in (2, 3, 4, 5, 6)),
+        "W8A16",
+    }
+    with pytest.raises(
+        UsageError, match="candidate FP8_DYNAMIC; choose from schemes of integer weights"
+    ):
+        candidates_of(
+            Quantize(
+                name="x",
+                scheme="W4A16",
+                target_bpw=4.0,
+                candidates=(Candidate(scheme="FP8_DYNAMIC"),),
+            )
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"target_bpw": 4.0, "max_kld": 0.1}, "target_bpw=4.0 beside max_kld=0.1; give one of them"),
+        (
+            {"target_bpw": 4.0, "max_kld": 0.1},
+            "target_bpw=4.0 beside max_kld=0.1; give one of them",
+        ),
         ({"target_bpw": 0.0}, "target_bpw=0.0; give a positive number"),
         ({"max_kld": float("nan")}, "max_kld=nan; give a positive number"),
         ({"candidates": THREE}, "3 candidates, target_bpw=None; .* leave candidates out"),
@@ -447,10 +608,16 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
         quantize.run(job, QUIET)
     text = ("--calibration", text_files["calibration"], "--samples", 2)
     assert run("measure", llama, "-o", tmp_path / "1", *text, "--for", "W4A16") == 0
-    with pytest.raises(StatisticsError, match="no square_sum of its gradient; measure with --stats fisher"):
+    with pytest.raises(
+        StatisticsError, match="no square_sum of its gradient; measure with --stats fisher"
+    ):
         quantize.run(replace(job, measurement=tmp_path / "1"), QUIET)
-    with pytest.raises(UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"):
-        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
+    with pytest.raises(
+        UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"
+    ):
+        quantize.run(
+            quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET
+        )
 
 
 @pytest.mark.parametrize("transform", ["smoothquant", "awq", "hadamard"])
@@ -465,7 +632,16 @@ def test_transforms_are_refused_before_anything_is_measured_or_chosen(llama, tmp
 
 
 def test_a_verb_prints_the_choice_and_draws_the_pareto_curve(llama, measured, tmp_path, capsys):
-    line = ("quantize", llama, "-o", tmp_path / "out", "--target-bpw", "4.6", "--measurement", measured)
+    line = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "out",
+        "--target-bpw",
+        "4.6",
+        "--measurement",
+        measured,
+    )
     assert run(*line) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].split("  ")[0] == "scheme" and out[-1] == str(tmp_path / "out")
@@ -485,6 +661,11 @@ def test_a_kept_choice_of_something_else_or_damaged_is_made_again(mixed, llama, 
     found = chosen_mixture.read(tmp_path, ENTRY, graph, key=key)
     assert found.settled and found.picks == tuple(item["chosen"] for item in record(mixed)["items"])
     assert chosen_mixture.read(tmp_path, ENTRY, graph, key="other") is None
-    for damaged in (kept[:100], kept.replace('"picks"', '"peaks"'), kept.replace(key, key[:16]), "[]"):
+    for damaged in (
+        kept[:100],
+        kept.replace('"picks"', '"peaks"'),
+        kept.replace(key, key[:16]),
+        "[]",
+    ):
         (tmp_path / path.name).write_text(damaged)
         assert chosen_mixture.read(tmp_path, ENTRY, graph, key=key) is None

@@ -19,7 +19,9 @@ def test_a_layer_has_the_hook_while_it_has_its_weights_and_computes_the_same(fam
     rotations = hadamard.solve(hidden=64, head_dim=16, options=hadamard.OPTIONS)
     outputs, weights = [], []
     for blocks in (MappingProxyType({}), MappingProxyType({DOWN: 128})):
-        stream = LayerStream(Rotated(source, graph, rotations, quantized=graph.linears, blocks=blocks), graph)
+        stream = LayerStream(
+            Rotated(source, graph, rotations, quantized=graph.linears, blocks=blocks), graph
+        )
         (state,) = stream.begin([torch.arange(2, 50)])
         for _ in range(2):  # the same module twice: one hook, not two
             with stream.layer(0) as module:

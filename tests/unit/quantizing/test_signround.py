@@ -23,12 +23,16 @@ from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 FEW = SignRound(iterations=12, sequences=3)
-ENTRY = Quantize(name="learned", scheme="W4A16", algorithm="signround", group_size=32, signround=FEW)
+ENTRY = Quantize(
+    name="learned", scheme="W4A16", algorithm="signround", group_size=32, signround=FEW
+)
 
 
 def measured_of(model, text_files, folder, **options):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
+    measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET
+    )
     return rank_folder(folder, 0, 1)
 
 
@@ -38,7 +42,12 @@ def measured(tmp_path_factory, llama, text_files):
 
 
 def made(model, measured, folder, entry=ENTRY, **options):
-    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(
+            model=model, output=folder, entry=entry, measurement=measured, **options
+        ),
+        QUIET,
+    )
 
 
 def records(folder):
@@ -48,7 +57,9 @@ def records(folder):
 def layer_outputs(model, sequences, index):
     """What a decoder layer of a whole model puts out for every sequence."""
     seen = []
-    handle = model.model.layers[index].register_forward_hook(lambda _module, _args, output: seen.append(output.double()))
+    handle = model.model.layers[index].register_forward_hook(
+        lambda _module, _args, output: seen.append(output.double())
+    )
     with torch.no_grad():
         for sequence in sequences:
             model(sequence[None])
@@ -56,7 +67,9 @@ def layer_outputs(model, sequences, index):
     return seen
 
 
-def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layers_before_put_out(llama, measured, tmp_path):
+def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layers_before_put_out(
+    llama, measured, tmp_path
+):
     folder = made(llama, measured, tmp_path / "2")
     artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     original, quantized = (
@@ -66,7 +79,12 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
     kept = load_file(measured / "calibration.safetensors")
     sequences = torch.split(kept["tokens"], kept["lengths"].tolist())
     for index, record in enumerate(records(folder)):
-        pairs = list(zip(*(layer_outputs(model, sequences, index) for model in (original, quantized)), strict=True))
+        pairs = list(
+            zip(
+                *(layer_outputs(model, sequences, index) for model in (original, quantized)),
+                strict=True,
+            )
+        )
         loss = sum(float((found - target).square().sum()) for target, found in pairs)
         expected = loss / sum(float(target.square().sum()) for target, _ in pairs)
         for told in record["decisions"].values():
@@ -85,8 +103,12 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        pytest.param("llama", {"signround": replace(FEW, start="gptq")}, id="gptq", marks=pytest.mark.slow),
-        pytest.param("llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}, id="hqq-asym"),
+        pytest.param(
+            "llama", {"signround": replace(FEW, start="gptq")}, id="gptq", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}, id="hqq-asym"
+        ),
         pytest.param("llama", {"transforms": ({"awq": {}},)}, id="awq", marks=pytest.mark.slow),
         pytest.param(
             "llama",
@@ -101,7 +123,12 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}, id="mixed"
+            "llama",
+            {
+                "ignore": ("re:.*k_proj",),
+                "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),),
+            },
+            id="mixed",
         ),
         pytest.param("gpt_neox", {"scheme": "W4A16_ASYM"}, id="gpt-neox"),
     ],
@@ -125,7 +152,10 @@ def test_from_yaqa_the_measurement_holds_gradients(llama, text_files, tmp_path):
     measured = measured_of(llama, text_files, tmp_path / "1", stats=("gradient",))
     for record in records(made(llama, measured, tmp_path / "2", entry)):
         for told in record["decisions"].values():
-            assert told["block_loss"] <= told["block_loss_start"] and told["start"]["loss"] <= told["start"]["loss_start"]
+            assert (
+                told["block_loss"] <= told["block_loss_start"]
+                and told["start"]["loss"] <= told["start"]["loss_start"]
+            )
 
 
 def test_a_text_of_which_nothing_could_be_learned_is_an_error(llama, text_files, tmp_path):
@@ -140,17 +170,36 @@ def test_a_text_of_which_nothing_could_be_learned_is_an_error(llama, text_files,
             tensors[name] = (steps / 64).to(tensor.dtype)
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     measured = measured_of(tmp_path / "model", text_files, tmp_path / "1")
-    with pytest.raises(StatisticsError, match=r"learned: signround with calibration \w{16} .* changed nothing: all 14 linears"):
+    with pytest.raises(
+        StatisticsError,
+        match=r"learned: signround with calibration \w{16} .* changed nothing: all 14 linears",
+    ):
         made(tmp_path / "model", measured, tmp_path / "2", replace(ENTRY, scheme="W4A16_ASYM"))
 
 
 def test_options_come_from_the_recipe_and_from_set(llama, measured, tmp_path):
-    entry = {"name": "a", "scheme": "W4A16", "algorithm": "signround", "signround": {"iterations": 50}}
+    entry = {
+        "name": "a",
+        "scheme": "W4A16",
+        "algorithm": "signround",
+        "signround": {"iterations": 50},
+    }
     (found,) = recipe_from({"model": "m", "quantize": [entry]}).quantize
     assert found.signround == SignRound(iterations=50, sequences=8, start="rtn")
     assert algorithm_of(found) == "rtn"
     assert algorithm_of(replace(found, signround=SignRound(start="gptq"))) == "gptq"
-    given = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "signround")
+    given = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        32,
+        "--algorithm",
+        "signround",
+    )
     given += ("--measurement", measured, "--set", "quantize.0.signround.iterations=12", "-q")
     assert exit_code(cli, [str(word) for word in given]) == 0
     assert records(tmp_path / "2")[0]["decisions"]["model.layers.0.mlp.up_proj"]["iterations"] == 12
@@ -159,7 +208,9 @@ def test_options_come_from_the_recipe_and_from_set(llama, measured, tmp_path):
 def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
     assert statistics_for(entries_of("W4A16:signround")) == ()
     entry = Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround")
-    with pytest.raises(UsageError, match="W4A16 with signround needs the calibration text, none is given") as caught:
+    with pytest.raises(
+        UsageError, match="W4A16 with signround needs the calibration text, none is given"
+    ) as caught:
         quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
     assert "learned" not in caught.value.cause
 
@@ -167,30 +218,70 @@ def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
 @pytest.mark.parametrize(
     ("words", "options", "kind", "message"),
     [
-        ({"scheme": "FP8_DYNAMIC", "group_size": None}, {}, UsageError, "signround with scheme FP8_DYNAMIC; signround chooses"),
-        ({}, {"ranks": 2}, UsageError, "learned: signround with --ranks 2; quantize with one process"),
-        ({"signround": SignRound(start="best")}, {}, UsageError, "start='best' is no algorithm to start from; .*rtn"),
-        ({"signround": SignRound(start="signround")}, {}, UsageError, "start='signround' is no algorithm to start from"),
+        (
+            {"scheme": "FP8_DYNAMIC", "group_size": None},
+            {},
+            UsageError,
+            "signround with scheme FP8_DYNAMIC; signround chooses",
+        ),
+        (
+            {},
+            {"ranks": 2},
+            UsageError,
+            "learned: signround with --ranks 2; quantize with one process",
+        ),
+        (
+            {"signround": SignRound(start="best")},
+            {},
+            UsageError,
+            "start='best' is no algorithm to start from; .*rtn",
+        ),
+        (
+            {"signround": SignRound(start="signround")},
+            {},
+            UsageError,
+            "start='signround' is no algorithm to start from",
+        ),
         (
             {"signround": SignRound(start="yaqa"), "transforms": ({"hadamard": {}},)},
             {},
             UsageError,
             "yaqa with transform hadamard",
         ),
-        ({"algorithm": "gptq"}, {}, UsageError, "signround beside algorithm gptq; give `algorithm: signround`"),
+        (
+            {"algorithm": "gptq"},
+            {},
+            UsageError,
+            "signround beside algorithm gptq; give `algorithm: signround`",
+        ),
         ({"algorithm": None}, {}, UsageError, "signround beside algorithm gptq"),
-        ({"quantized_inputs": False}, {}, UsageError, "quantized_inputs=False with signround; .* leave quantized_inputs out"),
-        ({"target_bpw": 4.0, "group_size": None}, {}, UsageError, "target_bpw or max_kld with signround; choose with gptq"),
+        (
+            {"quantized_inputs": False},
+            {},
+            UsageError,
+            "quantized_inputs=False with signround; .* leave quantized_inputs out",
+        ),
+        (
+            {"target_bpw": 4.0, "group_size": None},
+            {},
+            UsageError,
+            "target_bpw or max_kld with signround; choose with gptq",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_to_do(llama, measured, tmp_path, words, options, kind, message):
+def test_what_does_not_go_together_is_refused_with_what_to_do(
+    llama, measured, tmp_path, words, options, kind, message
+):
     with pytest.raises(kind, match=message):
         made(llama, measured, tmp_path / "2", replace(ENTRY, **words), **options)
     assert not (tmp_path / "2").exists()
 
 
 def test_mixtures_are_refused_by_their_name(family_model, measured_family, tmp_path):
-    with pytest.raises(UnsupportedError, match="learned: signround of a mixtral; experts' rounding is not learned; use gptq"):
+    with pytest.raises(
+        UnsupportedError,
+        match="learned: signround of a mixtral; experts' rounding is not learned; use gptq",
+    ):
         made(family_model("mixtral"), measured_family("mixtral"), tmp_path / "2")
 
 

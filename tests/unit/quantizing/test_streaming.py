@@ -18,15 +18,32 @@ from quantflow.stages.cli.progress_line import ProgressLine
 QUIET = ProgressLine(quiet=True)
 ENTRIES = {
     "gptq": Quantize(name="x", scheme="W4A16", group_size=32),
-    "gptq on quantized inputs": Quantize(name="x", scheme="W4A16", group_size=32, quantized_inputs=True),
+    "gptq on quantized inputs": Quantize(
+        name="x", scheme="W4A16", group_size=32, quantized_inputs=True
+    ),
     "smoothquant": Quantize(name="x", scheme="W8A8_STATIC"),
-    "searched smoothquant": Quantize(name="x", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},)),
-    "awq": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", transforms=({"awq": {}},)),
-    "signround": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround", signround=SignRound(iterations=3)),
-    "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {"down": True}},)),
+    "searched smoothquant": Quantize(
+        name="x", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},)
+    ),
+    "awq": Quantize(
+        name="x", scheme="W4A16", group_size=32, algorithm="rtn", transforms=({"awq": {}},)
+    ),
+    "signround": Quantize(
+        name="x",
+        scheme="W4A16",
+        group_size=32,
+        algorithm="signround",
+        signround=SignRound(iterations=3),
+    ),
+    "hadamard": Quantize(
+        name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {"down": True}},)
+    ),
 }
 SLOW = ("gptq", "searched smoothquant", "awq", "hadamard")  # the others run by default
-EVERY = [pytest.param(entry, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, entry in ENTRIES.items()]
+EVERY = [
+    pytest.param(entry, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name, entry in ENTRIES.items()
+]
 
 
 def limit(monkeypatch, *, workers):
@@ -55,7 +72,10 @@ def measured(model, text_files, folder):
 
 
 def quantized(model, measurement, folder, entry):
-    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measurement), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measurement),
+        QUIET,
+    )
 
 
 class Stopped(BaseException):
@@ -81,7 +101,9 @@ def test_a_measurement_does_not_depend_on_cores(llama, text_files, tmp_path, mon
     expected = files_of(measured(llama, text_files, tmp_path / "expected"))
     limit(monkeypatch, workers=workers)
     assert files_of(measured(llama, text_files, tmp_path / "found")) == expected
-    assert sorted(path.name for path in (tmp_path / "found").iterdir() if path.is_dir()) == ["rank-000-of-001"]
+    assert sorted(path.name for path in (tmp_path / "found").iterdir() if path.is_dir()) == [
+        "rank-000-of-001"
+    ]
 
 
 @pytest.mark.parametrize("entry", EVERY)
@@ -111,11 +133,17 @@ def test_a_measurement_goes_on_at_the_layer_where_it_was_stopped(llama, text_fil
 
 
 @pytest.mark.parametrize("entry", EVERY)
-@pytest.mark.parametrize("lost", ["nothing", "hidden states", "damaged hidden states", "first layer"])
-def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(llama, text_files, tmp_path, entry, lost):
+@pytest.mark.parametrize(
+    "lost", ["nothing", "hidden states", "damaged hidden states", "first layer"]
+)
+def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(
+    llama, text_files, tmp_path, entry, lost
+):
     measurement = measured(llama, text_files, tmp_path / "measured")
     expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement)
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "found", entry=entry, measurement=measurement
+    )
     with pytest.raises(Stopped):
         quantize.run(job, StopAfter(1))
     (kept,) = (tmp_path / ".found.hidden").glob("*.hidden")
@@ -135,24 +163,36 @@ def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(llama, text_fil
     assert ((layers / "00000.safetensors").stat().st_mtime_ns == before) == (lost != "first layer")
 
 
-def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(llama, text_files, tmp_path, capsys):
+def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(
+    llama, text_files, tmp_path, capsys
+):
     measurement = measured(llama, text_files, tmp_path / "measured")
     entry = ENTRIES["gptq"]
     with pytest.raises(Stopped):
         quantize.run(
             quantize.QuantizeJob(
-                model=llama, output=tmp_path / "found", entry=replace(entry, group_size=64), measurement=measurement
+                model=llama,
+                output=tmp_path / "found",
+                entry=replace(entry, group_size=64),
+                measurement=measurement,
             ),
             StopAfter(1),
         )
     quantize.run(
-        quantize.QuantizeJob(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement), ProgressLine()
+        quantize.QuantizeJob(
+            model=llama, output=tmp_path / "found", entry=entry, measurement=measurement
+        ),
+        ProgressLine(),
     )
     assert "the unfinished result was made with plan." in capsys.readouterr().err
-    assert files_of(tmp_path / "found") == files_of(quantized(llama, measurement, tmp_path / "expected", entry))
+    assert files_of(tmp_path / "found") == files_of(
+        quantized(llama, measurement, tmp_path / "expected", entry)
+    )
 
 
-def test_a_weight_that_is_not_finite_in_a_later_layer_leaves_the_finished_layers(llama, text_files, tmp_path):
+def test_a_weight_that_is_not_finite_in_a_later_layer_leaves_the_finished_layers(
+    llama, text_files, tmp_path
+):
     """The same command, with the model repaired, is another model: its layers are made anew. Nothing final is written."""
     measurement = measured(llama, text_files, tmp_path / "measured")
     model = shutil.copytree(llama, tmp_path / "model")

@@ -18,7 +18,15 @@ from quantflow.models import layer_store, stand_ins
 from quantflow.models.capture import LayerStream
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
-from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
+from quantflow.planning.recipe import (
+    Calibration,
+    Override,
+    Quantize,
+    SignRound,
+    Tune,
+    Validate,
+    recipe_from,
+)
 from quantflow.planning.requirements import entries_of, tune_of
 from quantflow.quantizing import quantize
 from quantflow.runtime.artifact import open_artifact
@@ -36,12 +44,22 @@ ENTRY = Quantize(name="tuned", scheme="W3A16", algorithm="rtn", group_size=32, t
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")), QUIET)
+    measure.run(
+        measure.MeasureJob(
+            model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")
+        ),
+        QUIET,
+    )
     return rank_folder(folder, 0, 1)
 
 
 def made(model, measured, folder, entry=ENTRY, **options):
-    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(
+            model=model, output=folder, entry=entry, measurement=measured, **options
+        ),
+        QUIET,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +69,9 @@ def tuned(tmp_path_factory, llama, measured):
 
 @pytest.fixture(scope="module")
 def untuned(tmp_path_factory, llama, measured):
-    return made(llama, measured, tmp_path_factory.mktemp("untuned") / "out", replace(ENTRY, tune=None))
+    return made(
+        llama, measured, tmp_path_factory.mktemp("untuned") / "out", replace(ENTRY, tune=None)
+    )
 
 
 SMOOTHED = {"transforms": ({"awq": {}},)}  # which divides norms, and the rows of v and up
@@ -59,7 +79,9 @@ SMOOTHED = {"transforms": ({"awq": {}},)}  # which divides norms, and the rows o
 
 @pytest.fixture(scope="module")
 def smoothed_tuned(tmp_path_factory, llama, measured):
-    return made(llama, measured, tmp_path_factory.mktemp("smoothed") / "out", replace(ENTRY, **SMOOTHED))
+    return made(
+        llama, measured, tmp_path_factory.mktemp("smoothed") / "out", replace(ENTRY, **SMOOTHED)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +104,9 @@ def sequences_of(measured):
 
 
 def exported(folder, to):
-    return open_artifact(export.run(export.ExportJob(quantized=folder, output=to), QUIET), backend="reference")
+    return open_artifact(
+        export.run(export.ExportJob(quantized=folder, output=to), QUIET), backend="reference"
+    )
 
 
 def with_weights(llama, artifact):
@@ -99,20 +123,40 @@ def with_weights(llama, artifact):
 def divergence(original, model, sequences):
     total = 0.0
     for sequence in sequences:
-        pair = (each(sequence[None]).logits[0].double().log_softmax(-1) for each in (model, original))
+        pair = (
+            each(sequence[None]).logits[0].double().log_softmax(-1) for each in (model, original)
+        )
         total = total + torch.nn.functional.kl_div(*pair, reduction="sum", log_target=True)
     return total / sum(map(len, sequences))
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("", id="as it is", marks=pytest.mark.slow), pytest.param("smoothed_", id="smoothed")]
+    "kind",
+    [
+        pytest.param("", id="as it is", marks=pytest.mark.slow),
+        pytest.param("smoothed_", id="smoothed"),
+    ],
 )
-def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(llama, measured, request, tmp_path, kind):
-    untuned, tuned = request.getfixturevalue(f"{kind}untuned"), request.getfixturevalue(f"{kind}tuned")
-    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
+def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(
+    llama, measured, request, tmp_path, kind
+):
+    untuned, tuned = (
+        request.getfixturevalue(f"{kind}untuned"),
+        request.getfixturevalue(f"{kind}tuned"),
+    )
+    original, sequences = (
+        load_model(open_source(llama), dtype=torch.float32),
+        sequences_of(measured),
+    )
     with torch.no_grad():
         start, end = (
-            float(divergence(original, with_weights(llama, exported(folder, tmp_path / folder.parent.name)), sequences))
+            float(
+                divergence(
+                    original,
+                    with_weights(llama, exported(folder, tmp_path / folder.parent.name)),
+                    sequences,
+                )
+            )
             for folder in (untuned, tuned)
         )
     assert end < start
@@ -126,7 +170,12 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(ll
 
 @pytest.mark.parametrize(
     ("products", "tokens", "tolerance"),
-    [(torch.float32, 1, 1e-3), (torch.float32, 20, 1e-3), (torch.float32, 64, 1e-3), (torch.bfloat16, 20, 3e-2)],
+    [
+        (torch.float32, 1, 1e-3),
+        (torch.float32, 20, 1e-3),
+        (torch.float32, 64, 1e-3),
+        (torch.bfloat16, 20, 3e-2),
+    ],
 )
 def test_the_first_step_is_against_the_gradient_of_the_whole_model(
     llama, measured, untuned, tmp_path, monkeypatch, products, tokens, tolerance
@@ -144,44 +193,69 @@ def test_the_first_step_is_against_the_gradient_of_the_whole_model(
     monkeypatch.setattr(tune, "stepped", watched)
     made(llama, measured, tmp_path / "one", replace(ENTRY, tune=replace(FEW, steps=1)))
     artifact = exported(untuned, tmp_path / "artifact")
-    original, model = load_model(open_source(llama), dtype=torch.float32), with_weights(llama, artifact)
+    original, model = (
+        load_model(open_source(llama), dtype=torch.float32),
+        with_weights(llama, artifact),
+    )
     sequences = sequences_of(measured)
     for parameter in model.parameters():
         parameter.requires_grad_()
-    divergence(original, model, [sequences[0], sequences[3]]).backward()  # of five by twos: 0 and 3, 1 and 4, 2
+    # of five by twos: 0 and 3, 1 and 4, 2
+    divergence(original, model, [sequences[0], sequences[3]]).backward()
     assert len(seen) == len(artifact.linears)
     for name in artifact.linears:
         weight = artifact.decode(name).weight
-        exact = (model.get_submodule(name).weight.grad * weight.dequantize()).reshape(*weight.scale.shape, -1).sum(-1)
+        exact = (
+            (model.get_submodule(name).weight.grad * weight.dequantize())
+            .reshape(*weight.scale.shape, -1)
+            .sum(-1)
+        )
         (found,) = [slope for start, slope in seen if torch.equal(start.qvalue, weight.qvalue)]
-        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+        torch.testing.assert_close(
+            found, exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+        )
 
 
-def test_products_in_bfloat16_gain_what_those_in_float32_gain(llama, measured, tmp_path, monkeypatch):
+def test_products_in_bfloat16_gain_what_those_in_float32_gain(
+    llama, measured, tmp_path, monkeypatch
+):
     gains = {}
     for products in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(determinism, "products", lambda _device, products=products: products)
-        (told, *_) = records(made(llama, measured, tmp_path / str(products)))[0]["decisions"].values()
+        (told, *_) = records(made(llama, measured, tmp_path / str(products)))[0][
+            "decisions"
+        ].values()
         assert told["tune"]["products"] == str(products).removeprefix("torch.")
         gains[products] = told["tune"]["divergence_start"] - told["tune"]["divergence"]
     assert gains[torch.bfloat16] == pytest.approx(gains[torch.float32], rel=0.03)
 
 
-def test_the_original_is_that_of_the_model_where_layers_are_quantized_on_quantized_inputs(llama, measured, tmp_path):
+def test_the_original_is_that_of_the_model_where_layers_are_quantized_on_quantized_inputs(
+    llama, measured, tmp_path
+):
     """Then nothing of the original passes through the layers while they are quantized; it runs by itself."""
     folder = made(llama, measured, tmp_path / "2", replace(ENTRY, quantized_inputs=True))
-    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
+    original, sequences = (
+        load_model(open_source(llama), dtype=torch.float32),
+        sequences_of(measured),
+    )
     (told, *_) = records(folder)[0]["decisions"].values()
     assert told["tune"]["steps"] == 6
     with torch.no_grad():
-        end = float(divergence(original, with_weights(llama, exported(folder, tmp_path / "a")), sequences))
+        end = float(
+            divergence(original, with_weights(llama, exported(folder, tmp_path / "a")), sequences)
+        )
     assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
 
 
 def test_the_original_model_runs_once(llama, measured, tmp_path, monkeypatch):
     """While it is quantized; tuning runs the quantized layers alone."""
     runs, advance = [], LayerStream.advance
-    monkeypatch.setattr(LayerStream, "advance", lambda self, *args, **told: runs.append(self) or advance(self, *args, **told))
+    monkeypatch.setattr(
+        LayerStream,
+        "advance",
+        lambda self, *args, **told: runs.append(self) or advance(self, *args, **told),
+    )
     made(llama, measured, tmp_path / "2")
     assert runs == []
 
@@ -198,12 +272,19 @@ def test_scales_alone_are_changed(tuned, untuned):
     assert changed == 14  # of every linear
 
 
-def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(llama, tuned, untuned, tmp_path):
-    artifact, original = exported(tuned, tmp_path / "artifact"), load_model(open_source(llama), dtype=torch.float32)
+def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(
+    llama, tuned, untuned, tmp_path
+):
+    artifact, original = (
+        exported(tuned, tmp_path / "artifact"),
+        load_model(open_source(llama), dtype=torch.float32),
+    )
     for record, before in zip(records(tuned), records(untuned), strict=True):
         for name, errors in record["errors"].items():
             weight = original.get_submodule(name).weight.double()
-            difference = (artifact.decode(name).weight.dequantize().double() - weight).square().sum() / weight.square().sum()
+            difference = (
+                artifact.decode(name).weight.dequantize().double() - weight
+            ).square().sum() / weight.square().sum()
             assert errors["weight"] == pytest.approx(float(difference.detach()), rel=1e-6)
             assert 0 < errors["output"] != before["errors"][name]["output"]
 
@@ -225,8 +306,12 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
             made(*arguments)
 
 
-@pytest.mark.parametrize("after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"])
-def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, measured, tuned, tmp_path, monkeypatch, after):
+@pytest.mark.parametrize(
+    "after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"]
+)
+def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(
+    llama, measured, tuned, tmp_path, monkeypatch, after
+):
     """Each step writes two layers: it is killed before one of them, or before the second of the finished layers."""
     finished = tmp_path / "out" / "layers"
     killed(
@@ -238,7 +323,11 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, meas
         counted=lambda path: "steps" in path.parts or path.parent == finished,
     )
     begun, rate = [], tune.rate
-    monkeypatch.setattr(tune, "rate", lambda bits, *, step, steps: begun.append(step) or rate(bits, step=step, steps=steps))
+    monkeypatch.setattr(
+        tune,
+        "rate",
+        lambda bits, *, step, steps: begun.append(step) or rate(bits, step=step, steps=steps),
+    )
     made(llama, measured, tmp_path / "out")
     assert files(tmp_path / "out") == files(tuned)
     assert sorted(set(begun)) == list(range(min(6, after // 2), 6))
@@ -249,7 +338,9 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, meas
     [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 5, 15],
     ids=["no layer", "a layer", "in the second step", "while it writes"],
 )
-def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed_tuned, tmp_path, monkeypatch, after):
+def test_what_was_smoothed_goes_on_wherever_it_was_killed(
+    llama, measured, smoothed_tuned, tmp_path, monkeypatch, after
+):
     arguments = (llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
     killed(monkeypatch, after, *arguments)
     assert files(made(*arguments)) == files(smoothed_tuned)
@@ -263,7 +354,9 @@ def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
     exported(tuned, tmp_path / "artifact")
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.ValidateJob(artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options)
+    job = validate.ValidateJob(
+        artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options
+    )
     assert validate.run(job, QUIET)["algorithm"] == "rtn + tune"
 
 
@@ -272,7 +365,9 @@ def test_nothing_but_the_result_is_left(tuned):
 
 
 @pytest.mark.parametrize("kind", ["", "smoothed_"], ids=["as it is", "smoothed"])
-def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, request, tmp_path, monkeypatch, kind):
+def test_scales_that_make_it_no_better_stay_as_they_were(
+    llama, measured, request, tmp_path, monkeypatch, kind
+):
     """So do errors, which quantizing found of the weights at hand, smoothed or not."""
     untuned = request.getfixturevalue(f"{kind}untuned")
     monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
@@ -299,24 +394,52 @@ def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, reques
             id="signround",
             marks=pytest.mark.slow,
         ),
-        pytest.param("llama", {"algorithm": "gptq", "scheme": "W4A16_ASYM"}, id="gptq-asym", marks=pytest.mark.slow),
-        pytest.param("llama", {"algorithm": "gptq", "scheme": "W2A16"}, id="gptq-negative", marks=pytest.mark.slow),
         pytest.param(
-            "llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}, id="mixed"
+            "llama",
+            {"algorithm": "gptq", "scheme": "W4A16_ASYM"},
+            id="gptq-asym",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama",
+            {"algorithm": "gptq", "scheme": "W2A16"},
+            id="gptq-negative",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama",
+            {
+                "ignore": ("re:.*k_proj",),
+                "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),),
+            },
+            id="mixed",
         ),
         pytest.param("gpt_neox", {"scheme": "W2A16_ASYM"}, id="gpt-neox"),
-        pytest.param("gpt_neox", {"transforms": ({"awq": {}},)}, id="norms-with-bias", marks=pytest.mark.slow),
+        pytest.param(
+            "gpt_neox", {"transforms": ({"awq": {}},)}, id="norms-with-bias", marks=pytest.mark.slow
+        ),
         pytest.param("qwen2", {"transforms": ({"awq": {}},)}, id="values-with-bias"),
         pytest.param(
-            "llama", {"transforms": ({"awq": {}},), "ignore": ("re:.*v_proj",)}, id="values-as-stored", marks=pytest.mark.slow
+            "llama",
+            {"transforms": ({"awq": {}},), "ignore": ("re:.*v_proj",)},
+            id="values-as-stored",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measured_family, tmp_path, family, words):
-    folder = made(family_model(family), measured_family(family), tmp_path / "2", replace(ENTRY, **words))
+def test_it_goes_on_from_every_algorithm_and_the_proof_holds(
+    family_model, measured_family, tmp_path, family, words
+):
+    folder = made(
+        family_model(family), measured_family(family), tmp_path / "2", replace(ENTRY, **words)
+    )
     for record in records(folder):
-        for told in (record["decisions"][name] for name in record["errors"]):  # of what is quantized
-            assert told["tune"]["steps"] == 0 or told["tune"]["divergence"] < told["tune"]["divergence_start"]
+        # of what is quantized
+        for told in (record["decisions"][name] for name in record["errors"]):
+            assert (
+                told["tune"]["steps"] == 0
+                or told["tune"]["divergence"] < told["tune"]["divergence_start"]
+            )
     exported(folder, tmp_path / "artifact")  # which proves the canary
     assert "scales tuned end to end" in (tmp_path / "artifact" / "README.md").read_text()
     summary = json.loads((folder / "quantize.json").read_text())
@@ -355,15 +478,31 @@ def test_a_combination_of_a_mixture_of_experts_tunes_nothing(word):
 
 
 def test_steps_come_from_the_command_line(llama, measured, tmp_path):
-    given = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "rtn")
+    given = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        32,
+        "--algorithm",
+        "rtn",
+    )
     given += ("--measurement", measured, "--tune", 1, "-q")
     assert exit_code(cli, [str(word) for word in given]) == 0
-    assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["tune"] == {"steps": 1, "sequences": 8}
+    assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["tune"] == {
+        "steps": 1,
+        "sequences": 8,
+    }
 
 
 def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path):
     entry = Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", tune=Tune(steps=1))
-    with pytest.raises(UsageError, match="W4A16 with rtn needs the calibration text, none is given"):
+    with pytest.raises(
+        UsageError, match="W4A16 with rtn needs the calibration text, none is given"
+    ):
         quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
 
 
@@ -375,12 +514,26 @@ def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path):
             {},
             "tuned: tune with scheme FP8_DYNAMIC; it tunes scales per channel or",
         ),
-        ({"scheme": "W8A8", "group_size": None, "transforms": ()}, {}, "tune with scheme W8A8; .* inputs as they are"),
-        ({"transforms": ({"hadamard": {}},)}, {}, "tune with hadamard; .* leave `tune` out, or give `--tune 0`"),
-        ({}, {"ranks": 2}, "tune with --ranks 2; it runs in one process; .* or quantize with one process"),
+        (
+            {"scheme": "W8A8", "group_size": None, "transforms": ()},
+            {},
+            "tune with scheme W8A8; .* inputs as they are",
+        ),
+        (
+            {"transforms": ({"hadamard": {}},)},
+            {},
+            "tune with hadamard; .* leave `tune` out, or give `--tune 0`",
+        ),
+        (
+            {},
+            {"ranks": 2},
+            "tune with --ranks 2; it runs in one process; .* or quantize with one process",
+        ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_to_do(llama, measured, tmp_path, words, options, message):
+def test_what_does_not_go_together_is_refused_with_what_to_do(
+    llama, measured, tmp_path, words, options, message
+):
     with pytest.raises(UsageError, match=message):
         made(llama, measured, tmp_path / "2", replace(ENTRY, **words), **options)
     assert not (tmp_path / "2").exists()

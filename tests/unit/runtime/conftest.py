@@ -19,7 +19,11 @@ from quantflow.models.graph import graph_for
 BODY = {
     "kind": "artifact",
     "source": {"name": "tiny", "revision": None, "files": {}},
-    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "recipe": {
+        "name": "a",
+        "scheme": "W8A16",
+        "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}},
+    },
     "measurement": None,
     "float8": None,
     "layers": [],
@@ -45,7 +49,9 @@ def _quantize(name: str, weight: torch.Tensor, scheme) -> QuantizedLinear:
         weight=results[name].weight,
         scheme=scheme,
         input_scale=torch.tensor([0.02]) if static else None,
-        input_zero_point=torch.tensor([7], dtype=torch.int8) if static and not scheme.input.symmetric else None,
+        input_zero_point=torch.tensor([7], dtype=torch.int8)
+        if static and not scheme.input.symmetric
+        else None,
     )
 
 
@@ -58,7 +64,8 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     """Write an artifact of a model, a random one by default; `schemes` is one scheme, or a function of a linear's name.
 
     Returns:
-        transformers' model with the dequantized weights, whose linears fake-quantize their inputs; experts are as they were.
+        transformers' model with the dequantized weights, whose linears fake-quantize their inputs;
+        experts are as they were.
     """
     model = random_model(config) if model is None else model
     model.save_pretrained(folder)
@@ -77,7 +84,9 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
             module = dict(model.named_modules()).get(linear_name)
         if linear_name in chosen and module is not None:  # transformers has experts in one tensor
             module.weight.data = linear.weight.dequantize()
-            module.register_forward_pre_hook(lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),))
+            module.register_forward_pre_hook(
+                lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),)
+            )
         tensors |= made
         entries.append(
             LedgerEntry(
@@ -92,10 +101,16 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
         )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     heads = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
-    ignore = [*heads, *graph_for(config).routers, *(name for name in graph_for(config).linears if name not in chosen)]
+    ignore = [
+        *heads,
+        *graph_for(config).routers,
+        *(name for name in graph_for(config).linears if name not in chosen),
+    ]
     _edit_config(
         folder,
-        quantization_config=layout.quantization_config(chosen, ignore=ignore, model_type=config.model_type),
+        quantization_config=layout.quantization_config(
+            chosen, ignore=ignore, model_type=config.model_type
+        ),
     )
     file = FileEntry(name="model.safetensors", nbytes=1, action="rewritten", reason="test")
     seal(folder, Ledger(tensors=tuple(entries), files=(file,)))

@@ -33,12 +33,24 @@ IDS = torch.arange(1, 12)[None]
 def write_adapter(folder, *, names=NAMES, rank=4, extra=(), **config):
     """Write random factors; return name -> scaling * B A with scaling alpha / r."""
     generator = torch.Generator().manual_seed(5)
-    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 12, "target_modules": ["q_proj"], "bias": "none"} | config
+    values = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 12,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+    } | config
     tensors, deltas = {}, {}
     for name in names:
         rows, columns = SHAPES.get(name, (32, 32))
-        a, b = torch.randn(rank, columns, generator=generator) * 0.2, torch.randn(rows, rank, generator=generator) * 0.2
-        tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        a, b = (
+            torch.randn(rank, columns, generator=generator) * 0.2,
+            torch.randn(rows, rank, generator=generator) * 0.2,
+        )
+        tensors |= {
+            f"base_model.model.{name}.lora_A.weight": a,
+            f"base_model.model.{name}.lora_B.weight": b,
+        }
         deltas[name] = (12 / rank) * (b @ a)
     folder.mkdir(exist_ok=True)
     save_file(tensors | dict(extra), folder / "adapter_model.safetensors")
@@ -93,7 +105,12 @@ def test_a_quantized_base_keeps_its_weights(made, tmp_path):
 
 def test_alpha_may_differ_by_pattern_and_be_divided_by_the_root_of_the_rank(made, tmp_path):
     folder, peer = made
-    deltas = write_adapter(tmp_path / "lora", rank=9, use_rslora=True, alpha_pattern={"1.mlp.down_proj": 24, "proj": 99})
+    deltas = write_adapter(
+        tmp_path / "lora",
+        rank=9,
+        use_rslora=True,
+        alpha_pattern={"1.mlp.down_proj": 24, "proj": 99},
+    )
     factors = {NAMES[0]: math.sqrt(9), NAMES[1]: 2 * math.sqrt(9), NAMES[2]: math.sqrt(9)}
     model = load(folder, backend="reference").model
     attach_(model, tmp_path / "lora")
@@ -115,12 +132,32 @@ def test_the_factors_have_the_dtype_of_the_model(made, tmp_path):
     ("change", "error", "message"),
     [
         ({"peft_type": "IA3"}, UnsupportedError, "peft_type IA3; give a LoRA adapter"),
-        ({"use_dora": True}, UnsupportedError, "use_dora is True, False is supported; give a plain LoRA adapter"),
-        ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save is \\['lm_head'\\], None is supported"),
+        (
+            {"use_dora": True},
+            UnsupportedError,
+            "use_dora is True, False is supported; give a plain LoRA adapter",
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            UnsupportedError,
+            "modules_to_save is \\['lm_head'\\], None is supported",
+        ),
         ({"lora_alpha": None}, InputError, "lora_alpha: None, a number is needed"),
-        ({"alpha_pattern": {"(": 1}}, InputError, "adapter_config.json: alpha_pattern: pattern .* is no regular expression"),
-        ({"names": ["model.layers.9.self_attn.q_proj"]}, InputError, "layers.9.self_attn.q_proj is no linear of the model"),
-        ({"names": ["model.layers.0.mlp.up_proj"]}, InputError, r"up_proj maps 32 to 48, A \[4, 32\], B \[32, 4\]; give an"),
+        (
+            {"alpha_pattern": {"(": 1}},
+            InputError,
+            "adapter_config.json: alpha_pattern: pattern .* is no regular expression",
+        ),
+        (
+            {"names": ["model.layers.9.self_attn.q_proj"]},
+            InputError,
+            "layers.9.self_attn.q_proj is no linear of the model",
+        ),
+        (
+            {"names": ["model.layers.0.mlp.up_proj"]},
+            InputError,
+            r"up_proj maps 32 to 48, A \[4, 32\], B \[32, 4\]; give an",
+        ),
         ({"names": []}, InputError, "holds no tensor; give an adapter that was trained"),
         (
             {"extra": {"base_model.model.lm_head.lora_embedding_A": torch.zeros(1)}.items()},
@@ -128,7 +165,11 @@ def test_the_factors_have_the_dtype_of_the_model(made, tmp_path):
             "lora_embedding_A is no factor of a linear",
         ),
         (
-            {"extra": {"base_model.model.model.layers.1.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)}.items()},
+            {
+                "extra": {
+                    "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)
+                }.items()
+            },
             InputError,
             "layers.1.mlp.up_proj has lora_A alone; restore",
         ),
@@ -150,5 +191,8 @@ def test_a_weight_that_the_embedding_shares_is_not_merged_into(made, tmp_path):
     write_adapter(tmp_path / "lora")
     model = load(made[0], backend="reference").model
     model.lm_head.weight = model.model.embed_tokens.weight
-    with pytest.raises(UsageError, match=r"^lm_head: its weight is the embedding's too; leave the adapter beside it$"):
+    with pytest.raises(
+        UsageError,
+        match=r"^lm_head: its weight is the embedding's too; leave the adapter beside it$",
+    ):
         attach_(model, tmp_path / "lora", merge=True)

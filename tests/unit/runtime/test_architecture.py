@@ -6,7 +6,13 @@ from transformers import CONFIG_MAPPING
 from quantflow.models.graph import graph_for
 from quantflow.runtime.architecture import DESIGNS, NEUTRAL, Blueprint, read
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "num_attention_heads": 4,
+}
 QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True}
 LLAMA = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
@@ -16,12 +22,19 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
     theirs = CONFIG_MAPPING[family](num_hidden_layers=12)
     for key, value in DESIGNS[family].defaults.items():
         if key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
-            kind = {"rope_theta": "full_attention", "rope_local_base_freq": "sliding_attention"}.get(key)
+            kind = {
+                "rope_theta": "full_attention",
+                "rope_local_base_freq": "sliding_attention",
+            }.get(key)
             table = theirs.rope_parameters.get(kind, theirs.rope_parameters)
             assert table[key if key == "partial_rotary_factor" else "rope_theta"] == value, key
         elif key == "sliding_window_pattern":
-            assert [kind == "full_attention" for kind in theirs.layer_types] == [not (i + 1) % value for i in range(12)]
-        elif key == "sliding_window" and not DESIGNS[family].defaults.get("use_sliding_window", True):
+            assert [kind == "full_attention" for kind in theirs.layer_types] == [
+                not (i + 1) % value for i in range(12)
+            ]
+        elif key == "sliding_window" and not DESIGNS[family].defaults.get(
+            "use_sliding_window", True
+        ):
             assert CONFIG_MAPPING[family](use_sliding_window=True).sliding_window == value
         else:
             assert getattr(theirs, key) == value, key
@@ -29,7 +42,9 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
 
 @pytest.mark.parametrize("family", DESIGNS)
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
-    theirs = CONFIG_MAPPING[family](**SIZES, **({} if family == "gpt_neox" else {"num_key_value_heads": 2}))
+    theirs = CONFIG_MAPPING[family](
+        **SIZES, **({} if family == "gpt_neox" else {"num_key_value_heads": 2})
+    )
     found = read(theirs.to_dict())
     assert isinstance(found, Blueprint), found
 
@@ -37,16 +52,26 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
 @pytest.mark.parametrize("family", DESIGNS)
 def test_the_products_are_the_groups_of_the_graph(family):
     config = CONFIG_MAPPING[family](**{**SIZES, "num_key_value_heads": 4, "pad_token_id": 0})
-    names, mixture, (layer, *_) = DESIGNS[family].names, DESIGNS[family].mixture, graph_for(config).layers
+    names, mixture, (layer, *_) = (
+        DESIGNS[family].names,
+        DESIGNS[family].mixture,
+        graph_for(config).layers,
+    )
     ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
     for number in range(layer.experts):
         gate, up, down = (f"{mixture.block}.experts.{number}.{name}" for name in mixture.linears)
         ours += [(gate, up), (down,)]
-    ours += [tuple(f"{mixture.block}.{name}" for name in group.linears) for group in (mixture.shared if mixture else ())]
+    ours += [
+        tuple(f"{mixture.block}.{name}" for name in group.linears)
+        for group in (mixture.shared if mixture else ())
+    ]
     theirs = [tuple(map(layer.inside, group.linears)) for group in layer.groups]
-    assert sorted(name for group in ours for name in group) == sorted(name for group in theirs for name in group)
+    assert sorted(name for group in ours for name in group) == sorted(
+        name for group in theirs for name in group
+    )
     for group in ours:
-        assert any(set(group) <= set(other) for other in theirs)  # linears that are one product share an input
+        # linears that are one product share an input
+        assert any(set(group) <= set(other) for other in theirs)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +90,15 @@ def test_the_products_are_the_groups_of_the_graph(family):
 )
 def test_a_key_that_llama_has_not_is_a_no_with_its_name(key, value):
     assert isinstance(read(LLAMA), Blueprint)
-    assert read(LLAMA | {key: value}) == f"it does not know what {key}={value!r} of config.json does"
+    assert (
+        read(LLAMA | {key: value}) == f"it does not know what {key}={value!r} of config.json does"
+    )
     assert isinstance(read(LLAMA | {key: None}), Blueprint)
 
 
 def test_tokens_that_a_configuration_names_change_no_forward():
-    named = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")}  # as GGUF files have them
+    # as GGUF files have them
+    named = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")}
     assert read(LLAMA | named) == read(LLAMA)
 
 
@@ -78,22 +106,32 @@ def test_tokens_that_a_configuration_names_change_no_forward():
     ("change", "reason"),
     [
         ({"model_type": "cohere"}, "it does not know the layers of cohere"),
-        ({"partial_rotary_factor": 0.5}, "it does not know what partial_rotary_factor=0.5 of config.json does"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "it does not know what partial_rotary_factor=0.5 of config.json does",
+        ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "it rotates all 16 features of a head, this model 8",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
-            "its rotation depends on the position alone, that of rope_type longrope on the sequence too",
+            "its rotation depends on the position alone, that of rope_type longrope on the "
+            "sequence too",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "spiral": 3}},
             "it does not know what spiral=3 does to a rotation of rope_type linear",
         ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor of its rotation is None, no positive number"),
+        (
+            {"rope_scaling": {"rope_type": "linear"}},
+            "factor of its rotation is None, no positive number",
+        ),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps of config.json is '1e-5', no number"),
-        ({"num_attention_heads": 0}, "num_attention_heads of config.json is 0, no positive integer"),
+        (
+            {"num_attention_heads": 0},
+            "num_attention_heads of config.json is 0, no positive integer",
+        ),
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide 4 heads"),
         (
             QWEN | {"layer_types": ["full_attention", "chunked_attention"]},
@@ -121,23 +159,49 @@ def test_no_key_that_is_read_passes_as_one_that_changes_nothing():
 
 def test_the_old_spelling_of_a_rotation_is_the_new_one():
     old = read(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}})
-    new = read(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}})
+    new = read(
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}
+    )
     assert isinstance(old, Blueprint) and isinstance(new, Blueprint)
-    assert [a.equal(b) for a, b in zip(old.ropes[0].table(9), new.ropes[0].table(9), strict=True)] == [True, True]
+    assert [
+        a.equal(b) for a, b in zip(old.ropes[0].table(9), new.ropes[0].table(9), strict=True)
+    ] == [True, True]
 
 
 def test_a_window_that_is_not_used_is_no_window():
     """So the released Qwen2.5 and Qwen3 have it."""
     for family in ("qwen2", "qwen3"):
-        found = read(LLAMA | QWEN | {"model_type": family, "use_sliding_window": False, "sliding_window": 32768})
+        found = read(
+            LLAMA
+            | QWEN
+            | {"model_type": family, "use_sliding_window": False, "sliding_window": 32768}
+        )
         assert isinstance(found, Blueprint) and found.windows == (0, 0)
 
 
-COMMON = {"architectures": ["X"], "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "use_cache": True}
-COMMON |= {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "tie_word_embeddings": False, "attention_dropout": 0.0}
-RELEASED = {  # keys and values that released models' config.json files have beside COMMON, sizes as they are
+COMMON = {
+    "architectures": ["X"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.02,
+    "use_cache": True,
+}
+COMMON |= {
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+# keys and values that released models' config.json files have beside COMMON, sizes as they are
+RELEASED = {
     "Llama 3.1": LLAMA
-    | {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "pretraining_tp": 1, "max_position_embeddings": 131072}
+    | {
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "attention_bias": False,
+        "pretraining_tp": 1,
+        "max_position_embeddings": 131072,
+    }
     | {
         "rope_scaling": {
             "factor": 8.0,
@@ -149,51 +213,183 @@ RELEASED = {  # keys and values that released models' config.json files have bes
     },
     "TinyLlama": LLAMA | {"rope_scaling": None, "hidden_act": "silu", "pretraining_tp": 1},
     "SmolLM2": LLAMA | {"rope_interleaved": False, "is_llama_config": True, "head_dim": 16},
-    "Mistral 7B 0.1": LLAMA | {"model_type": "mistral", "sliding_window": 4096, "num_key_value_heads": 2},
+    "Mistral 7B 0.1": LLAMA
+    | {"model_type": "mistral", "sliding_window": 4096, "num_key_value_heads": 2},
     "Qwen2.5": LLAMA
-    | {"model_type": "qwen2", "num_key_value_heads": 2, "max_window_layers": 21, "sliding_window": 32768}
+    | {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "max_window_layers": 21,
+        "sliding_window": 32768,
+    }
     | {"use_sliding_window": False, "use_mrope": False},
     "Qwen3": LLAMA
-    | {"model_type": "qwen3", "num_key_value_heads": 2, "max_window_layers": 28, "sliding_window": None, "head_dim": 128}
+    | {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "head_dim": 128,
+    }
     | {"use_sliding_window": False, "rope_scaling": None, "attention_bias": False},
-    "Gemma": LLAMA | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 256, "hidden_act": "gelu"},
+    "Gemma": LLAMA
+    | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 256, "hidden_act": "gelu"},
     "Gemma 2": LLAMA
-    | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
-    | {"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
     | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "cache_implementation": "hybrid"},
     "Gemma 3 1B": LLAMA
-    | {"model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
-    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256, "sliding_window": 512}
-    | {"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window_pattern": 6},
+    | {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+    }
+    | {
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window_pattern": 6,
+    },
     "Phi 3 mini 4k": LLAMA
-    | {"model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047}
-    | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False, "auto_map": {"AutoModelForCausalLM": "x"}},
+    | {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "sliding_window": 2047,
+    }
+    | {
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attention_bias": False,
+        "auto_map": {"AutoModelForCausalLM": "x"},
+    },
     "Granite 3": LLAMA
-    | {"model_type": "granite", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    | {
+        "model_type": "granite",
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+    }
     | {"residual_multiplier": 0.22, "mlp_bias": False, "rope_scaling": None},
     "SmolLM3": LLAMA
-    | {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "use_sliding_window": False}
-    | {"layer_types": ["full_attention"] * 2, "sliding_window": None, "max_window_layers": 28, "mlp_bias": False},
-    "Pythia": {"model_type": "gpt_neox", **SIZES, "hidden_act": "gelu", "layer_norm_eps": 1e-05, "rotary_pct": 0.25}
-    | {"rotary_emb_base": 10000, "use_parallel_residual": True, "max_position_embeddings": 2048, "classifier_dropout": 0.1},
-    "phi-2": {"model_type": "phi", **SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-05, "partial_rotary_factor": 0.5}
-    | {"qk_layernorm": False, "rope_theta": 10000.0, "rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.1},
-    "StarCoder2": {"model_type": "starcoder2", **SIZES, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-05}
-    | {"activation_function": "gelu_pytorch_tanh", "num_key_value_heads": 2, "mlp_type": "default", "norm_type": "layer_norm"}
-    | {"rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True, "residual_dropout": 0.1},
+    | {
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    }
+    | {
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": None,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+    },
+    "Pythia": {
+        "model_type": "gpt_neox",
+        **SIZES,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-05,
+        "rotary_pct": 0.25,
+    }
+    | {
+        "rotary_emb_base": 10000,
+        "use_parallel_residual": True,
+        "max_position_embeddings": 2048,
+        "classifier_dropout": 0.1,
+    },
+    "phi-2": {
+        "model_type": "phi",
+        **SIZES,
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-05,
+        "partial_rotary_factor": 0.5,
+    }
+    | {
+        "qk_layernorm": False,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.1,
+    },
+    "StarCoder2": {
+        "model_type": "starcoder2",
+        **SIZES,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": 1e-05,
+    }
+    | {
+        "activation_function": "gelu_pytorch_tanh",
+        "num_key_value_heads": 2,
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+    }
+    | {
+        "rope_theta": 999999.4420358813,
+        "sliding_window": 4096,
+        "use_bias": True,
+        "residual_dropout": 0.1,
+    },
     "Mixtral": LLAMA
-    | {"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 8}
+    | {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+    }
     | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
     "Qwen1.5 MoE": LLAMA
-    | {"model_type": "qwen2_moe", "num_key_value_heads": 4, "num_experts": 60, "num_experts_per_tok": 4}
-    | {"decoder_sparse_step": 1, "max_window_layers": 21, "moe_intermediate_size": 96, "norm_topk_prob": False}
+    | {
+        "model_type": "qwen2_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    }
+    | {
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": False,
+    }
     | {"shared_expert_intermediate_size": 96, "sliding_window": 32768, "use_sliding_window": False},
     "Qwen3 MoE": LLAMA
-    | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 4, "head_dim": 128}
-    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "max_window_layers": 48}
+    | {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "head_dim": 128,
+    }
+    | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "max_window_layers": 48,
+    }
     | {"sliding_window": None, "use_sliding_window": False, "moe_intermediate_size": 96},
     "OLMoE": LLAMA
-    | {"model_type": "olmoe", "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    | {
+        "model_type": "olmoe",
+        "clip_qkv": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
 }
 
 

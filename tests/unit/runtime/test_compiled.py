@@ -12,7 +12,18 @@ from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
-WORDS = ("--prompt", "value scale", "round", "--batch-size", "2", "--max-new-tokens", "12", "--ignore-eos", "--json", "-q")
+WORDS = (
+    "--prompt",
+    "value scale",
+    "round",
+    "--batch-size",
+    "2",
+    "--max-new-tokens",
+    "12",
+    "--ignore-eos",
+    "--json",
+    "-q",
+)
 
 
 @pytest.fixture
@@ -47,11 +58,19 @@ def test_compiled_modules_say_the_tokens_of_those_that_are_not(llama, compiling,
 
 
 def test_what_cannot_be_compiled_is_refused(llama, monkeypatch, capsys):
-    with pytest.raises(UsageError, match="torch_compile: the lean decoder has no modules to compile"):
+    with pytest.raises(
+        UsageError, match="torch_compile: the lean decoder has no modules to compile"
+    ):
         load(llama, decoder="lean", compiled=True)
-    for more, told in (("--disk-offload", "disk_offload with torch_compile"), ("--ranks=2", "2 ranks with torch_compile")):
+    for more, told in (
+        ("--disk-offload", "disk_offload with torch_compile"),
+        ("--ranks=2", "2 ranks with torch_compile"),
+    ):
         assert exit_code(cli, ["generate", str(llama), "--torch-compile", more, *WORDS]) == 2
         assert told in capsys.readouterr().err
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"torch_compile: none of g\+\+, clang\+\+, c\+\+ is on PATH; install g\+\+"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"torch_compile: none of g\+\+, clang\+\+, c\+\+ is on PATH; install g\+\+",
+    ):
         load(llama, decoder="transformers", compiled=True)

@@ -1,7 +1,8 @@
 """Decode steps that are replayed, against transformers' own cache; a recorder stands in for the GPU's graph.
 
-The recorder keeps the operations of a step with the tensors that they read and wrote, and repeats them on these tensors:
-whatever a step took from Python is frozen, as in a graph, and waiting for a number is refused, as under a capture.
+The recorder keeps the operations of a step with the tensors that they read and wrote, and repeats
+them on these tensors: whatever a step took from Python is frozen, as in a graph, and waiting for a
+number is refused, as under a capture.
 """
 
 from functools import partial
@@ -12,7 +13,14 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from quantflow.backends import cuda
 from quantflow.core.kv import kv_scheme
@@ -23,7 +31,13 @@ from quantflow.runtime.graphs import BUCKET, GraphDecoder
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
@@ -33,7 +47,9 @@ CONFIGS = {
 
 def random_model(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    return (
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    )
 
 
 class Recorder(TorchDispatchMode):
@@ -51,7 +67,11 @@ class Recorder(TorchDispatchMode):
 
     def replay(self):
         for func, args, kwargs, result in self.calls:
-            read = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
+            read = {
+                t.untyped_storage().data_ptr()
+                for t in tree_iter((args, kwargs))
+                if isinstance(t, torch.Tensor)
+            }
             for old, new in zip(tree_iter(result), tree_iter(func(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in read:
                     old.copy_(new)
@@ -87,7 +107,11 @@ def capturing(monkeypatch):
 def pair(request):
     """A decoder that replays, its capture, and transformers' own."""
     model, capture = random_model(CONFIGS[request.param]), Capture()
-    return GraphDecoder(model, device=CPU, capture=capture), capture, TransformersDecoder(model, crops=True)
+    return (
+        GraphDecoder(model, device=CPU, capture=capture),
+        capture,
+        TransformersDecoder(model, crops=True),
+    )
 
 
 def ids(*shape, seed=0):
@@ -124,7 +148,9 @@ def test_a_step_is_captured_once_and_replayed_with_the_same_logits_as_without_a_
 
 
 @pytest.mark.parametrize("length", [9, 40])
-def test_a_prompt_is_causal_without_a_mask_where_its_values_may_be_looked_at(pair, monkeypatch, length):
+def test_a_prompt_is_causal_without_a_mask_where_its_values_may_be_looked_at(
+    pair, monkeypatch, length
+):
     monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: False)
     seen, attention = [], functional.scaled_dot_product_attention
 
@@ -155,7 +181,9 @@ def test_prompts_of_any_length_and_batches_with_padding_share_the_graph_of_their
     assert pair[1].captured == 2
 
 
-def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_leave_the_graph_as_it_is(pair):
+def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_leave_the_graph_as_it_is(
+    pair,
+):
     begin(pair, 1)
     both(pair, ids(1, 3))
     steps(pair, 1, 2)
@@ -206,7 +234,9 @@ def test_what_is_cropped_is_forgotten_and_written_again(pair):
 
 def test_hidden_states_are_those_of_transformers(pair):
     begin(pair, 1)
-    for ours, theirs in zip(pair[0].forward_hidden(ids(1, 5)), pair[2].forward_hidden(ids(1, 5)), strict=True):
+    for ours, theirs in zip(
+        pair[0].forward_hidden(ids(1, 5)), pair[2].forward_hidden(ids(1, 5)), strict=True
+    ):
         same(ours, theirs)
 
 
@@ -221,7 +251,9 @@ def test_logits_that_were_returned_are_not_written_over(pair):
 
 def test_more_than_there_is_room_for_is_refused(pair):
     begin(pair, 1, capacity=BUCKET)
-    with pytest.raises(UsageError, match=rf"input_ids 2 x 3: the cache has 1 rows, 0 of {BUCKET} positions"):
+    with pytest.raises(
+        UsageError, match=rf"input_ids 2 x 3: the cache has 1 rows, 0 of {BUCKET} positions"
+    ):
         pair[0].forward(ids(2, 3))
     with pytest.raises(UsageError, match=rf"0 of {BUCKET} positions"):
         pair[0].forward(ids(1, BUCKET + 1))
@@ -231,10 +263,17 @@ def test_more_than_there_is_room_for_is_refused(pair):
 
 
 REASONS = {
-    "experts": (Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8), "experts"),
+    "experts": (
+        Qwen3MoeConfig(
+            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+        ),
+        "experts",
+    ),
     "sliding": (MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16), "slides"),
     "rotation": (
-        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        LlamaConfig(
+            **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        ),
         "rope_type dynamic",
     ),
 }
@@ -259,11 +298,17 @@ def test_on_a_gpu_the_graph_gives_the_logits_of_the_step(config, monkeypatch):
     monkeypatch.undo()
     model = random_model(CONFIGS[config]).cuda()
     device = torch.device("cuda")
-    ours, theirs = GraphDecoder(model, device=device, capture=partial(cuda.capture, device=device)), TransformersDecoder(model)
+    ours, theirs = (
+        GraphDecoder(model, device=device, capture=partial(cuda.capture, device=device)),
+        TransformersDecoder(model),
+    )
     for decoder in (ours, theirs):
         decoder.begin(rows=2, capacity=40)
     padding = torch.tensor([0, 2], device=device)
-    same(ours.forward(ids(2, 7).cuda(), padding=padding), theirs.forward(ids(2, 7).cuda(), padding=padding))
+    same(
+        ours.forward(ids(2, 7).cuda(), padding=padding),
+        theirs.forward(ids(2, 7).cuda(), padding=padding),
+    )
     for step in range(6):
         tokens = ids(2, 1, seed=step).cuda()
         same(ours.forward(tokens), theirs.forward(tokens))

@@ -21,10 +21,22 @@ from quantflow.runtime import lean
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "max_position_embeddings": 64}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LLAMA = LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
-BIASED = LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False, attention_bias=True, architectures=["LlamaForCausalLM"])
+BIASED = LlamaConfig(
+    **SIZES,
+    **HEADS,
+    tie_word_embeddings=False,
+    attention_bias=True,
+    architectures=["LlamaForCausalLM"],
+)
 QWEN3 = Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"])
 ATTENTION = "model.layers.1.self_attn"
 PROMPT = torch.tensor([[3, 5, 7]])
@@ -37,7 +49,11 @@ def reseal(folder):
     for entry in ledger.tensors:
         info = headers[entry.name]
         copied = entry.action == "copied"
-        entries.append(replace(entry, dtype=info.dtype, shape=info.shape, nbytes=info.nbytes) if copied else entry)
+        entries.append(
+            replace(entry, dtype=info.dtype, shape=info.shape, nbytes=info.nbytes)
+            if copied
+            else entry
+        )
     body["ledger"] = replace(ledger, tensors=tuple(entries)).to_json()
     for key in ("digest", "files", "layout_version"):
         body.pop(key, None)
@@ -69,7 +85,8 @@ def test_an_artifact_that_is_only_sealed_again_runs(tmp_path, make_artifact):
     assert torch.allclose(runs(folder, "lean"), runs(folder, "transformers"), atol=1e-4)
 
 
-CASES = [  # the attacks of a review, which ended in a double free, SIGSEGV, or another text with exit 0
+# the attacks of a review, which ended in a double free, SIGSEGV, or another text with exit 0
+CASES = [
     (LLAMA, "model.embed_tokens.weight", lambda t: t[:, :8]),
     (LLAMA, "model.embed_tokens.weight", lambda t: t[:5]),
     (LLAMA, "model.norm.weight", lambda t: t[:1]),
@@ -87,7 +104,11 @@ CASES = [  # the attacks of a review, which ended in a double free, SIGSEGV, or 
     (LLAMA, "model.norm.weight", lambda t: torch.tensor(1.0)),
     (LLAMA, "model.layers.0.self_attn.q_proj.weight", lambda t: t[:8]),  # quantized
     (LLAMA, "model.layers.0.self_attn.q_proj.weight_scale", lambda t: t[:8]),
-    (LLAMA, "model.layers.0.self_attn.q_proj.weight_scale", lambda t: torch.ones_like(t, dtype=torch.bool)),
+    (
+        LLAMA,
+        "model.layers.0.self_attn.q_proj.weight_scale",
+        lambda t: torch.ones_like(t, dtype=torch.bool),
+    ),
     (LLAMA, "model.layers.0.mlp.down_proj.weight", lambda t: t.T),
     (BIASED, f"{ATTENTION}.q_proj.bias", lambda t: t[:1]),
     (BIASED, "model.layers.0.self_attn.v_proj.bias", lambda t: t.repeat(3)),
@@ -97,10 +118,16 @@ CASES = [  # the attacks of a review, which ended in a double free, SIGSEGV, or 
 
 
 @pytest.mark.parametrize("decoder", ["lean", "transformers"])
-@pytest.mark.parametrize(("config", "name", "make"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_tensor_of_another_shape_is_an_input_error_whatever_runs_it(decoder, config, name, make, tmp_path, make_artifact):
+@pytest.mark.parametrize(
+    ("config", "name", "make"), CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_tensor_of_another_shape_is_an_input_error_whatever_runs_it(
+    decoder, config, name, make, tmp_path, make_artifact
+):
     folder = changed(make_artifact, tmp_path / "a", config, tensors={name: make})
-    with pytest.raises(InputError, match=name.removesuffix(".weight").removesuffix("_scale").replace(".", r"\.")):
+    with pytest.raises(
+        InputError, match=name.removesuffix(".weight").removesuffix("_scale").replace(".", r"\.")
+    ):
         runs(folder, decoder)
 
 
@@ -128,25 +155,46 @@ def test_a_tensor_of_another_shape_is_an_input_error_whatever_runs_it(decoder, c
     ],
     ids=str,
 )
-def test_numbers_that_the_weights_do_not_have_are_an_error_and_never_a_crash(decoder, numbers, tmp_path, make_artifact):
+def test_numbers_that_the_weights_do_not_have_are_an_error_and_never_a_crash(
+    decoder, numbers, tmp_path, make_artifact
+):
     with pytest.raises(QuantflowError) as caught:  # some are numbers that not even `verify` takes
         runs(changed(make_artifact, tmp_path / "a", LLAMA, **numbers), decoder)
     assert caught.value.exit_code in (2, 3, 6)
 
 
 def test_heads_wider_than_the_stack_of_c_go_through_transformers(tmp_path, make_artifact):
-    wide = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2048, "num_hidden_layers": 1}
-    config = LlamaConfig(**{**SIZES, **wide}, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+    wide = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 2048,
+        "num_hidden_layers": 1,
+    }
+    config = LlamaConfig(
+        **{**SIZES, **wide}, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+    )
     make_artifact(tmp_path / "a", config, PRESETS["W8A8"])
-    assert lean.why_not(open_artifact(tmp_path / "a")) == "it works on heads of 1024 features at most, these have 2048"
+    assert (
+        lean.why_not(open_artifact(tmp_path / "a"))
+        == "it works on heads of 1024 features at most, these have 2048"
+    )
     assert load(tmp_path / "a", decoder="auto").name == "transformers"
 
 
 def test_the_widest_heads_have_the_logits_of_transformers(tmp_path, make_artifact):
-    wide = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 1024, "num_hidden_layers": 1}
-    config = LlamaConfig(**{**SIZES, **wide}, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+    wide = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 1024,
+        "num_hidden_layers": 1,
+    }
+    config = LlamaConfig(
+        **{**SIZES, **wide}, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+    )
     make_artifact(tmp_path / "a", config, PRESETS["W8A16"])
-    assert torch.allclose(runs(tmp_path / "a", "lean"), runs(tmp_path / "a", "transformers"), atol=1e-4)
+    assert torch.allclose(
+        runs(tmp_path / "a", "lean"), runs(tmp_path / "a", "transformers"), atol=1e-4
+    )
 
 
 def test_a_rotation_of_a_part_of_each_head_goes_through_transformers(tmp_path, make_artifact):
@@ -154,7 +202,12 @@ def test_a_rotation_of_a_part_of_each_head_goes_through_transformers(tmp_path, m
     folder = changed(make_artifact, tmp_path / "a", LLAMA)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config["rope_parameters"] = {
+        "rope_type": "linear",
+        "factor": 2.0,
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    }
     path.write_text(json.dumps(config))
     reseal(folder)
     opened = open_artifact(folder)

@@ -24,10 +24,13 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
     """Let decode.c write columns from the cache's length on, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
     shared, count = keys.shape[1:3]
     block = DecoderBlock(products=())
-    operations = Operations(Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys))
+    operations = Operations(
+        Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys)
+    )
     operations.begin(kept, [(torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))])
     operations.step(count)
-    qkv = torch.cat([torch.zeros_like(keys), keys, values], dim=1).transpose(1, 2)  # [rows, T, 3 heads, DIM]
+    # [rows, T, 3 heads, DIM]
+    qkv = torch.cat([torch.zeros_like(keys), keys, values], dim=1).transpose(1, 2)
     operations.attend(qkv.reshape(kept.rows * count, -1).contiguous(), layer)
 
 
@@ -49,11 +52,16 @@ def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tenso
     return found[0], found[1]
 
 
-def fill(kept: KVCache, counts: list[int], factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def fill(
+    kept: KVCache, counts: list[int], factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Write columns in several pieces to both layers; return layer 1's keys and values."""
     written = []
     for seed, count in enumerate(counts):
-        keys, values = numbers(kept.rows, count, seed) * factor, numbers(kept.rows, count, seed + 100) * factor
+        keys, values = (
+            numbers(kept.rows, count, seed) * factor,
+            numbers(kept.rows, count, seed + 100) * factor,
+        )
         write(kept, 0, values, keys)
         write(kept, 1, keys, values)
         kept.length += count
@@ -62,7 +70,8 @@ def fill(kept: KVCache, counts: list[int], factor: float = 1.0) -> tuple[torch.T
     return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
-# Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest number of 8 at most, clamped.
+# Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest
+# number of 8 at most, clamped.
 ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5}
 
 
@@ -79,10 +88,14 @@ def test_what_is_written_in_pieces_reads_back_within_the_rounding_of_its_kind(ki
 def test_int8_has_a_scale_per_head_and_position_worked_by_hand():
     kept = KVCache(kind="int8", layers=1, rows=1, kv_heads=2, capacity=3, head_dim=DIM)
     keys, values = torch.zeros(2, 1, 2, 1, DIM)
-    keys[0, 0, 0, :2], values[0, :, 0, :2] = torch.tensor([2.55, -1.0]), torch.tensor([[255.0, 2.0], [-127.5, 1.0]])
+    keys[0, 0, 0, :2], values[0, :, 0, :2] = (
+        torch.tensor([2.55, -1.0]),
+        torch.tensor([[255.0, 2.0], [-127.5, 1.0]]),
+    )
     write(kept, 0, keys, values)
     assert kept.key_scales[0][0, :, 0].tolist() == pytest.approx([0.02, 1.0])
-    assert kept.keys[0][0, :, 0, :2, 0].tolist() == [[127, -50], [0, 0]]  # 127.5 rounds to 128, which is clamped
+    # 127.5 rounds to 128, which is clamped
+    assert kept.keys[0][0, :, 0, :2, 0].tolist() == [[127, -50], [0, 0]]
     assert kept.value_scales[0][0, :, 0].tolist() == [2.0, 1.0]
     assert kept.values[0][0, :, 0, :2].tolist() == [[127, 1], [-128, 1]]
     assert not kept.keys[0][0, :, 0, 2:, 0].any() and not kept.values[0][0, :, 0, 2:].any()
@@ -102,17 +115,24 @@ def test_float8_saturates_and_keeps_nan():
 def measured(scheme, layers: int = 2) -> list[KVScales]:
     count = 1 if scheme.granularity == "per_tensor" else 3
     steps = torch.tensor([2.0**-5, 2.0**-4, 2.0**-3])[:count]  # int8 saturates at 4, 8 and 16
-    return [KVScales(scheme=scheme, keys=steps * (layer + 1), values=steps / (layer + 1)) for layer in range(layers)]
+    return [
+        KVScales(scheme=scheme, keys=steps * (layer + 1), values=steps / (layer + 1))
+        for layer in range(layers)
+    ]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
 def test_with_measured_scales_what_reads_back_is_the_reference_formula_bit_for_bit(scheme):
     scales, kind = measured(scheme), "float8" if scheme.kind == "float" else "int8"
-    kept = KVCache(kind=kind, layers=2, rows=2, kv_heads=3, capacity=40, head_dim=DIM, scales=scales)
+    kept = KVCache(
+        kind=kind, layers=2, rows=2, kv_heads=3, capacity=40, head_dim=DIM, scales=scales
+    )
     keys, values = fill(kept, [7, 1, 15, 1], factor=5.0)
     for layer, (k, v) in enumerate(((values, keys), (keys, values))):
         found = read(kept, layer, 24)
-        for part, x, steps in zip(found, (k, v), (scales[layer].keys, scales[layer].values), strict=True):
+        for part, x, steps in zip(
+            found, (k, v), (scales[layer].keys, scales[layer].values), strict=True
+        ):
             step = steps.reshape(-1, 1, 1)
             if scheme.kind == "float":
                 expected = (x / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step
@@ -125,9 +145,17 @@ def test_with_measured_scales_what_reads_back_is_the_reference_formula_bit_for_b
 
 
 def test_measured_scales_of_another_kind_are_refused():
-    with pytest.raises(UsageError, match="kv cache int8: the scales are of float; use the kind that was measured"):
+    with pytest.raises(
+        UsageError, match="kv cache int8: the scales are of float; use the kind that was measured"
+    ):
         KVCache(
-            kind="int8", layers=2, rows=1, kv_heads=3, capacity=1, head_dim=DIM, scales=measured(kv_scheme("FP8", "per_head"))
+            kind="int8",
+            layers=2,
+            rows=1,
+            kv_heads=3,
+            capacity=1,
+            head_dim=DIM,
+            scales=measured(kv_scheme("FP8", "per_head")),
         )
 
 
@@ -135,12 +163,19 @@ def test_measured_scales_of_another_kind_are_refused():
 def test_nan_is_kept_where_there_is_a_code_for_it(name):
     scales = measured(kv_scheme(name, "per_head"), layers=1)
     kept = KVCache(
-        kind="float8" if name == "FP8" else "int8", layers=1, rows=1, kv_heads=3, capacity=1, head_dim=DIM, scales=scales
+        kind="float8" if name == "FP8" else "int8",
+        layers=1,
+        rows=1,
+        kv_heads=3,
+        capacity=1,
+        head_dim=DIM,
+        scales=scales,
     )
     x = torch.ones(1, 3, 1, DIM)
     x[0, 1, 0, 2] = torch.nan
     write(kept, 0, x, x)
-    for part, features in zip(read(kept, 0, 1), ([2, 2 + DIM // 2], [2]), strict=True):  # keys are rotated, in pairs
+    # keys are rotated, in pairs
+    for part, features in zip(read(kept, 0, 1), ([2, 2 + DIM // 2], [2]), strict=True):
         odd = part[0, 1, 0, features]
         assert odd.isnan().all() if name == "FP8" else (odd == 0).all()
         assert part.nan_to_num().sum() == 3 * DIM - len(features)
@@ -172,17 +207,27 @@ def test_columns_are_cropped_and_written_again():
 def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
     sizes = {kind: cache(kind).nbytes for kind in KINDS}
     assert sizes["bfloat16"] * 2 == sizes["float8"] * 4 == sizes["float32"]
-    assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * DIM * 4  # layers, keys and values, rows, heads, columns, features, bytes
+    # layers, keys and values, rows, heads, columns, features, bytes
+    assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * DIM * 4
     assert sizes["int8"] == sizes["float8"] + 2 * 2 * 2 * 3 * 48 * 4
 
 
 @pytest.mark.parametrize(
     ("act", "told"),
     [
-        (lambda kept: kept.crop(4), "crop to 4 positions: the cache has 3; crop to at most what there is"),
+        (
+            lambda kept: kept.crop(4),
+            "crop to 4 positions: the cache has 3; crop to at most what there is",
+        ),
         (lambda kept: kept.keep(torch.tensor([2])), r"kv cache: keep rows \[2\] of 2"),
-        (lambda kept: kept.keep(torch.tensor([], dtype=torch.int64)), r"kv cache: keep rows \[\] of 2"),
-        (lambda kept: cache("int4"), "kv cache 'int4' is unknown; use one of float32, bfloat16, float8, int8"),
+        (
+            lambda kept: kept.keep(torch.tensor([], dtype=torch.int64)),
+            r"kv cache: keep rows \[\] of 2",
+        ),
+        (
+            lambda kept: cache("int4"),
+            "kv cache 'int4' is unknown; use one of float32, bfloat16, float8, int8",
+        ),
         (lambda kept: cache("int8", rows=0), "kv cache of 0 rows and 40 positions"),
     ],
 )

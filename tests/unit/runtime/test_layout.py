@@ -12,9 +12,20 @@ from quantflow.models.names import HubNames, twins
 from quantflow.runtime.architecture import DESIGNS
 from quantflow.runtime.layout import ListedLayout, listed
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 112, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "vocab_size": 112,
+    "num_attention_heads": 4,
+}
 HEADS = {"head_dim": 32, "num_key_value_heads": 2, "pad_token_id": 0}
-SPARSE = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "num_experts": 4, "num_local_experts": 4}
+SPARSE = {
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "num_experts": 4,
+    "num_local_experts": 4,
+}
 SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
 FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "tie_word_embeddings")
 
@@ -24,10 +35,15 @@ def configurations(family):
     theirs = CONFIG_MAPPING[family]
     has = theirs().to_dict()
     keys = [key for key in FLAGS if key in has]
-    sizes = {key: value for key, value in (SIZES | HEADS | SPARSE).items() if key in SIZES or key in has}
+    sizes = {
+        key: value for key, value in (SIZES | HEADS | SPARSE).items() if key in SIZES or key in has
+    }
     yield theirs(**sizes), {}
     for values in itertools.product((False, True), repeat=len(keys)):
-        yield theirs(**sizes, **dict(zip(keys, values, strict=True))), dict(zip(keys, values, strict=True))
+        yield (
+            theirs(**sizes, **dict(zip(keys, values, strict=True))),
+            dict(zip(keys, values, strict=True)),
+        )
 
 
 @pytest.mark.parametrize("family", DESIGNS)
@@ -39,7 +55,9 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
             told.pop(key, None)  # what stands for a key that config.json leaves out
         found = listed(told | {"architectures": [type(model).__name__]})
         assert isinstance(found, ListedLayout), (family, flags)
-        expected = {hub.of(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        expected = {
+            hub.of(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()
+        }
         if DESIGNS[family].mixture:  # the linears of experts are ours, and have the graph's names
             expected = {name: shape for name, shape in expected.items() if ".experts." not in name}
             ours = {name: shape for name, shape in found.shapes.items() if ".experts." not in name}
@@ -58,13 +76,18 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
                 layer.relative(name): shapes[layer.relative(name)] for name in layer.linears
             }
         assert (
-            len(found.linears(name.rpartition(".")[0] for name in found.shapes)) == len(graph.linears) + len(graph.routers) + 1
+            len(found.linears(name.rpartition(".")[0] for name in found.shapes))
+            == len(graph.linears) + len(graph.routers) + 1
         )
         assert found.tied == bool(twins(model)), (family, flags)
         assert found.module(graph.family.head) == graph.family.head_place
         for layer in graph.layers:
-            assert [found.module(name) for name in layer.linears] == [layer.module(name) for name in layer.linears]
-            assert [found.module(name) for name in layer.routers] == [layer.module(name) for name in layer.routers]
+            assert [found.module(name) for name in layer.linears] == [
+                layer.module(name) for name in layer.linears
+            ]
+            assert [found.module(name) for name in layer.routers] == [
+                layer.module(name) for name in layer.routers
+            ]
         assert found.caches() == {layer.attention: layer.kv_heads for layer in graph.layers}
 
 
@@ -82,6 +105,12 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
     ],
 )
 def test_what_config_json_alone_does_not_say_is_left_to_the_modules(change):
-    told = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    told = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        **SIZES,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+    }
     assert listed(told) is not None
     assert listed(json.loads(json.dumps(told | change))) is None

@@ -44,7 +44,13 @@ from quantflow.runtime.transformers_decoder import TransformersDecoder
 ROOT = Path(__file__).resolve().parents[3]
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
 W8A16 = PRESETS["W8A16"]
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "eos_token_id": 2,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
 
@@ -53,7 +59,8 @@ def rope(kind: str, **more) -> dict:
 
 
 ALIKE = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-PAD = {"pad_token_id": 0, "bos_token_id": 1}  # where the family's own default lies outside of a small vocabulary
+# where the family's own default lies outside of a small vocabulary
+PAD = {"pad_token_id": 0, "bos_token_id": 1}
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
@@ -62,29 +69,58 @@ FAMILIES = {
         **SIZES, head_dim=48, attention_bias=True, mlp_bias=True, architectures=["LlamaForCausalLM"]
     ),
     "llama, seven to a head": LlamaConfig(
-        **SIZES | {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 16},
+        **SIZES
+        | {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 16},
         architectures=["LlamaForCausalLM"],
     ),
-    "llama3 rope": LlamaConfig(**SIZES, **rope("llama3", factor=8.0, **BANDS), architectures=["LlamaForCausalLM"]),
-    "linear rope": LlamaConfig(**SIZES, **rope("linear", factor=2.0), architectures=["LlamaForCausalLM"]),
+    "llama3 rope": LlamaConfig(
+        **SIZES, **rope("llama3", factor=8.0, **BANDS), architectures=["LlamaForCausalLM"]
+    ),
+    "linear rope": LlamaConfig(
+        **SIZES, **rope("linear", factor=2.0), architectures=["LlamaForCausalLM"]
+    ),
     "yarn rope": LlamaConfig(
-        **SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=16), architectures=["LlamaForCausalLM"]
+        **SIZES,
+        **rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        architectures=["LlamaForCausalLM"],
     ),
-    "mistral, a window of 6": MistralConfig(**SIZES, sliding_window=6, architectures=["MistralForCausalLM"]),
-    "qwen2, biases and a tied head": Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]),
+    "mistral, a window of 6": MistralConfig(
+        **SIZES, sliding_window=6, architectures=["MistralForCausalLM"]
+    ),
+    "qwen2, biases and a tied head": Qwen2Config(
+        **SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
+    ),
     "qwen2, one of two layers slides": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, architectures=["Qwen2ForCausalLM"]
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+        architectures=["Qwen2ForCausalLM"],
     ),
-    "qwen3, norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
+    "qwen3, norms over heads": Qwen3Config(
+        **SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]
+    ),
     "llama, gelu": LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"]),
     "gemma": GemmaConfig(**SIZES, head_dim=32, architectures=["GemmaForCausalLM"]),
     "gemma2, caps that are felt": Gemma2Config(
-        **{**SIZES, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.7},
+        **{
+            **SIZES,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 4,
+            "attn_logit_softcapping": 0.7,
+        },
         final_logit_softcapping=0.5,
         architectures=["Gemma2ForCausalLM"],
     ),
     "gemma3, two rotations": Gemma3TextConfig(
-        **{**SIZES, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 24},
+        **{
+            **SIZES,
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+        },
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -96,7 +132,11 @@ FAMILIES = {
     "phi3, half of a head rotated": Phi3Config(
         **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
         **PAD,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
         architectures=["Phi3ForCausalLM"],
     ),
     "granite": GraniteConfig(
@@ -108,7 +148,10 @@ FAMILIES = {
         architectures=["GraniteForCausalLM"],
     ),
     "smollm3, a layer of three without rotation": SmolLM3Config(
-        **{**SIZES, "num_hidden_layers": 3}, **PAD, no_rope_layers=[1, 0, 1], architectures=["SmolLM3ForCausalLM"]
+        **{**SIZES, "num_hidden_layers": 3},
+        **PAD,
+        no_rope_layers=[1, 0, 1],
+        architectures=["SmolLM3ForCausalLM"],
     ),
     "smollm3, whose layer without rotation slides": SmolLM3Config(
         **SIZES,
@@ -120,11 +163,18 @@ FAMILIES = {
     ),
     "gpt_neox": GPTNeoXConfig(**ALIKE, architectures=["GPTNeoXForCausalLM"]),
     "gpt_neox, one branch after the other": GPTNeoXConfig(
-        **ALIKE, use_parallel_residual=False, hidden_act="relu", architectures=["GPTNeoXForCausalLM"]
+        **ALIKE,
+        use_parallel_residual=False,
+        hidden_act="relu",
+        architectures=["GPTNeoXForCausalLM"],
     ),
     "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
-    "starcoder2": Starcoder2Config(**SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, sliding_window=6, architectures=["MixtralForCausalLM"]),
+    "starcoder2": Starcoder2Config(
+        **SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES, num_local_experts=4, sliding_window=6, architectures=["MixtralForCausalLM"]
+    ),
     "qwen2_moe, a dense layer before a sparse one": Qwen2MoeConfig(
         **SIZES,
         moe_intermediate_size=32,
@@ -173,10 +223,13 @@ def walk(decoder: Decoder) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_logits_of_transformers_whatever_is_asked(family, tmp_path, make_artifact):
+def test_every_family_has_the_logits_of_transformers_whatever_is_asked(
+    family, tmp_path, make_artifact
+):
     model = make_artifact(tmp_path, FAMILIES[family], W8A16)
     artifact = open_artifact(tmp_path, backend="reference")
-    if graph_for(FAMILIES[family]).sparse:  # its experts are dequantized by the loader: transformers has them in one tensor
+    # its experts are dequantized by the loader: transformers has them in one tensor
+    if graph_for(FAMILIES[family]).sparse:
         model = load(tmp_path, decoder="transformers", backend="reference").model
     expected = walk(TransformersDecoder(model, crops=True))
     for ours, theirs in zip(walk(LeanDecoder(artifact)), expected, strict=True):
@@ -184,36 +237,57 @@ def test_every_family_has_the_logits_of_transformers_whatever_is_asked(family, t
 
 
 @pytest.mark.parametrize("name", ["W8A8", "W8A8_STATIC", "FP8", "FP8_BLOCK", "W4A16_ASYM", "W4A8"])
-def test_linears_of_every_scheme_are_put_together_without_changing_their_outputs(name, tmp_path, make_artifact):
-    config = LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 128}, architectures=["LlamaForCausalLM"])
+def test_linears_of_every_scheme_are_put_together_without_changing_their_outputs(
+    name, tmp_path, make_artifact
+):
+    config = LlamaConfig(
+        **SIZES | {"hidden_size": 128, "intermediate_size": 128}, architectures=["LlamaForCausalLM"]
+    )
     scheme = (
-        PRESETS[name] if name == "FP8_BLOCK" or not PRESETS[name].weights.group_size else with_group_size(PRESETS[name], 32)
+        PRESETS[name]
+        if name == "FP8_BLOCK" or not PRESETS[name].weights.group_size
+        else with_group_size(PRESETS[name], 32)
     )
     model = make_artifact(tmp_path, config, scheme)
     decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
     prompt = ids(2, 12, 0)
     decoder.begin(rows=2, capacity=12)
     # Another order of sums can move an input over a rounding boundary of its grid.
-    assert torch.allclose(decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-2, rtol=2e-2)
+    assert torch.allclose(
+        decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-2, rtol=2e-2
+    )
 
 
 def test_linears_that_are_quantized_differently_are_computed_apart(tmp_path, make_artifact):
     def scheme_of(name):
-        return None if name.endswith(("v_proj", "gate_proj")) else W8A16 if name.endswith("k_proj") else W4A16
+        return (
+            None
+            if name.endswith(("v_proj", "gate_proj"))
+            else W8A16
+            if name.endswith("k_proj")
+            else W4A16
+        )
 
     config = Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"])
     model = make_artifact(tmp_path, config, scheme_of)
     decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
     decoder.begin(rows=1, capacity=12)
     prompt = ids(1, 12, 0)
-    assert torch.allclose(decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-5, rtol=2e-5)
+    assert torch.allclose(
+        decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-5, rtol=2e-5
+    )
 
 
-def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_path, make_artifact, edit_tensors):
+def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(
+    tmp_path, make_artifact, edit_tensors
+):
     model = make_artifact(tmp_path, LLAMA, W4A16)
 
     def narrow(tensors):
-        tensors |= {name: tensors[name].bfloat16() for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        tensors |= {
+            name: tensors[name].bfloat16()
+            for name in ("lm_head.weight", "model.embed_tokens.weight")
+        }
 
     edit_tensors(tmp_path, narrow)
     for name in ("lm_head", "model.embed_tokens"):
@@ -221,22 +295,31 @@ def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_
         weight.data = weight.data.bfloat16().float()
     expected = walk(TransformersDecoder(model, crops=True))
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference", verify=False)))
-    assert all(torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5) for ours, theirs in zip(found, expected, strict=True))
+    assert all(
+        torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+        for ours, theirs in zip(found, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(family, tmp_path, make_artifact, monkeypatch):
+def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(
+    family, tmp_path, make_artifact, monkeypatch
+):
     make_artifact(tmp_path, FAMILIES[family], with_group_size(PRESETS["W4A8"], 16))
     artifact = open_artifact(tmp_path)
     together = walk(LeanDecoder(artifact))
     # A product that is no partial of kernels.linear is one that C cannot call.
-    monkeypatch.setattr(projection, "partial", lambda function, **settings: lambda x: function(x, **settings))
+    monkeypatch.setattr(
+        projection, "partial", lambda function, **settings: lambda x: function(x, **settings)
+    )
     for one, many in zip(together, walk(LeanDecoder(artifact)), strict=True):
         assert torch.equal(one, many)
 
 
 def test_one_and_two_threads_give_the_same_bits(tmp_path, make_artifact):
-    config = LlamaConfig(**SIZES | {"hidden_size": 512, "head_dim": 64}, architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(
+        **SIZES | {"hidden_size": 512, "head_dim": 64}, architectures=["LlamaForCausalLM"]
+    )
     make_artifact(tmp_path, config, W8A16)
     decoder, found = LeanDecoder(open_artifact(tmp_path)), []
     threads = torch.get_num_threads()
@@ -244,7 +327,13 @@ def test_one_and_two_threads_give_the_same_bits(tmp_path, make_artifact):
         for count in (1, 2):
             torch.set_num_threads(count)
             decoder.begin(rows=2, capacity=80)
-            found.append([decoder.forward(ids(2, 16, 0)), decoder.forward(ids(2, 16, 1)), decoder.forward(ids(2, 1, 2))])
+            found.append(
+                [
+                    decoder.forward(ids(2, 16, 0)),
+                    decoder.forward(ids(2, 16, 1)),
+                    decoder.forward(ids(2, 1, 2)),
+                ]
+            )
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
@@ -277,7 +366,8 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
     expected = walk(TransformersDecoder(model, crops=True))
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
-        # A number in the middle between two codes may fall to either: a few among hundreds, a twentieth of all at most.
+        # A number in the middle between two codes may fall to either: a few among hundreds, a
+        # twentieth of all at most.
         assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
 
 
@@ -290,7 +380,11 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
     model = make_artifact(tmp_path, config, W8A16)
     heads = 1 if scheme.granularity == "per_tensor" else config.num_key_value_heads
     scales = [
-        kv_scales(scheme, keys=torch.linspace(0.4, 0.9, heads) * (layer + 1), values=torch.linspace(0.2, 0.4, heads))
+        kv_scales(
+            scheme,
+            keys=torch.linspace(0.4, 0.9, heads) * (layer + 1),
+            values=torch.linspace(0.2, 0.4, heads),
+        )
         for layer in (0, 1)
     ]
     exact = walk(TransformersDecoder(model, crops=True))
@@ -304,11 +398,16 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
 
 def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
     model = make_artifact(tmp_path, LLAMA, W4A16)
-    decoder, peer = LeanDecoder(open_artifact(tmp_path, backend="reference")), TransformersDecoder(model)
+    decoder, peer = (
+        LeanDecoder(open_artifact(tmp_path, backend="reference")),
+        TransformersDecoder(model),
+    )
     assert isinstance(decoder, HiddenDecoder)
     for each in (decoder, peer):
         each.begin(rows=1, capacity=9)
-    for ours, theirs in zip(decoder.forward_hidden(ids(1, 9, 0)), peer.forward_hidden(ids(1, 9, 0)), strict=True):
+    for ours, theirs in zip(
+        decoder.forward_hidden(ids(1, 9, 0)), peer.forward_hidden(ids(1, 9, 0)), strict=True
+    ):
         assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
@@ -316,7 +415,9 @@ def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
 def example(tmp_path_factory, make_artifact):
     """The example model in W4A16: the artifact, and transformers' model with its dequantized weights."""
     folder = tmp_path_factory.mktemp("example")
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        ROOT / "examples/tiny-llama", dtype=torch.float32
+    ).eval()
     return folder, make_artifact(folder, model.config, PRESETS["W4A16"], model=model)
 
 
@@ -341,7 +442,10 @@ def test_fifty_prompts_continue_with_the_64_tokens_of_transformers(example):
 def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, example):
     folder, _ = example
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
-    text = "".join((ROOT / "examples/tiny-llama" / name).read_text() for name in ("train.py", "plant_outliers.py"))
+    text = "".join(
+        (ROOT / "examples/tiny-llama" / name).read_text()
+        for name in ("train.py", "plant_outliers.py")
+    )
     tokens = torch.tensor(tokenizer(text)["input_ids"][: 8 * 256]).view(8, 256)
     chosen = []
     for settings in ({"backend": "reference"}, {"backend": "auto", "dtype": dtype}):
@@ -352,14 +456,22 @@ def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, ex
 
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8"])
-def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(scheme, make_artifact, tmp_path):
+def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(
+    scheme, make_artifact, tmp_path
+):
     """Where inputs are rounded too: two sums of another order round some of them to another code."""
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        ROOT / "examples/tiny-llama", dtype=torch.float32
+    ).eval()
     model = make_artifact(tmp_path, model.config, PRESETS[scheme], model=model)
-    text = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")((ROOT / "examples/tiny-llama/train.py").read_text())
+    text = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")(
+        (ROOT / "examples/tiny-llama/train.py").read_text()
+    )
     prompts = torch.tensor(text["input_ids"]).unfold(0, 16, 40)[:50]
     expected = generate(model, prompts, max_new_tokens=64)
-    decoder = LeanDecoder(open_artifact(tmp_path, backend="auto", dtype=torch.float32, verify=False))
+    decoder = LeanDecoder(
+        open_artifact(tmp_path, backend="auto", dtype=torch.float32, verify=False)
+    )
     decoder.begin(rows=50, capacity=80)
     chosen = decoder.forward(expected[:, :-1], last_only=False)[:, 15:].argmax(dim=-1)
     assert chosen.shape == (50, 64)
@@ -371,13 +483,17 @@ def test_speculation_gives_the_tokens_of_greedy_decoding(example):
     decoder = LeanDecoder(open_artifact(folder, verify=False))
     prompt = prompts()[0][22:23]
     expected = generate(decoder, prompt, max_new_tokens=48)
-    assert torch.equal(generate(decoder, prompt, max_new_tokens=48, method=Lookup(tokens=4)), expected)
+    assert torch.equal(
+        generate(decoder, prompt, max_new_tokens=48, method=Lookup(tokens=4)), expected
+    )
 
 
 OLMO2 = Olmo2Config(**SIZES, **PAD, architectures=["Olmo2ForCausalLM"])
 TANH = LlamaConfig(**SIZES, hidden_act="tanh", architectures=["LlamaForCausalLM"])
 NORMED = PhiConfig(**SIZES, qk_layernorm=True, architectures=["PhiForCausalLM"])
-NARROW = LlamaConfig(**SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"])
+NARROW = LlamaConfig(
+    **SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"]
+)
 DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["LlamaForCausalLM"])
 
 
@@ -385,76 +501,129 @@ DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["Ll
     ("config", "reason"),
     [
         (OLMO2, "it does not know the layers of olmo2"),
-        (TANH, "it knows the activations silu, swish, gelu, relu, gelu_pytorch_tanh, gelu_new, gelu_fast, not tanh"),
+        (
+            TANH,
+            "it knows the activations silu, swish, gelu, relu, gelu_pytorch_tanh, gelu_new, "
+            "gelu_fast, not tanh",
+        ),
         (NORMED, "it knows qk_layernorm=False of config.json, not True"),
         (NARROW, "it works on 16 features at once, heads have 8"),
-        (DYNAMIC, "its rotation depends on the position alone, that of rope_type dynamic on the sequence too"),
+        (
+            DYNAMIC,
+            "its rotation depends on the position alone, that of rope_type dynamic on the "
+            "sequence too",
+        ),
     ],
 )
-def test_what_it_cannot_run_goes_through_transformers_and_says_why(config, reason, tmp_path, make_artifact):
+def test_what_it_cannot_run_goes_through_transformers_and_says_why(
+    config, reason, tmp_path, make_artifact
+):
     model = make_artifact(tmp_path, config, W4A16)
     loaded = load(tmp_path, decoder="auto")
-    assert (loaded.name, loaded.reasons) == ("transformers", (f"the lean decoder is not used: {reason}",))
+    assert (loaded.name, loaded.reasons) == (
+        "transformers",
+        (f"the lean decoder is not used: {reason}",),
+    )
     loaded.decoder.begin(rows=1, capacity=8)
-    assert torch.allclose(loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4)
-    with pytest.raises(UnsupportedError, match=f"the lean decoder: {reason}; use decoder transformers"):
+    assert torch.allclose(
+        loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4
+    )
+    with pytest.raises(
+        UnsupportedError, match=f"the lean decoder: {reason}; use decoder transformers"
+    ):
         load(tmp_path, decoder="lean")
-    with pytest.raises(UsageError, match=r"kv cache int8: the lean decoder has it, and is not used: "):
+    with pytest.raises(
+        UsageError, match=r"kv cache int8: the lean decoder has it, and is not used: "
+    ):
         load(tmp_path, decoder="auto", kv_cache="int8")
 
 
-def test_the_lean_decoder_is_taken_where_it_can_be_and_transformers_where_it_is_asked_for(tmp_path, make_artifact):
+def test_the_lean_decoder_is_taken_where_it_can_be_and_transformers_where_it_is_asked_for(
+    tmp_path, make_artifact
+):
     make_artifact(tmp_path, LLAMA, W4A16)
     assert isinstance(load(tmp_path, decoder="auto").decoder, LeanDecoder)
     asked = load(tmp_path, decoder="transformers")
-    assert (asked.name, asked.reasons) == ("transformers", ("the lean decoder is not used: it was not asked for",))
+    assert (asked.name, asked.reasons) == (
+        "transformers",
+        ("the lean decoder is not used: it was not asked for",),
+    )
     assert isinstance(asked.decoder, TransformersDecoder)
-    with pytest.raises(UsageError, match="decoder 'fast' is unknown; use one of auto, lean, transformers"):
+    with pytest.raises(
+        UsageError, match="decoder 'fast' is unknown; use one of auto, lean, transformers"
+    ):
         load(tmp_path, decoder="fast")
 
 
-def test_without_a_compiler_transformers_modules_run_it_and_say_so(tmp_path, make_artifact, monkeypatch):
+def test_without_a_compiler_transformers_modules_run_it_and_say_so(
+    tmp_path, make_artifact, monkeypatch
+):
     model = make_artifact(tmp_path, LLAMA, W4A16)
     monkeypatch.setenv("CC", "no-such-compiler")
     native._attempt.cache_clear()  # as in a new process
     try:
         loaded = load(tmp_path, decoder="auto")
-        with pytest.raises(UnsupportedError, match=r"the lean decoder: no C compiler \(no-such-compiler\); install gcc"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"the lean decoder: no C compiler \(no-such-compiler\); install gcc",
+        ):
             load(tmp_path, decoder="lean")
     finally:
         native._attempt.cache_clear()
     assert set(loaded.backends.values()) == {"int4_pack"}
     (reason,) = loaded.reasons
-    assert reason.startswith("the lean decoder is not used: no C compiler (no-such-compiler); install gcc")
+    assert reason.startswith(
+        "the lean decoder is not used: no C compiler (no-such-compiler); install gcc"
+    )
     loaded.decoder.begin(rows=1, capacity=8)
-    assert torch.allclose(loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4)
+    assert torch.allclose(
+        loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4
+    )
 
 
 def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, W4A16)
     decoder = LeanDecoder(open_artifact(tmp_path))
-    with pytest.raises(UsageError, match="the decoder has no cache; call begin before anything else"):
+    with pytest.raises(
+        UsageError, match="the decoder has no cache; call begin before anything else"
+    ):
         decoder.forward(ids(1, 3, 0))
     decoder.begin(rows=1, capacity=16)
-    with pytest.raises(UsageError, match="input_ids 2 x 3: the cache has 1 rows, 0 of 16 positions"):
+    with pytest.raises(
+        UsageError, match="input_ids 2 x 3: the cache has 1 rows, 0 of 16 positions"
+    ):
         decoder.forward(ids(2, 3, 0))
     decoder.forward(ids(1, 16, 0))
-    with pytest.raises(UsageError, match="input_ids 1 x 1: the cache has 1 rows, 16 of 16 positions"):
+    with pytest.raises(
+        UsageError, match="input_ids 1 x 1: the cache has 1 rows, 16 of 16 positions"
+    ):
         decoder.forward(ids(1, 1, 0))
 
 
 @pytest.mark.parametrize("family", ["gemma2, caps that are felt", "gpt_neox", "granite", "mixtral"])
-def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(family, tmp_path, make_artifact):
+def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(
+    family, tmp_path, make_artifact
+):
     model = make_artifact(tmp_path, FAMILIES[family], W8A16)
     if graph_for(FAMILIES[family]).sparse:
         model = load(tmp_path, decoder="transformers", backend="reference").model
-    decoder, texts = LeanDecoder(open_artifact(tmp_path, backend="reference")), (ids(1, 11, 0), ids(1, 20, 1))
+    decoder, texts = (
+        LeanDecoder(open_artifact(tmp_path, backend="reference")),
+        (ids(1, 11, 0), ids(1, 20, 1)),
+    )
     decoder.begin_blocks(blocks=3, columns=16, positions=32)
     first, table = torch.tensor([0, 11, 31]), torch.tensor([[2, 0], [0, 1]])
     table[0, 1] = 2  # the first text fits into one block
-    places = {"first": first, "start": torch.tensor([0, 0]), "table": table, "wanted": torch.tensor([10, 30])}
+    places = {
+        "first": first,
+        "start": torch.tensor([0, 0]),
+        "table": table,
+        "wanted": torch.tensor([10, 30]),
+    }
     found = decoder.forward_rows(torch.cat([text[0] for text in texts]), **places)
     expected = torch.cat([model(text).logits[:, -1] for text in texts])
     assert torch.allclose(found, expected, atol=2e-5, rtol=2e-5)
-    everywhere = decoder.forward_rows(torch.cat([text[0] for text in texts]), **places | {"wanted": torch.arange(31)})
+    everywhere = decoder.forward_rows(
+        torch.cat([text[0] for text in texts]), **places | {"wanted": torch.arange(31)}
+    )
     assert len(everywhere) == 31 and torch.equal(everywhere[[10, 30]], found)

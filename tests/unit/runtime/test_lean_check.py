@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3TextConfig, GPTNeoXConfig, GraniteConfig, LlamaConfig, PhiConfig, SmolLM3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+    SmolLM3Config,
+)
 
 from quantflow.core.scheme import PRESETS
 from quantflow.files.manifest import read_manifest, with_note, write_manifest
@@ -15,7 +23,13 @@ from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.lean_check import LeanCheck
 from quantflow.runtime.load import load
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "eos_token_id": 2,
+}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 PAD = {"pad_token_id": 0, "bos_token_id": 1}
 MODELS = {
@@ -37,9 +51,15 @@ MODELS = {
         layer_types=["sliding_attention", "full_attention"],
         architectures=["Gemma3ForCausalLM"],
     ),
-    "granite": GraniteConfig(**SIZES, residual_multiplier=0.9, logits_scaling=0.25, architectures=["GraniteForCausalLM"]),
+    "granite": GraniteConfig(
+        **SIZES, residual_multiplier=0.9, logits_scaling=0.25, architectures=["GraniteForCausalLM"]
+    ),
     "smollm3": SmolLM3Config(
-        **SIZES, **PAD, num_key_value_heads=2, no_rope_layers=[1, 0], architectures=["SmolLM3ForCausalLM"]
+        **SIZES,
+        **PAD,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0],
+        architectures=["SmolLM3ForCausalLM"],
     ),
     "gpt_neox": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
     "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
@@ -101,7 +121,9 @@ WRONG = [
 def test_whatever_is_left_out_is_named(family, change, where, name, tmp_path, make_artifact):
     make_artifact(tmp_path, MODELS[family], PRESETS[name])
     told = reason_of(tmp_path, change)
-    assert told is not None and told.startswith(f"{where}: it differs from transformers' modules by ")
+    assert told is not None and told.startswith(
+        f"{where}: it differs from transformers' modules by "
+    )
 
 
 def test_inputs_with_outliers_may_fall_to_other_codes(tmp_path, make_artifact, edit_tensors):
@@ -112,14 +134,24 @@ def test_inputs_with_outliers_may_fall_to_other_codes(tmp_path, make_artifact, e
         for name in tensors:
             if name.endswith("layernorm.weight"):
                 tensors[name][3] = 60.0
-            elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            elif name.endswith(
+                (
+                    "q_proj.weight",
+                    "k_proj.weight",
+                    "v_proj.weight",
+                    "gate_proj.weight",
+                    "up_proj.weight",
+                )
+            ):
                 tensors[name][:, 3] = 0
 
     edit_tensors(tmp_path, with_outlier)
     artifact = open_artifact(tmp_path, backend="reference", verify=False)
     stream, check = LayerStream(artifact, graph_for(artifact.config)), LeanCheck(artifact)
     (state,) = stream.begin([torch.arange(5, 45)])
-    other_sums = 1 + 2.0**-16 * torch.randn(state.hidden.shape, generator=torch.Generator().manual_seed(0))
+    other_sums = 1 + 2.0**-16 * torch.randn(
+        state.hidden.shape, generator=torch.Generator().manual_seed(0)
+    )
     given = state.hidden * other_sums
     with stream.layer(0) as module:
         stream.advance(module, [state])
@@ -128,7 +160,11 @@ def test_inputs_with_outliers_may_fall_to_other_codes(tmp_path, make_artifact, e
 
 
 def test_an_artifact_that_it_does_not_run_is_not_compared(tmp_path, make_artifact):
-    make_artifact(tmp_path, PhiConfig(**SIZES, qk_layernorm=True, architectures=["PhiForCausalLM"]), PRESETS["W8A16"])
+    make_artifact(
+        tmp_path,
+        PhiConfig(**SIZES, qk_layernorm=True, architectures=["PhiForCausalLM"]),
+        PRESETS["W8A16"],
+    )
     check = LeanCheck(open_artifact(tmp_path))
     check.layer(0, torch.zeros(1, 3, 64), torch.ones(1, 3, 64))
     assert check.reason == "it knows qk_layernorm=False of config.json, not True"

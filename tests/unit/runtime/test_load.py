@@ -15,12 +15,26 @@ from quantflow.models.graph import graph_for
 from quantflow.runtime.linear import QuantLinear
 from quantflow.runtime.load import load
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "eos_token_id": 2,
+}
 LLAMA = LlamaConfig(
-    **SIZES, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+    **SIZES,
+    intermediate_size=96,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+    architectures=["LlamaForCausalLM"],
 )
 TIED_QWEN2 = Qwen2Config(
-    **SIZES, intermediate_size=96, num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
+    **SIZES,
+    intermediate_size=96,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    architectures=["Qwen2ForCausalLM"],
 )
 GPT_NEOX = GPTNeoXConfig(**SIZES, intermediate_size=128, architectures=["GPTNeoXForCausalLM"])
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
@@ -34,10 +48,13 @@ def logits(model) -> torch.Tensor:
 
 
 SCHEMES = {
-    name: with_group_size(s, 32) if s.weights.group_size and s.weights.scale_format == "float" else s
+    name: with_group_size(s, 32)
+    if s.weights.group_size and s.weights.scale_format == "float"
+    else s
     for name, s in PRESETS.items()
 }
-OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None  # else torch's kernels, as far as they go
+# else torch's kernels, as far as they go
+OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
 if OURS:
     BACKENDS = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     BACKENDS |= {name: "w4a16" for name in SCHEMES if name[:5] in ("W4A16", "W3A16", "W2A16")}
@@ -57,14 +74,19 @@ def test_logits_are_those_of_the_model_with_dequantized_weights(name, tmp_path, 
         wanted = BACKENDS.get(name, "reference") if backend == "auto" else "reference"
         assert set(runtime.backends.values()) == {wanted}
         assert set(runtime.backends) == set(graph_for(LLAMA).linears)
-        # Another order of sums can move an input over a rounding boundary of its grid, so quantized inputs get more room.
+        # Another order of sums can move an input over a rounding boundary of its grid, so quantized
+        # inputs get more room.
         room = 2e-5 if SCHEMES[name].input is None or backend == "reference" else 2e-2
         assert torch.allclose(logits(runtime.model), expected, atol=room, rtol=room)
 
 
-@pytest.mark.parametrize("config", [TIED_QWEN2, GPT_NEOX], ids=["biases, tied head", "renamed head"])
+@pytest.mark.parametrize(
+    "config", [TIED_QWEN2, GPT_NEOX], ids=["biases, tied head", "renamed head"]
+)
 @pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
-def test_other_families_load_with_biases_tied_heads_and_renamed_tensors(config, name, tmp_path, make_artifact):
+def test_other_families_load_with_biases_tied_heads_and_renamed_tensors(
+    config, name, tmp_path, make_artifact
+):
     expected = logits(make_artifact(tmp_path, config, SCHEMES[name]))
     assert torch.allclose(logits(load(tmp_path).model), expected, atol=1e-4, rtol=1e-4)
 
@@ -137,13 +159,18 @@ LINEAR = "model.layers.1.mlp.up_proj"
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "input_scale", "input_zero_point"])
 def test_a_missing_tensor_of_a_quantized_linear_is_an_error(damaged, name, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.pop(f"{LINEAR}.{name}"))
-    with pytest.raises(InputError, match=rf"^{LINEAR}\.{name}: its linear's scheme needs it, it is not in the artifact;"):
+    with pytest.raises(
+        InputError,
+        match=rf"^{LINEAR}\.{name}: its linear's scheme needs it, it is not in the artifact;",
+    ):
         load(damaged, verify=False)
 
 
 def test_a_missing_parameter_is_an_error(damaged, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(InputError, match=r"^model.norm.weight: needed by the model, not in the checkpoint"):
+    with pytest.raises(
+        InputError, match=r"^model.norm.weight: needed by the model, not in the checkpoint"
+    ):
         load(damaged, verify=False)
 
 
@@ -153,18 +180,27 @@ def test_a_whole_linear_that_is_missing_is_an_error(damaged, edit_tensors):
             del tensors[key]
 
     edit_tensors(damaged, drop)
-    with pytest.raises(InputError, match=rf"^{LINEAR}\.weight: needed by the model, not in the checkpoint"):
+    with pytest.raises(
+        InputError, match=rf"^{LINEAR}\.weight: needed by the model, not in the checkpoint"
+    ):
         load(damaged, verify=False)
 
 
-@pytest.mark.parametrize("name", ["model.extra.weight", f"{LINEAR}.weight_zero_point", "model.layers.2.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.extra.weight", f"{LINEAR}.weight_zero_point", "model.layers.2.mlp.up_proj.weight"],
+)
 def test_a_tensor_that_nothing_uses_is_an_error(damaged, name, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.update({name: torch.ones(4)}))
-    with pytest.raises(InputError, match=rf"^{name}: in the checkpoint, but the model has no parameter {name};"):
+    with pytest.raises(
+        InputError, match=rf"^{name}: in the checkpoint, but the model has no parameter {name};"
+    ):
         load(damaged, verify=False)
 
 
-def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path, make_artifact, edit_tensors, quantize):
+def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(
+    tmp_path, make_artifact, edit_tensors, quantize
+):
     make_artifact(tmp_path, TIED_QWEN2, PRESETS["W8A16"])
 
     def untie(tensors):
@@ -172,20 +208,31 @@ def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path, 
         tensors |= layout.encode("lm_head", quantize("lm_head", embedding, PRESETS["W8A16"]))
 
     edit_tensors(tmp_path, untie)
-    with pytest.raises(InputError, match=r"^model.embed_tokens.weight: needed by the model, not in the artifact; export"):
+    with pytest.raises(
+        InputError,
+        match=r"^model.embed_tokens.weight: needed by the model, not in the artifact; export",
+    ):
         load(tmp_path, verify=False)
 
 
 def test_a_weight_beside_its_packed_form_is_an_error(tmp_path, make_artifact, edit_tensors):
     make_artifact(tmp_path, LLAMA, W4A16)
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"{LINEAR}.weight": torch.ones(96, 64)}))
-    with pytest.raises(InputError, match=rf"^{LINEAR}\.weight: stored beside its quantized form; export"):
+    with pytest.raises(
+        InputError, match=rf"^{LINEAR}\.weight: stored beside its quantized form; export"
+    ):
         load(tmp_path, verify=False)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, value) for name in ("weight_scale", "input_scale") for value in (float("nan"), float("inf"), 0.0))]
+    [
+        *(
+            (name, value)
+            for name in ("weight_scale", "input_scale")
+            for value in (float("nan"), float("inf"), 0.0)
+        )
+    ]
     + [("input_scale", -1.0)],  # a negative one of integer weights without zero points is a scale
 )
 def test_a_scale_that_is_none_is_an_error(damaged, name, value, edit_tensors):
@@ -206,11 +253,16 @@ def test_a_weight_of_another_shape_is_an_error(damaged, edit_tensors):
             tensors[f"{LINEAR}.{name}"] = tensors[f"{LINEAR}.{name}"][:-1].clone()
 
     edit_tensors(damaged, shrink)
-    with pytest.raises(InputError, match=rf"^{LINEAR}: weight is \[95, 64\], bias None, the model needs \[96, 64\];"):
+    with pytest.raises(
+        InputError,
+        match=rf"^{LINEAR}: weight is \[95, 64\], bias None, the model needs \[96, 64\];",
+    ):
         load(damaged, verify=False)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "quantflow.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "quantflow.json"]
+)
 def test_one_flipped_bit_in_any_file_is_an_integrity_error(damaged, name):
     content = bytearray((damaged / name).read_bytes())
     content[len(content) // 2] ^= 1
@@ -228,15 +280,23 @@ def test_a_folder_that_is_no_artifact_is_refused(damaged):
     config = json.loads((damaged / "config.json").read_text())
     del config["quantization_config"]
     (damaged / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"config\.json: no quantization_config; give the folder of an exported artifact"):
-        load(damaged, verify=False)
-    (damaged / "quantflow.json").unlink()  # now it is a model, of quantized tensors that nothing describes
     with pytest.raises(
-        InputError, match=r"_scale: in the checkpoint, but the model has no parameter .*; check that config\.json"
+        InputError,
+        match=r"config\.json: no quantization_config; give the folder of an exported artifact",
+    ):
+        load(damaged, verify=False)
+    # now it is a model, of quantized tensors that nothing describes
+    (damaged / "quantflow.json").unlink()
+    with pytest.raises(
+        InputError,
+        match=r"_scale: in the checkpoint, but the model has no parameter .*; check that "
+        r"config\.json",
     ):
         load(damaged)
     (damaged / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no model\.safetensors .*; give a folder that holds the model's weights"):
+    with pytest.raises(
+        InputError, match=r"no model\.safetensors .*; give a folder that holds the model's weights"
+    ):
         load(damaged)
     (damaged / "config.json").unlink()
     with pytest.raises(InputError, match=r"no quantflow\.json; give the folder of an artifact"):

@@ -14,17 +14,27 @@ from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import Piece, Prefetch, load_offloaded
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 700, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 700,
+    "eos_token_id": 2,
+}
 GROUPED = SIZES | {"intermediate_size": 576, "num_key_value_heads": 2}
 LLAMA = LlamaConfig(**GROUPED, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 CONFIGS = {
     "llama": LLAMA,
-    "tied qwen2 with biases": Qwen2Config(**GROUPED, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]),
+    "tied qwen2 with biases": Qwen2Config(
+        **GROUPED, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]
+    ),
     "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=128, architectures=["GPTNeoXForCausalLM"]),
 }
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
 SCHEMES = {
-    name: with_group_size(s, 32) if s.weights.group_size and s.weights.scale_format == "float" else s
+    name: with_group_size(s, 32)
+    if s.weights.group_size and s.weights.scale_format == "float"
+    else s
     for name, s in PRESETS.items()
 }
 PROMPT = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(3))
@@ -54,9 +64,14 @@ def test_logits_are_those_of_the_loaded_model_to_the_last_bit(name, tmp_path, ma
 
 def test_an_embedding_that_multiplies_and_a_head_with_a_bias_do_so(tmp_path, make_artifact):
     gemma = GemmaConfig(**GROUPED, head_dim=16, architectures=["GemmaForCausalLM"])
-    for config in (gemma, PhiConfig(**SIZES, intermediate_size=128, architectures=["PhiForCausalLM"])):
+    for config in (
+        gemma,
+        PhiConfig(**SIZES, intermediate_size=128, architectures=["PhiForCausalLM"]),
+    ):
         make_artifact(tmp_path / config.model_type, config, SCHEMES["W8A16"])
-        expected, found = (how(tmp_path / config.model_type, backend="reference") for how in (load, load_offloaded))
+        expected, found = (
+            how(tmp_path / config.model_type, backend="reference") for how in (load, load_offloaded)
+        )
         assert torch.equal(logits(found.model), logits(expected.model))
 
 
@@ -64,10 +79,13 @@ def test_an_embedding_that_multiplies_and_a_head_with_a_bias_do_so(tmp_path, mak
 @pytest.mark.parametrize("family", CONFIGS)
 def test_decoding_gives_the_tokens_of_the_loaded_model(family, dtype, tmp_path, make_artifact):
     make_artifact(tmp_path, CONFIGS[family], PRESETS["W8A8"])
-    options = {"max_new_tokens": 16, "sampling": Sampling(seed=0)}  # greedy texts of random models repeat a token
+    # greedy texts of random models repeat a token
+    options = {"max_new_tokens": 16, "sampling": Sampling(seed=0)}
     expected = generate(load(tmp_path, dtype=dtype).model, PROMPT, **options)
     assert len(set(expected[0, 12:].tolist())) > 1
-    assert torch.equal(generate(load_offloaded(tmp_path, dtype=dtype).model, PROMPT, **options), expected)
+    assert torch.equal(
+        generate(load_offloaded(tmp_path, dtype=dtype).model, PROMPT, **options), expected
+    )
 
 
 def test_linears_that_are_not_quantized_are_read_in_their_turn_as_well(tmp_path, make_artifact):
@@ -102,7 +120,9 @@ def test_a_damaged_file_is_refused_before_the_first_token_when_it_is_verified_an
 
 
 def pieces(count: int, nbytes: int = 10) -> list[Piece]:
-    return [Piece(linear=f"linear {index}", start=0, stop=1, nbytes=nbytes) for index in range(count)]
+    return [
+        Piece(linear=f"linear {index}", start=0, stop=1, nbytes=nbytes) for index in range(count)
+    ]
 
 
 def wait_until(condition) -> None:
@@ -122,7 +142,10 @@ def test_pieces_are_made_ahead_up_to_the_limit_and_go_round():
 
     prefetch = Prefetch(make, order, ahead=20)
     wait_until(lambda: made == ["linear 0", "linear 1"])
-    assert [prefetch.take(piece)(None) for piece in (*order, order[0])] == [*(p.linear for p in order), "linear 0"]
+    assert [prefetch.take(piece)(None) for piece in (*order, order[0])] == [
+        *(p.linear for p in order),
+        "linear 0",
+    ]
     wait_until(lambda: len(made) == 8)
     assert made == [f"linear {index % 5}" for index in range(8)]
 
@@ -130,7 +153,9 @@ def test_pieces_are_made_ahead_up_to_the_limit_and_go_round():
 def test_a_piece_larger_than_the_limit_is_still_made_ahead_and_one_out_of_order_is_made_at_once():
     made: list[str] = []
     order = pieces(4, nbytes=1000)
-    prefetch = Prefetch(lambda piece: made.append(piece.linear) or (lambda x: piece.linear), order, ahead=1)
+    prefetch = Prefetch(
+        lambda piece: made.append(piece.linear) or (lambda x: piece.linear), order, ahead=1
+    )
     wait_until(lambda: made == ["linear 0"])
     assert prefetch.take(order[2])(None) == "linear 2"
     wait_until(lambda: made == ["linear 0", "linear 2", "linear 3"])
@@ -140,7 +165,9 @@ def test_a_piece_larger_than_the_limit_is_still_made_ahead_and_one_out_of_order_
 def test_pieces_are_made_in_another_thread_than_the_one_that_multiplies():
     threads: list[int] = []
     order = pieces(2)
-    prefetch = Prefetch(lambda piece: threads.append(threading.get_ident()) or (lambda x: x), order, ahead=1)
+    prefetch = Prefetch(
+        lambda piece: threads.append(threading.get_ident()) or (lambda x: x), order, ahead=1
+    )
     prefetch.take(order[0])
     assert threads
     assert threading.get_ident() not in threads

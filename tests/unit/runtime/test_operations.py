@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.runtime.kv_cache import KINDS, KVCache
-from quantflow.runtime.operations import DecoderBlock, Heads, Operations, product, summarize, why_not
+from quantflow.runtime.operations import (
+    DecoderBlock,
+    Heads,
+    Operations,
+    product,
+    summarize,
+    why_not,
+)
 
 DIM = 16
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
@@ -31,13 +38,20 @@ def attended(
     block = DecoderBlock(products=(), window=window)
     operations = Operations(heads, [block], rounds=rounds)
     rows, capacity = len(padding), sum(counts)
-    cache = KVCache(kind=kind, rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
+    cache = KVCache(
+        kind=kind, rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM
+    )
     for tensor in (*cache.keys, *cache.values):
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN, where there is one: nothing may be read that was not written
+        # NaN, where there is one: nothing may be read that was not written
+        tensor.view(torch.uint8).fill_(0xFF)
     cache.padding.copy_(torch.tensor(padding))
-    operations.begin(cache, [(torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))])  # no rotation
-    qkv = torch.randn(rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed))
-    qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift  # all scores fall by 0.7 shift^2
+    # no rotation
+    operations.begin(cache, [(torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))])
+    qkv = torch.randn(
+        rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed)
+    )
+    # all scores fall by 0.7 shift^2
+    qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift
     found = []
     for count in counts:
         operations.step(count)
@@ -55,7 +69,10 @@ def expected(q, k, v, *, window: int, padding: list[int]):
         for at in range(padding[row], columns):
             first = max(padding[row], at + 1 - window) if window else padding[row]
             for head in range(query):
-                keys, values = k[row, first : at + 1, head // repeats], v[row, first : at + 1, head // repeats]
+                keys, values = (
+                    k[row, first : at + 1, head // repeats],
+                    v[row, first : at + 1, head // repeats],
+                )
                 yield row, at, head, (0.7 * keys @ q[row, at, head]).softmax(dim=0) @ values
 
 
@@ -72,7 +89,9 @@ texts = given(
 @texts
 def test_every_query_attends_to_what_it_sees(counts, heads, window, padding, seed):
     query, shared = heads
-    found, *inputs = attended(counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
+    found, *inputs = attended(
+        counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed
+    )
     for row, at, head, output in expected(*inputs, window=window, padding=padding):
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
 
@@ -90,7 +109,13 @@ def test_over_a_bfloat16_cache_queries_and_attention_probabilities_are_rounded_w
 
     def furthest(queries):
         outputs = expected(queries, k, v, window=window, padding=padding)
-        return max((float((found[row, at, head].double() - y).abs().max()) for row, at, head, y in outputs), default=0.0)
+        return max(
+            (
+                float((found[row, at, head].double() - y).abs().max())
+                for row, at, head, y in outputs
+            ),
+            default=0.0,
+        )
 
     exact = furthest(q) < 5e-6
     if rounds and not exact:  # a CPU that multiplies bfloat16; `expected` multiplies by 0.7
@@ -101,13 +126,17 @@ def test_over_a_bfloat16_cache_queries_and_attention_probabilities_are_rounded_w
 
 def test_a_query_whose_scores_are_far_below_zero_is_not_lost_behind_columns_that_it_does_not_see():
     given_ = {"query": 1, "shared": 1, "window": 5, "padding": [0], "seed": 0, "shift": 20.0}
-    found, *inputs = attended(counts=[140], **given_)  # the last of a tile see no column of its first block
+    # the last of a tile see no column of its first block
+    found, *inputs = attended(counts=[140], **given_)
     for row, at, head, output in expected(*inputs, window=5, padding=[0]):
         assert (found[row, at, head].double() - output).abs().max() < 1e-3
 
 
 def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads():
-    threads, settings_ = torch.get_num_threads(), {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
+    threads, settings_ = (
+        torch.get_num_threads(),
+        {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1},
+    )
     found = []
     try:
         for count, counts in ((1, [90]), (2, [90]), (2, [50, 17, 22, 1]), (1, [1] * 90)):
@@ -120,7 +149,9 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 
 @pytest.mark.parametrize("kind, rounds", [*((kind, False) for kind in KINDS), ("bfloat16", True)])
 @pytest.mark.parametrize("window", [0, 33])
-def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(kind, rounds, window):
+def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(
+    kind, rounds, window
+):
     query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
     layer = DecoderBlock(products=(), window=window)
@@ -129,7 +160,10 @@ def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_n
     shape = {"kind": kind, "layers": 1, "kv_heads": shared, "head_dim": DIM}
 
     def began(rows, capacity):
-        operations, cache = Operations(heads, [layer], rounds=rounds), KVCache(rows=rows, capacity=capacity, **shape)
+        operations, cache = (
+            Operations(heads, [layer], rounds=rounds),
+            KVCache(rows=rows, capacity=capacity, **shape),
+        )
         for tensor in (*cache.keys, *cache.values):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, where there is one
         operations.begin(cache, [(torch.ones(96, DIM), torch.zeros(96, DIM))])
@@ -146,13 +180,22 @@ def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_n
     for rows, counts in (([0, 1, 2, 3], [20, 1, 46, 63]), ([3, 0, 2], [1, 1, 1]), ([0], [69])):
         first = torch.tensor([0, *counts]).cumsum(dim=0)
         start = torch.tensor([done[row] for row in rows])
-        operations.step_rows(first, start, table[rows].contiguous(), torch.zeros(len(rows), dtype=torch.int64))
-        new = torch.cat([texts[row][done[row] : done[row] + count] for row, count in zip(rows, counts, strict=True)])
+        operations.step_rows(
+            first, start, table[rows].contiguous(), torch.zeros(len(rows), dtype=torch.int64)
+        )
+        new = torch.cat(
+            [
+                texts[row][done[row] : done[row] + count]
+                for row, count in zip(rows, counts, strict=True)
+            ]
+        )
         for row, part in zip(rows, operations.attend(new, 0).split(counts), strict=True):
             together[row].append(part.clone())
             done[row] += len(part)
     assert done == lengths
-    assert all(torch.equal(torch.cat(parts), whole) for parts, whole in zip(together, alone, strict=True))
+    assert all(
+        torch.equal(torch.cat(parts), whole) for parts, whole in zip(together, alone, strict=True)
+    )
 
 
 @settings(max_examples=30)
@@ -175,24 +218,40 @@ def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     bias=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(rows, width, outs, dtypes, bias, seed):
+def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(
+    rows, width, outs, dtypes, bias, seed
+):
     generator, (dtype, given_dtype) = torch.Generator().manual_seed(seed), dtypes
-    x, weight = torch.randn(rows, width, generator=generator), torch.randn(outs, width, generator=generator).to(dtype)
+    x, weight = (
+        torch.randn(rows, width, generator=generator),
+        torch.randn(outs, width, generator=generator).to(dtype),
+    )
     offset = torch.randn(outs, generator=generator) if bias else None
     found = product(x, weight, offset, dtype=given_dtype)
     read = x.to(torch.bfloat16) if set(dtypes) == {torch.bfloat16} else x
     expected = read.double() @ weight.double().T + (0 if offset is None else offset.double())
     assert (found.double() - expected).abs().max() < 1e-4
-    assert all(torch.equal(product(x[row : row + 1], weight, offset, dtype=given_dtype)[0], found[row]) for row in range(rows))
+    assert all(
+        torch.equal(product(x[row : row + 1], weight, offset, dtype=given_dtype)[0], found[row])
+        for row in range(rows)
+    )
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(1, 3), width=st.sampled_from([1, 15, 16, 100, 3000]), scale=st.sampled_from([0.1, 5.0, 80.0]))
-def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total(rows, width, scale):
+@given(
+    rows=st.integers(1, 3),
+    width=st.sampled_from([1, 15, 16, 100, 3000]),
+    scale=st.sampled_from([0.1, 5.0, 80.0]),
+)
+def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total(
+    rows, width, scale
+):
     logits = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
     best, log_total = summarize(logits)
     assert best == logits.argmax(dim=-1).tolist()
-    assert log_total == pytest.approx(logits.double().logsumexp(dim=-1).tolist(), rel=1e-6, abs=1e-6)
+    assert log_total == pytest.approx(
+        logits.double().logsumexp(dim=-1).tolist(), rel=1e-6, abs=1e-6
+    )
     assert [summarize(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
 
 

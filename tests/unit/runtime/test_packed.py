@@ -18,7 +18,13 @@ from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.packed import Pack
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "max_position_embeddings": 64}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
@@ -39,14 +45,20 @@ def pack_of(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("config", "scheme"), [(LLAMA, W4A16), (QWEN2, PRESETS["W8A8"])], ids=["W4A16_ASYM", "W8A8"])
-def test_a_second_load_gives_the_same_bits_and_prepares_nothing(config, scheme, dtype, tmp_path, make_artifact, monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "scheme"), [(LLAMA, W4A16), (QWEN2, PRESETS["W8A8"])], ids=["W4A16_ASYM", "W8A8"]
+)
+def test_a_second_load_gives_the_same_bits_and_prepares_nothing(
+    config, scheme, dtype, tmp_path, make_artifact, monkeypatch
+):
     folder = tmp_path / "artifact"
     make_artifact(folder, config, scheme)
     expected = logits(load(folder, decoder="auto", dtype=dtype))
     assert torch.equal(logits(load(folder, decoder="auto", dtype=dtype, pack=True)), expected)
     if OURS:
-        monkeypatch.setattr(Artifact, "decode", lambda *_args: pytest.fail("a weight was prepared again"))
+        monkeypatch.setattr(
+            Artifact, "decode", lambda *_args: pytest.fail("a weight was prepared again")
+        )
     assert torch.equal(logits(load(folder, decoder="auto", dtype=dtype, pack=True)), expected)
 
 
@@ -61,7 +73,9 @@ def test_other_choices_and_another_artifact_have_files_of_their_own(tmp_path, ma
 
 
 @pytest.mark.parametrize("where", [0.5, -1], ids=["in the middle", "the last byte"])
-def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, tmp_path, make_artifact):
+def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(
+    where, tmp_path, make_artifact
+):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
     load(folder, decoder="auto", pack=True)
@@ -69,9 +83,12 @@ def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, t
     content = bytearray(path.read_bytes())
     content[int(len(content) * where) if where > 0 else -1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+    with pytest.raises(
+        IntegrityError, match="its data is not what was written; remove the file; it is made again"
+    ):
         load(folder, decoder="auto", pack=True)
-    if where > 0:  # a weight; at the end lies what tells C where the weights are, which is looked at anyway
+    # a weight; at the end lies what tells C where the weights are, which is looked at anyway
+    if where > 0:
         load(folder, decoder="auto", pack=True, verify=False)
 
 
@@ -87,23 +104,40 @@ def swap_words(content: bytearray, at: int) -> None:
     """Words of four bytes, of one row and of one column of a block; those of a row differ in one byte."""
     at -= at % 4
     for other in (at + 4, at + 4096):
-        content[at : at + 4], content[other : other + 4] = content[other : other + 4], content[at : at + 4]
+        content[at : at + 4], content[other : other + 4] = (
+            content[other : other + 4],
+            content[at : at + 4],
+        )
 
 
 @pytest.mark.parametrize("change", [flip, exchange, swap_words])
 @pytest.mark.parametrize("page", [0, 7, 42])
-def test_a_flipped_bit_and_two_exchanged_pages_of_a_large_tensor_are_integrity_errors(change, page, tmp_path):
+def test_a_flipped_bit_and_two_exchanged_pages_of_a_large_tensor_are_integrity_errors(
+    change, page, tmp_path
+):
     pack = Pack(tmp_path / "a.safetensors", verify=True)
-    pack.get("x", lambda: {"y": torch.arange(1 << 16, dtype=torch.int32)[: 45 * 1024 + 16], "z": torch.arange(7)})
+    pack.get(
+        "x",
+        lambda: {
+            "y": torch.arange(1 << 16, dtype=torch.int32)[: 45 * 1024 + 16],
+            "z": torch.arange(7),
+        },
+    )
     pack.save()
     content = bytearray(pack.path.read_bytes())
     change(content, len(content) - 7 * 8 - (45 * 1024 + 16) * 4 + page * 4096)
     pack.path.write_bytes(content)
-    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+    with pytest.raises(
+        IntegrityError, match="its data is not what was written; remove the file; it is made again"
+    ):
         Pack(pack.path, verify=True)
 
 
-@pytest.mark.parametrize("back", [1, 7 * 8, 7 * 8 + 1, 7 * 8 + 64], ids=["last", "first of the last", "last before it", "tail"])
+@pytest.mark.parametrize(
+    "back",
+    [1, 7 * 8, 7 * 8 + 1, 7 * 8 + 64],
+    ids=["last", "first of the last", "last before it", "tail"],
+)
 def test_bytes_outside_of_whole_pages_count_too(back, tmp_path):
     pack = Pack(tmp_path / "a.safetensors", verify=True)
     pack.get("x", lambda: {"y": torch.arange(8192 + 16, dtype=torch.int32), "z": torch.arange(7)})
@@ -111,7 +145,9 @@ def test_bytes_outside_of_whole_pages_count_too(back, tmp_path):
     content = bytearray(pack.path.read_bytes())
     flip(content, len(content) - back)
     pack.path.write_bytes(content)
-    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+    with pytest.raises(
+        IntegrityError, match="its data is not what was written; remove the file; it is made again"
+    ):
         Pack(pack.path, verify=True)
 
 
@@ -121,10 +157,14 @@ def test_a_tensor_by_another_name_and_a_file_of_none_are_integrity_errors(tmp_pa
     pack.get("x", lambda: {"y": torch.arange(16)})
     pack.save()
     path.write_bytes(path.read_bytes().replace(b"x|y", b"x|z"))
-    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+    with pytest.raises(
+        IntegrityError, match="its data is not what was written; remove the file; it is made again"
+    ):
         Pack(path, verify=True)
     save_file({}, path)
-    with pytest.raises(IntegrityError, match="a.safetensors: holds no tensor; remove the file; it is made again"):
+    with pytest.raises(
+        IntegrityError, match="a.safetensors: holds no tensor; remove the file; it is made again"
+    ):
         Pack(path, verify=True)
 
 
@@ -143,26 +183,36 @@ def test_a_changed_config_beside_a_whole_pack_is_still_noticed(tmp_path, make_ar
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
     load(folder, decoder="auto", pack=True)
-    (folder / "config.json").write_text((folder / "config.json").read_text().replace("silu", "relu"))
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace("silu", "relu")
+    )
     with pytest.raises(IntegrityError, match=r"config\.json"):
         load(folder, decoder="auto", pack=True)
 
 
-def test_tensors_of_every_dtype_and_shape_come_back_and_those_of_whole_lines_of_the_cache_begin_at_one(tmp_path):
+def test_tensors_of_every_dtype_and_shape_come_back_and_those_of_whole_lines_of_the_cache_begin_at_one(
+    tmp_path,
+):
     written = {
         "a": {"x": torch.arange(7, dtype=torch.int8), "y": torch.randn(3, 5)},
-        "b|c": {"x": torch.randn(2, 16).bfloat16(), "y": torch.arange(32, dtype=torch.int32).view(2, 16).t()},
+        "b|c": {
+            "x": torch.randn(2, 16).bfloat16(),
+            "y": torch.arange(32, dtype=torch.int32).view(2, 16).t(),
+        },
     }
     pack = Pack(tmp_path / "new" / "a.safetensors", verify=True)
     for key, parts in written.items():
         pack.get(key, lambda parts=parts: parts)
     pack.save()
-    assert load_file(pack.path).keys() == {"a|x", "a|y", "b|c|x", "b|c|y"}  # any reader of safetensors reads it
+    # any reader of safetensors reads it
+    assert load_file(pack.path).keys() == {"a|x", "a|y", "b|c|x", "b|c|y"}
     again = Pack(pack.path, verify=True)
     assert again.complete and "b" not in again
     for key, parts in written.items():
         found = again.get(key, dict)
-        assert found.keys() == parts.keys() and all(torch.equal(found[name], parts[name]) for name in parts)
+        assert found.keys() == parts.keys() and all(
+            torch.equal(found[name], parts[name]) for name in parts
+        )
     assert all(tensor.data_ptr() % 64 == 0 for tensor in again.get("b|c", dict).values())
 
 
@@ -179,7 +229,9 @@ def test_a_pack_is_mapped_as_long_as_something_of_it_is_used(tmp_path):
     assert str(pack.path) not in MAPS.read_text()
 
 
-def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(tmp_path, make_artifact):
+def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(
+    tmp_path, make_artifact
+):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
     before = sorted(path.name for path in folder.iterdir())
@@ -196,15 +248,25 @@ def test_a_pack_that_others_may_write_to_is_not_read(mode, tmp_path, make_artifa
     for place in (path, path.parent):
         was = place.stat().st_mode
         place.chmod(mode)
-        with pytest.raises(InputError, match=f"{place.name}: others may write to it, and it decides what the model says"):
+        with pytest.raises(
+            InputError,
+            match=f"{place.name}: others may write to it, and it decides what the model says",
+        ):
             load(folder, decoder="auto", pack=True)
         place.chmod(was)
     load(folder, decoder="auto", pack=True)
 
 
 def test_what_a_killed_process_had_begun_is_removed_and_what_another_one_writes_is_not(tmp_path):
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
-    dead, alive = (tmp_path / f".made-by-{number}-x" for number in (gone.stdout.strip(), os.getppid()))
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    dead, alive = (
+        tmp_path / f".made-by-{number}-x" for number in (gone.stdout.strip(), os.getppid())
+    )
     for folder in (dead, alive):
         folder.mkdir()
         (folder / "a.safetensors").write_bytes(b"half")
@@ -225,7 +287,9 @@ def test_a_pack_is_for_its_owner_to_write_whatever_the_umask(tmp_path):
     assert Pack(pack.path, verify=True).complete
 
 
-RECORD = [name for name, _ in kernels._Weight._fields_ if name not in ("data", "scale", "zero", "offset")]
+RECORD = [
+    name for name, _ in kernels._Weight._fields_ if name not in ("data", "scale", "zero", "offset")
+]
 SIZES_OF_C = ("rows", "columns", "group", "groups")
 
 
@@ -255,8 +319,14 @@ def test_tensors_that_are_missing_cut_or_of_another_dtype_are_integrity_errors(q
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     for scheme in (W4A16, PRESETS["W8A8"]):
         parts = kernels.dump(kernels.prepare(quantize("x", weight, scheme), torch.float32))
-        assert torch.equal(kernels.restore(parts, torch.float32, shape=(96, 64)).tensors["data"], parts["data"])
-        wrong = [{name: tensor for name, tensor in parts.items() if name != left} for left in parts if left != "zero"]
+        assert torch.equal(
+            kernels.restore(parts, torch.float32, shape=(96, 64)).tensors["data"], parts["data"]
+        )
+        wrong = [
+            {name: tensor for name, tensor in parts.items() if name != left}
+            for left in parts
+            if left != "zero"
+        ]
         wrong += [parts | {name: tensor.flatten()[1:]} for name, tensor in parts.items()]
         wrong += [parts | {name: tensor.double()} for name, tensor in parts.items()]
         for changed in wrong:
@@ -278,5 +348,8 @@ def test_a_plain_weight_of_another_shape_in_a_pack_is_an_integrity_error(tmp_pat
             tensor = tensor[:4].clone()
         forged.get(key, dict)[part] = tensor
     forged.save()
-    with pytest.raises(IntegrityError, match=r"model.embed_tokens.weight: torch.float32 \[4, 64\] where \[96, 64\] belongs"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"model.embed_tokens.weight: torch.float32 \[4, 64\] where \[96, 64\] belongs",
+    ):
         load(folder, decoder="auto", pack=True)

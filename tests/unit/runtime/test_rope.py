@@ -16,8 +16,20 @@ PARAMETERS = {
     "linear": {"factor": 2.5},
     "llama3": {"factor": 8.0, **BANDS},
     "yarn": {"factor": 4.0, **LONG},
-    "yarn, all keys": {"factor": 40.0, **LONG, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.0},
-    "yarn, factor of attention": {"factor": 4.0, **LONG, "attention_factor": 1.25, "truncate": False},
+    "yarn, all keys": {
+        "factor": 40.0,
+        **LONG,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn, factor of attention": {
+        "factor": 4.0,
+        **LONG,
+        "attention_factor": 1.25,
+        "truncate": False,
+    },
 }
 
 
@@ -27,7 +39,12 @@ PARAMETERS = {
 def test_frequencies_and_tables_have_the_bits_of_transformers(kind, dim, theta):
     name = kind.partition(",")[0]
     parameters = {"rope_type": name, "rope_theta": theta, **PARAMETERS[kind]}
-    config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=parameters)
+    config = LlamaConfig(
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        max_position_embeddings=32768,
+        rope_parameters=parameters,
+    )
     rope, peer = Rope(dim=dim, parameters=parameters), LlamaRotaryEmbedding(config)
     found, factor = inverse_frequencies(rope)
     if name in ROPE_INIT_FUNCTIONS:

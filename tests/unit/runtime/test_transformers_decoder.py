@@ -36,4 +36,8 @@ def test_a_llama_continues_from_the_cache_of_transformers():
 def test_a_family_with_a_cache_of_its_own_gets_that():
     torch.manual_seed(0)
     kinds = ["linear_attention", "full_attention"]
-    check_steps(MiniMaxForCausalLM(MiniMaxConfig(**SIZES, head_dim=8, layer_types=kinds, num_local_experts=4)))
+    check_steps(
+        MiniMaxForCausalLM(
+            MiniMaxConfig(**SIZES, head_dim=8, layer_types=kinds, num_local_experts=4)
+        )
+    )

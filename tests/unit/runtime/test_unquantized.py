@@ -11,7 +11,13 @@ from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+    "eos_token_id": 2,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
@@ -50,10 +56,13 @@ def test_in_bfloat16_its_logits_are_those_of_transformers_within_its_rounding(de
     expected = saved(tmp_path, "llama", torch.bfloat16).float()(IDS).logits[:, 7:].transpose(0, 1)
     found = logits(load(tmp_path, decoder=decoder, dtype=torch.bfloat16).decoder)
     assert (found - expected).norm() < 2 * torch.finfo(torch.bfloat16).eps * expected.norm()
-    assert not torch.equal(found, logits(load(tmp_path, decoder=decoder).decoder))  # what it is in float32
+    # what it is in float32
+    assert not torch.equal(found, logits(load(tmp_path, decoder=decoder).decoder))
 
 
-def test_in_float16_its_logits_are_those_of_transformers_and_the_lean_decoder_says_why_it_is_not_used(tmp_path):
+def test_in_float16_its_logits_are_those_of_transformers_and_the_lean_decoder_says_why_it_is_not_used(
+    tmp_path,
+):
     expected = saved(tmp_path, "llama", torch.float16).float()(IDS).logits[:, 7:].transpose(0, 1)
     loaded = load(tmp_path, decoder="auto", dtype=torch.float16)
     assert loaded.name == "transformers" and loaded.reasons[0].endswith(
@@ -61,7 +70,8 @@ def test_in_float16_its_logits_are_those_of_transformers_and_the_lean_decoder_sa
     )
     found = logits(loaded.decoder)
     assert (found - expected).norm() < 2 * torch.finfo(torch.float16).eps * expected.norm()
-    assert not torch.equal(found, logits(load(tmp_path, decoder="transformers").decoder))  # what it is in float32
+    # what it is in float32
+    assert not torch.equal(found, logits(load(tmp_path, decoder="transformers").decoder))
 
 
 def test_auto_takes_the_lean_decoder_and_weights_may_stay_on_disk(tmp_path):
@@ -77,10 +87,20 @@ def test_what_contradicts_the_configuration_is_refused_by_name(tmp_path):
     for change, message in (
         ({name: whole[name][:64].clone()}, rf"{name}: is \[64, 64\], the model needs \[96, 64\]"),
         ({name: None}, f"{name}: needed by the model, not in the checkpoint"),
-        ({"model.extra.weight": torch.ones(2)}, "model.extra.weight: in the checkpoint, but the model has no parameter"),
-        ({name: whole[name].to(torch.int8)}, f"{name}: is I8, and no scheme says how it is quantized"),
+        (
+            {"model.extra.weight": torch.ones(2)},
+            "model.extra.weight: in the checkpoint, but the model has no parameter",
+        ),
+        (
+            {name: whole[name].to(torch.int8)},
+            f"{name}: is I8, and no scheme says how it is quantized",
+        ),
     ):
-        save_file({key: value for key, value in (whole | change).items() if value is not None}, path, metadata={"format": "pt"})
+        save_file(
+            {key: value for key, value in (whole | change).items() if value is not None},
+            path,
+            metadata={"format": "pt"},
+        )
         with pytest.raises(InputError, match=message):
             load(tmp_path, decoder="auto")
     save_file(whole | {name: whole[name] * float("nan")}, path, metadata={"format": "pt"})
@@ -93,13 +113,20 @@ def test_what_contradicts_the_configuration_is_refused_by_name(tmp_path):
 
 def test_what_an_artifact_alone_has_is_refused(tmp_path):
     saved(tmp_path, "llama")
-    with pytest.raises(UsageError, match="a pack of a model that is not quantized, which has no hash"):
+    with pytest.raises(
+        UsageError, match="a pack of a model that is not quantized, which has no hash"
+    ):
         load(tmp_path, decoder="auto", pack=True)
     with pytest.raises(UsageError, match="backend int4_pack for a model that is not quantized"):
         load(tmp_path, decoder="auto", backend="int4_pack")
     config = json.loads((tmp_path / "config.json").read_text())
-    refusals = {"gptq": (InputError, "bits is None"), "bitsandbytes": (UnsupportedError, "'bitsandbytes' is not read here")}
+    refusals = {
+        "gptq": (InputError, "bits is None"),
+        "bitsandbytes": (UnsupportedError, "'bitsandbytes' is not read here"),
+    }
     for method, (kind, message) in refusals.items():
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        (tmp_path / "config.json").write_text(
+            json.dumps(config | {"quantization_config": {"quant_method": method}})
+        )
         with pytest.raises(kind, match=message):
             load(tmp_path, decoder="auto")

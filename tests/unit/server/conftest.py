@@ -32,7 +32,9 @@ def artifact(tmp_path_factory):
     work = tmp_path_factory.mktemp("served")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # other tests prove artifacts
-        quantized = api.quantize(ROOT / "examples/tiny-llama", work / "2", artifact=Quantize(name="int8", scheme="W8A16"))
+        quantized = api.quantize(
+            ROOT / "examples/tiny-llama", work / "2", artifact=Quantize(name="int8", scheme="W8A16")
+        )
         return api.export(quantized.folder, work / "python-model").folder
 
 
@@ -50,7 +52,11 @@ class Answered(SimpleNamespace):
         return json.loads(self.body)
 
     def events(self):
-        lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        lines = [
+            line.removeprefix("data: ")
+            for line in self.body.decode().split("\n\n")
+            if line.startswith("data: ")
+        ]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -83,7 +89,12 @@ class Asking:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", self.port))
-        lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+        lines = [
+            f"POST {path} HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        ]
         client.sendall("\r\n".join([*lines, "", ""]).encode() + data)
         return client
 
@@ -137,7 +148,9 @@ def server(artifact, template):
 @pytest.fixture(scope="session")
 def serve(artifact, template):
     """Return what runs another server, told `options`."""
-    return lambda **options: serving(ServeJob(**{"artifact": artifact, "chat_template": template, "port": 0} | options))
+    return lambda **options: serving(
+        ServeJob(**{"artifact": artifact, "chat_template": template, "port": 0} | options)
+    )
 
 
 @pytest.fixture(scope="session")

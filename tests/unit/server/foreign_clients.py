@@ -15,10 +15,14 @@ def hub(url):
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(url)
-    details = client.text_generation(PROMPT, max_new_tokens=6, details=True, decoder_input_details=True)
+    details = client.text_generation(
+        PROMPT, max_new_tokens=6, details=True, decoder_input_details=True
+    )
     stream = client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
     chat = InferenceClient(base_url=f"{url}/v1").chat.completions
-    whole = chat.create(messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2)
+    whole = chat.create(
+        messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2
+    )
     chunks = list(chat.create(messages=MESSAGES, max_tokens=6, temperature=0, stream=True))
     try:
         client.text_generation(PROMPT, max_new_tokens=6, top_k=0)
@@ -32,7 +36,9 @@ def hub(url):
         "stream": "".join(event.token.text for event in stream),
         "chat": whole.choices[0].message.content,
         "logprobs": len(whole.choices[0].logprobs.content),
-        "chat_stream": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+        "chat_stream": "".join(
+            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+        ),
         "told": told,
     }
 
@@ -69,7 +75,9 @@ def langchain(url):
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI, OpenAI
 
-    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=6)
+    model = ChatOpenAI(
+        base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=6
+    )
     text = OpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=6)
 
     @tool
@@ -77,7 +85,14 @@ def langchain(url):
         """Tell the weather of a city."""
         return city
 
-    bound = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=200, frequency_penalty=1.5)
+    bound = ChatOpenAI(
+        base_url=f"{url}/v1",
+        api_key="none",
+        model="tgi",
+        temperature=0,
+        max_tokens=200,
+        frequency_penalty=1.5,
+    )
     called = bound.bind_tools([weather], tool_choice="weather").invoke("def").tool_calls
     return {
         "chat": model.invoke("def").content,

@@ -43,7 +43,11 @@ def test_an_artifact_and_a_server_say_the_same(server, artifact, template, talk)
     code, out, err = talk(artifact, "--chat-template", template)
     assert (code, out) == (0, expected)
     assert err.count("12 tokens, ") == 3 and "/reset" in err
-    assert talk("--url", server.url, "-q", lines=LINES.replace("/nonsense", "")) == (0, expected, "")
+    assert talk("--url", server.url, "-q", lines=LINES.replace("/nonsense", "")) == (
+        0,
+        expected,
+        "",
+    )
 
 
 def test_mistakes_have_a_cause_and_a_remedy(server, artifact, template, talk):
@@ -55,7 +59,11 @@ def test_mistakes_have_a_cause_and_a_remedy(server, artifact, template, talk):
         (("--url", "http://127.0.0.1:9"), 5, "check that the server runs there"),
         (("--url", server.url, "--model", "another"), 3, "does not exist"),
         (("--url", server.url, "--system", "x " * 2000), 3, "tokens"),
-        ((artifact, "--chat-template", template, "--system", "x " * 2000), 2, "begin a new one with /reset"),
+        (
+            (artifact, "--chat-template", template, "--system", "x " * 2000),
+            2,
+            "begin a new one with /reset",
+        ),
     ):
         found, _, err = talk(*arguments)
         assert found == code and told in err and "Traceback" not in err, (arguments, err)

@@ -66,9 +66,10 @@ def test_events_go_out_as_the_page_on_the_format_says():
     client, events = Client(), Events("one", "größe")
     sent(client, events)
     assert client.text == "data: one\n\ndata: größe\n\n" and events.closed
-    assert client.got[0]["status"] == 200 and {(b"content-type", b"text/event-stream"), (b"x-a", b"b")} <= set(
-        client.got[0]["headers"]
-    )
+    assert client.got[0]["status"] == 200 and {
+        (b"content-type", b"text/event-stream"),
+        (b"x-a", b"b"),
+    } <= set(client.got[0]["headers"])
     assert [message["more_body"] for message in client.got[1:]] == [True, True, False]
 
 
@@ -111,7 +112,11 @@ def test_a_cancelled_answer_closes_its_events():
     client, events = Client(), Events("one", "two", wait=60.0)
 
     async def run():
-        task = asyncio.create_task(send_events(EventStream(events=events.run(), held=events.held), client.send, patience=5.0))
+        task = asyncio.create_task(
+            send_events(
+                EventStream(events=events.run(), held=events.held), client.send, patience=5.0
+            )
+        )
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,14 @@ PROMPT = "class Stack:\n    def"
 
 
 def head(path, length):
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}", "", ""]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode()
 
 
@@ -25,7 +32,11 @@ async def leave(port, rng):
     streams = rng.random() < 0.7
     path, new = ("/generate_stream" if streams else "/generate"), rng.choice((3, 50, 300))
     prompt = PROMPT + " x" * rng.randrange(200)
-    options = {"max_new_tokens": new, "do_sample": rng.random() < 0.5, "stop": ["zzz"] if rng.random() < 0.3 else []}
+    options = {
+        "max_new_tokens": new,
+        "do_sample": rng.random() < 0.5,
+        "stop": ["zzz"] if rng.random() < 0.3 else [],
+    }
     body = json.dumps({"inputs": prompt, "parameters": options}).encode()
     data = head(path, len(body)) + body
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -68,7 +79,8 @@ def test_clients_that_go_away_leave_nothing(serve):
 
 @pytest.mark.slow
 def test_a_thousand_clients_that_go_away_leave_nothing_and_no_memory(serve):
-    small = Limits(max_batch_total_tokens=4096)  # its pages are all in memory after the first clients
+    # its pages are all in memory after the first clients
+    small = Limits(max_batch_total_tokens=4096)
     with serve(limits=small) as server:
         expected = server.generate(PROMPT, max_new_tokens=20).json()
         leave_many(server, 2000, seed=2)
@@ -98,18 +110,26 @@ def test_a_hundred_slow_readers_stop_nobody(serve):
 def test_good_requests_among_bad_ones_get_the_text_that_they_get_alone(serve):
     with serve() as server:
         prompts = [f"{PROMPT} f{number}" for number in range(12)]
-        alone = [server.generate(prompt, max_new_tokens=12, details=True).json() for prompt in prompts]
+        alone = [
+            server.generate(prompt, max_new_tokens=12, details=True).json() for prompt in prompts
+        ]
         found = [None] * len(prompts)
 
         def good(number):
             found[number] = server.generate(prompts[number], max_new_tokens=12, details=True).json()
 
         def bad(number):
-            server.generate("x", max_new_tokens=5, grammar={"type": "regex", "value": "(a|b)*a(a|b){40}"})
+            server.generate(
+                "x", max_new_tokens=5, grammar={"type": "regex", "value": "(a|b)*a(a|b){40}"}
+            )
             server.ask("POST", "/generate", b'{"inputs": ')
             server.generate("x " * 3000)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(12) for work in (good, bad)]
+        threads = [
+            threading.Thread(target=work, args=(number,))
+            for number in range(12)
+            for work in (good, bad)
+        ]
         random.Random(0).shuffle(threads)
         for thread in threads:
             thread.start()

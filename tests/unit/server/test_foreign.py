@@ -8,7 +8,9 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.load import load
 
 
-def test_a_folder_whose_groups_are_out_of_order_answers_over_http(llama, tmp_path, write_foreign, serve):
+def test_a_folder_whose_groups_are_out_of_order_answers_over_http(
+    llama, tmp_path, write_foreign, serve
+):
     folder = tmp_path / "f"
     scheme = named(integers(4, 32, symmetric=True, where="a test"), None, "pack-quantized")
     write_foreign(folder, llama, "gptq", scheme, ordered=True)

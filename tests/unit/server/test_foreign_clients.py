@@ -16,7 +16,9 @@ REQUESTS = 2_000  # test_mutations.py sends more, in a tenth of the time
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not ENVIRONMENT, reason="SERVING_CLIENTS_ENV names no environment with the clients"),
+    pytest.mark.skipif(
+        not ENVIRONMENT, reason="SERVING_CLIENTS_ENV names no environment with the clients"
+    ),
 ]
 
 
@@ -25,9 +27,21 @@ def client(server):
     """Return what a client got, by its name."""
 
     def run(name):
-        command = [f"{ENVIRONMENT}/bin/python", "-P", str(HERE / "foreign_clients.py"), name, server.url]
-        environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "0", "HOME": os.environ.get("HOME", "/")}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+        command = [
+            f"{ENVIRONMENT}/bin/python",
+            "-P",
+            str(HERE / "foreign_clients.py"),
+            name,
+            server.url,
+        ]
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HF_HUB_OFFLINE": "0",
+            "HOME": os.environ.get("HOME", "/"),
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300, env=environment
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -36,7 +50,9 @@ def client(server):
 
 @pytest.fixture
 def expected(server):
-    answer = server.generate(PROMPT, max_new_tokens=6, details=True, decoder_input_details=True).json()
+    answer = server.generate(
+        PROMPT, max_new_tokens=6, details=True, decoder_input_details=True
+    ).json()
     body = {"messages": [{"role": "user", "content": "def"}], "max_tokens": 6, "temperature": 0}
     chat = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     ids = [token["id"] for token in answer["details"]["tokens"]]
@@ -46,7 +62,12 @@ def expected(server):
 def test_huggingface_hub(client, expected):
     text, ids, prompt, chat = expected
     found = client("hub")
-    assert (found["text"], found["stream"], found["details"], found["prefill"]) == (text, text, ids, prompt)
+    assert (found["text"], found["stream"], found["details"], found["prefill"]) == (
+        text,
+        text,
+        ids,
+        prompt,
+    )
     assert (found["chat"], found["chat_stream"], found["logprobs"]) == (chat, chat, 6)
     assert found["told"] == "Input validation error: `top_k` must be strictly positive"
 
@@ -62,17 +83,45 @@ def test_text_generation(client, expected):
 def test_langchain(client, expected):
     text, _, _, chat = expected
     found = client("langchain")
-    assert (found["text"], found["chat"], found["chat_stream"], found["batch"][0]) == (text, chat, chat, chat)
+    assert (found["text"], found["chat"], found["chat_stream"], found["batch"][0]) == (
+        text,
+        chat,
+        chat,
+        chat,
+    )
     assert found["called"] == ["weather"]
 
 
 def test_requests_that_schemathesis_makes_up_get_no_5xx_and_no_reset(serve):
     """About REQUESTS over all operations, in the phases that schemathesis has; answers are kept short by a limit."""
     with serve(limits=Limits(max_total_tokens=48)) as server:
-        operations = sum(len(methods) for methods in server.get("/openapi.json").json()["paths"].values())
-        command = [f"{ENVIRONMENT}/bin/schemathesis", "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error"]
-        command += ["--max-examples", str(REQUESTS // operations), "--phases", "examples,coverage,fuzzing", "--seed", "1"]
-        command += ["--request-timeout", "60", "--workers", "2", "--suppress-health-check", "all", "--continue-on-failure"]
+        operations = sum(
+            len(methods) for methods in server.get("/openapi.json").json()["paths"].values()
+        )
+        command = [
+            f"{ENVIRONMENT}/bin/schemathesis",
+            "run",
+            f"{server.url}/openapi.json",
+            "--checks",
+            "not_a_server_error",
+        ]
+        command += [
+            "--max-examples",
+            str(REQUESTS // operations),
+            "--phases",
+            "examples,coverage,fuzzing",
+            "--seed",
+            "1",
+        ]
+        command += [
+            "--request-timeout",
+            "60",
+            "--workers",
+            "2",
+            "--suppress-health-check",
+            "all",
+            "--continue-on-failure",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
         assert server.settled(60).pool.used == 0 and server.get("/health").status == 200

@@ -55,7 +55,10 @@ def drawn(grammars, tokenizer, grammar, *, seed, most=400):
 
 @pytest.mark.parametrize("value", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
 def test_texts_of_a_schema_are_valid_by_jsonschema(grammars, tokenizer, value):
-    texts = [drawn(grammars, tokenizer, Grammar(type="json", value=value), seed=seed) for seed in range(8)]
+    texts = [
+        drawn(grammars, tokenizer, Grammar(type="json", value=value), seed=seed)
+        for seed in range(8)
+    ]
     texts = [text for text in texts if text is not None]
     assert len(texts) >= 4
     for text in texts:
@@ -71,11 +74,17 @@ def test_texts_of_a_regular_expression_match_it(grammars, tokenizer):
 
 def test_a_choice_is_one_of_its_texts(grammars, tokenizer):
     words = ["yes", "no", 'a "quoted" one']
-    assert {drawn(grammars, tokenizer, Grammar(type="choice", value=words), seed=seed) for seed in range(12)} <= set(words)
+    assert {
+        drawn(grammars, tokenizer, Grammar(type="choice", value=words), seed=seed)
+        for seed in range(12)
+    } <= set(words)
 
 
 def test_any_object_is_an_object(grammars, tokenizer):
-    texts = [drawn(grammars, tokenizer, Grammar(type="json_object"), seed=seed, most=800) for seed in range(12)]
+    texts = [
+        drawn(grammars, tokenizer, Grammar(type="json_object"), seed=seed, most=800)
+        for seed in range(12)
+    ]
     texts = [text for text in texts if text is not None]
     assert texts and all(isinstance(json.loads(text), dict) for text in texts)
 
@@ -87,8 +96,14 @@ WRONG = {
     "a regular expression that is none": {"type": "regex", "value": "[a"},
     "an empty one": {"type": "regex", "value": ""},
     "no choice": {"type": "choice", "value": []},
-    "a reference to the network": {"type": "json", "value": {"$ref": "http://example.com/schema.json"}},
-    "a schema too deep": {"type": "json", "value": json.loads('{"items":' * 100 + "{}" + "}" * 100)},
+    "a reference to the network": {
+        "type": "json",
+        "value": {"$ref": "http://example.com/schema.json"},
+    },
+    "a schema too deep": {
+        "type": "json",
+        "value": json.loads('{"items":' * 100 + "{}" + "}" * 100),
+    },
     "a schema too long": {"type": "json", "value": {"enum": ["x" * 200_000]}},
 }
 
@@ -104,7 +119,9 @@ def test_a_grammar_that_is_wrong_is_refused_as_the_request_is(grammars, name):
 def test_a_tokenizer_whose_tokens_are_no_bytes_has_no_grammars():
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     grammars = Grammars(PreTrainedTokenizerFast(tokenizer_object=words), vocab_size=2, ends=(1,))
-    with pytest.raises(Refused, match="grammar is not supported by this model's tokenizer") as caught:
+    with pytest.raises(
+        Refused, match="grammar is not supported by this model's tokenizer"
+    ) as caught:
         grammars.mask(Grammar(type="regex", value="a"))
     assert caught.value.status == 422
 
@@ -115,13 +132,23 @@ EXPLODING = {
     "every order of many properties": {
         "type": "json",
         "value": {
-            "allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(12)]} for i in range(12)]
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(12)]}
+                for i in range(12)
+            ]
         },
     },
     "itself, over and over": {
         "type": "json",
         "value": {
-            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}}]}},
+            "$defs": {
+                "a": {
+                    "anyOf": [
+                        {"$ref": "#/$defs/a"},
+                        {"type": "array", "items": {"$ref": "#/$defs/a"}},
+                    ]
+                }
+            },
             "$ref": "#/$defs/a",
         },
     },
@@ -141,7 +168,11 @@ def test_a_grammar_that_explodes_ends_in_time(grammars, tokenizer, name):
 def test_a_grammar_is_compiled_once(grammars, monkeypatch):
     grammar = Grammar(type="regex", value="[0-9]{4}-[0-9]{2}")
     grammars.mask(grammar)
-    monkeypatch.setattr(grammars, "_compiled", lambda text: pytest.fail(f"{text} is compiled again"))
+    monkeypatch.setattr(
+        grammars, "_compiled", lambda text: pytest.fail(f"{text} is compiled again")
+    )
     first, second = grammars.mask(grammar), grammars.mask(grammar)
-    first.advance(int((first.allowed([])[:, None] >> torch.arange(32) & 1).flatten().nonzero()[0, 0]))
+    first.advance(
+        int((first.allowed([])[:, None] >> torch.arange(32) & 1).flatten().nonzero()[0, 0])
+    )
     assert not torch.equal(first.allowed([0]), second.allowed([]))  # each request goes its own way

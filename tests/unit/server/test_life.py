@@ -24,7 +24,9 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application
 def long_answer(server, count=400):
     """Ask for a long answer in a thread; return the thread and where its answer comes."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(server.generate(PROMPT, max_new_tokens=count)))
+    thread = threading.Thread(
+        target=lambda: found.append(server.generate(PROMPT, max_new_tokens=count))
+    )
     thread.start()
     return thread, found
 
@@ -73,14 +75,21 @@ def test_an_answer_is_sent_without_waiting_for_what_the_client_acknowledges(arti
 
 
 def test_the_start_says_of_each_limit_where_it_is_from(serve, artifact):
-    job = ServeJob(artifact=artifact, limits=Limits(max_total_tokens=900), origins={"max_total_tokens": "MAX_TOTAL_TOKENS"})
+    job = ServeJob(
+        artifact=artifact,
+        limits=Limits(max_total_tokens=900),
+        origins={"max_total_tokens": "MAX_TOTAL_TOKENS"},
+    )
     with serve(limits=job.limits) as server:
         lines = opening_lines(job, server.models)
     assert lines[0].startswith(f"model {job.first_name}: {artifact}, lean decoder")
     found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if line.startswith("  ")}
     assert found["max-total-tokens"] == ["900", "MAX_TOTAL_TOKENS"]
     assert found["max-input-tokens"] == ["899", "model and memory"]
-    assert found["max-best-of"] == ["2", "default"] and found["queue-threshold-ms"] == ["none", "default"]
+    assert found["max-best-of"] == ["2", "default"] and found["queue-threshold-ms"] == [
+        "none",
+        "default",
+    ]
 
 
 def test_a_client_that_goes_away_frees_its_row(serve):
@@ -90,37 +99,62 @@ def test_a_client_that_goes_away_frees_its_row(serve):
             client.sendall(HEAD % len(body) + body)
             wait_for(lambda: server.models.first.engine.counters().running == 1)
         counters = server.settled()
-        assert counters.cancelled == 1 and counters.generated_tokens < 900  # of the 1000 that it asked for
+        # of the 1000 that it asked for
+        assert counters.cancelled == 1 and counters.generated_tokens < 900
 
 
 def test_a_key_is_asked_of_everything_but_health_and_the_page(serve, tmp_path):
     (tmp_path / "key").write_text("secret\nnot the key\n")
-    free = {("GET", path) for path in ("/health", "/ping", "/metrics", "/", "/page/style.css", "/page/app.js")}
+    free = {
+        ("GET", path)
+        for path in ("/health", "/ping", "/metrics", "/", "/page/style.css", "/page/app.js")
+    }
     with serve(api_key_file=tmp_path / "key") as server:
         for route in endpoints():
-            body = None if route.method == "GET" else {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+            body = (
+                None
+                if route.method == "GET"
+                else {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+            )
             refused = server.ask(route.method, route.path, body).status == 401
             assert refused == ((route.method, route.path) not in free), route.path
         assert server.post("/", {"inputs": PROMPT, "stream": True}).status == 401
-        assert (server.ask("HEAD", "/health").status, server.ask("HEAD", "/info").status) == (200, 401)
+        assert (server.ask("HEAD", "/health").status, server.ask("HEAD", "/info").status) == (
+            200,
+            401,
+        )
         assert server.generate(PROMPT, max_new_tokens=1).status == 401
         assert server.get("/info").json() == {"error": "Unauthorized", "error_type": "unauthorized"}
         for wrong in ("secret", "Bearer", "Bearer not the key", "Basic secret", "Bearer sécret"):
             assert server.get("/info", Authorization=wrong.encode()).status == 401
         assert server.get("/info", Authorization="Bearer secret").status == 200
-        assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [200, 200, 200]
+        assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [
+            200,
+            200,
+            200,
+        ]
         assert server.get("/info", Authorization="Bearer secret", Host="any.example").status == 200
     with serve(api_key="clé\n", protect_health=True) as server:
-        assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [401, 401, 401]
+        assert [server.get(path).status for path in ("/health", "/ping", "/metrics")] == [
+            401,
+            401,
+            401,
+        ]
         assert server.get("/health", Authorization="Bearer clé".encode()).status == 200
 
 
 def test_pages_of_other_origins_may_call_when_they_are_listed(serve, server):
     asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
-    assert "access-control-allow-origin" not in server.ask("OPTIONS", "/generate", headers=asked).headers
+    assert (
+        "access-control-allow-origin"
+        not in server.ask("OPTIONS", "/generate", headers=asked).headers
+    )
     with serve(cors_allow_origin=("https://page.example",), api_key="secret") as other:
         answer = other.ask("OPTIONS", "/generate", headers=asked)
-        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "https://page.example")
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (
+            200,
+            "https://page.example",
+        )
         asked["Origin"] = "https://another.example"
         assert other.ask("OPTIONS", "/generate", headers=asked).status == 400
 
@@ -132,7 +166,9 @@ def test_slow_clients_are_given_up(serve):
                 client.sendall(sent)
                 assert client.recv(1000) == b""  # closed
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-            client.sendall(b'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"inputs"')
+            client.sendall(
+                b'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"inputs"'
+            )
             assert client.recv(1000).startswith(b"HTTP/1.1 408")
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -143,13 +179,19 @@ def test_slow_clients_are_given_up(serve):
 
 
 def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(serve):
-    with serve(client_timeout=0.5) as server, server.take_nothing("/tokenize", {"inputs": " x" * 100_000}) as client:
+    with (
+        serve(client_timeout=0.5) as server,
+        server.take_nothing("/tokenize", {"inputs": " x" * 100_000}) as client,
+    ):
         assert client.recv(1, socket.MSG_PEEK)  # the answer has begun, and stays where it is
         wait_for(lambda: not server.connections)  # though the client keeps its end
 
 
 def test_headers_have_a_limit(serve):
-    with serve(header_limit=8192) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with (
+        serve(header_limit=8192) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) as client,
+    ):
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000)
         answer = client.recv(1000)
         assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
@@ -201,7 +243,9 @@ class _Broken:
 def started(artifact, *arguments, **environment):
     """Start the verb; yield the process, its URL's port, and the lines that it printed before."""
     command = [sys.executable, "-m", "quantflow", "serve", str(artifact), "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as process:
         lines = []
         for line in process.stderr:
             lines.append(line.rstrip())
@@ -217,7 +261,9 @@ def started(artifact, *arguments, **environment):
 def test_a_signal_lets_the_running_request_end(artifact, asking, number):
     with started(artifact, MAX_BEST_OF="3", MAX_TOTAL_TOKENS="900") as (process, port, lines):
         table = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
-        assert table["max-best-of"] == ["3", "MAX_BEST_OF"] and table["max-input-tokens"][0] == "899"
+        assert (
+            table["max-best-of"] == ["3", "MAX_BEST_OF"] and table["max-input-tokens"][0] == "899"
+        )
         thread, found = long_answer(asking(port), 300)
         time.sleep(0.3)
         process.send_signal(number)
@@ -228,7 +274,9 @@ def test_a_signal_lets_the_running_request_end(artifact, asking, number):
 
 @pytest.mark.slow
 def test_what_does_not_end_in_time_is_cancelled(artifact):
-    body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1000, "repetition_penalty": 1.2}}).encode()
+    body = json.dumps(
+        {"inputs": PROMPT, "parameters": {"max_new_tokens": 1000, "repetition_penalty": 1.2}}
+    ).encode()
     options = started(artifact, "--drain-seconds", "1")
     with options as (process, port, _), socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(HEAD % len(body) + body)

@@ -35,9 +35,16 @@ def loaded(server):
     return [model["id"] for model in server.get("/v1/models").json()["data"] if model["loaded"]]
 
 
-def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_room(serve, artifact, twins):
+def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_room(
+    serve, artifact, twins
+):
     two = str(2 * weight_bytes(artifact) + 1)
-    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+    with serve(
+        models=(f"b={twins / 'b'}", f"c={twins / 'c'}"),
+        model_memory=two,
+        name="a",
+        kv_memory="64MiB",
+    ) as server:
         assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["a", "b", "c"]
         assert loaded(server) == ["a"]
         texts = [ask(server, "b").json()["choices"][0]["text"] for _ in range(2)]
@@ -45,7 +52,8 @@ def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_r
         texts += [ask(server, name).json()["choices"][0]["text"] for name in ("c", "a", "b")]
         assert loaded(server) == ["a", "b"] and len(set(texts)) == 1
         assert ask(server, "b").json()["model"] == "b"
-        threads = [threading.Thread(target=ask, args=(server, "c")) for _ in range(4)]  # loaded once, for all of them
+        # loaded once, for all of them
+        threads = [threading.Thread(target=ask, args=(server, "c")) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -57,7 +65,12 @@ def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_r
 
 def test_a_model_that_answers_is_not_dropped(serve, artifact, twins):
     two = str(2 * weight_bytes(artifact) + 1)
-    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+    with serve(
+        models=(f"b={twins / 'b'}", f"c={twins / 'c'}"),
+        model_memory=two,
+        name="a",
+        kv_memory="64MiB",
+    ) as server:
         ask(server, "b")
         place = server.models.places["b"]
         place.served.rows += 1
@@ -68,7 +81,12 @@ def test_a_model_that_answers_is_not_dropped(serve, artifact, twins):
 
 def test_a_model_that_prepares_an_answer_is_not_dropped(serve, artifact, twins, monkeypatch):
     two, rendering, go = str(2 * weight_bytes(artifact) + 1), threading.Event(), threading.Event()
-    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+    with serve(
+        models=(f"b={twins / 'b'}", f"c={twins / 'c'}"),
+        model_memory=two,
+        name="a",
+        kv_memory="64MiB",
+    ) as server:
         ask(server, "b")
         render = models.chat_template.render
 
@@ -80,7 +98,9 @@ def test_a_model_that_prepares_an_answer_is_not_dropped(serve, artifact, twins, 
         monkeypatch.setattr(models.chat_template, "render", slowly)
         body = {"model": "b", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
         found = []
-        thread = threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body)))
+        thread = threading.Thread(
+            target=lambda: found.append(server.post("/v1/chat/completions", body))
+        )
         thread.start()
         assert rendering.wait(20)
         assert ask(server, "c").status == 429
@@ -98,9 +118,14 @@ def test_models_that_are_asked_for_together_keep_the_memory_together(serve, arti
 
         def watched():
             while len(answers) < len(names):
-                most.append(sum(place.served is not None for place in server.models.places.values()))
+                most.append(
+                    sum(place.served is not None for place in server.models.places.values())
+                )
 
-        threads = [threading.Thread(target=lambda name=name: answers.append(ask(server, name).status)) for name in names]
+        threads = [
+            threading.Thread(target=lambda name=name: answers.append(ask(server, name).status))
+            for name in names
+        ]
         for thread in (*threads, watcher := threading.Thread(target=watched)):
             thread.start()
         for thread in (*threads, watcher):
@@ -120,7 +145,9 @@ def test_a_model_that_is_not_quantized_is_served_as_transformers_runs_it(serve):
     with serve(artifact=source, kv_memory="64MiB") as server:
         ids = AutoTokenizer.from_pretrained(source)(PROMPT, return_tensors="pt")["input_ids"]
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
         details = server.generate(PROMPT, max_new_tokens=8, details=True).json()["details"]
         assert [token["id"] for token in details["tokens"]] == expected
         card = server.get("/card").json()

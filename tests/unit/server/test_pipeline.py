@@ -28,28 +28,40 @@ def test_shapes_and_texts_are_those_of_transformers(generator, foreign):
     options = {"max_new_tokens": 8, "do_sample": False}
     assert generator(PROMPTS[0], **options) == foreign(PROMPTS[0], **options)
     assert generator(PROMPTS, **options) == foreign(PROMPTS, **options)
-    assert generator(PROMPTS[0], return_full_text=False, **options) == foreign(PROMPTS[0], return_full_text=False, **options)
+    assert generator(PROMPTS[0], return_full_text=False, **options) == foreign(
+        PROMPTS[0], return_full_text=False, **options
+    )
 
 
 def test_several_texts_of_a_prompt_are_drawn_with_seeds_of_their_own(generator):
     drawn = generator(PROMPTS, max_new_tokens=6, temperature=1.0, num_return_sequences=2, seed=3)
     texts = [one["generated_text"] for several in drawn for one in several]
     assert len(drawn) == 2 and len(set(texts)) == 4
-    assert generator(PROMPTS, max_new_tokens=6, temperature=1.0, num_return_sequences=2, seed=3) == drawn
+    assert (
+        generator(PROMPTS, max_new_tokens=6, temperature=1.0, num_return_sequences=2, seed=3)
+        == drawn
+    )
 
 
 def test_a_conversation_is_answered_with_a_message(generator, template, monkeypatch):
     monkeypatch.setattr(generator.tokenizer, "chat_template", template.read_text())
     messages = [{"role": "user", "content": "def"}]
     (answer,) = generator(messages, max_new_tokens=6)
-    assert answer["generated_text"][:-1] == messages and answer["generated_text"][-1]["role"] == "assistant"
-    plain = generator("user: def\nassistant:", max_new_tokens=6, return_full_text=False)[0]["generated_text"]
+    assert (
+        answer["generated_text"][:-1] == messages
+        and answer["generated_text"][-1]["role"] == "assistant"
+    )
+    plain = generator("user: def\nassistant:", max_new_tokens=6, return_full_text=False)[0][
+        "generated_text"
+    ]
     assert answer["generated_text"][-1]["content"] == plain
 
 
 def test_a_stop_string_ends_a_text(generator):
     whole = generator(PROMPTS[0], max_new_tokens=30, return_full_text=False)[0]["generated_text"]
-    text = generator(PROMPTS[0], max_new_tokens=30, return_full_text=False, stop_strings=whole[8:11])[0]["generated_text"]
+    text = generator(
+        PROMPTS[0], max_new_tokens=30, return_full_text=False, stop_strings=whole[8:11]
+    )[0]["generated_text"]
     assert whole.startswith(text) and whole[8:11] in text and len(text) < len(whole)
 
 
@@ -73,4 +85,6 @@ def test_langchain_runs_it_in_a_chain(artifact, generator):
     expected = generator(PROMPTS[0], max_new_tokens=8, return_full_text=False)[0]["generated_text"]
     assert chain.invoke({"name": "Stack"}) == expected
     assert [text.startswith("") for text in model.batch(PROMPTS)] == [True, True]
-    assert model.invoke(PROMPTS[0], stop=[expected[5:8]]) == expected[: expected.index(expected[5:8])]
+    assert (
+        model.invoke(PROMPTS[0], stop=[expected[5:8]]) == expected[: expected.index(expected[5:8])]
+    )

@@ -58,7 +58,9 @@ def loaded(server, texts, *options):
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
 
-def test_the_client_streams_as_many_requests_as_asked_for_and_leaves_long_prompts_out(server, tmp_path):
+def test_the_client_streams_as_many_requests_as_asked_for_and_leaves_long_prompts_out(
+    server, tmp_path
+):
     before = server.models.first.engine.counters()
     (tmp_path / "texts.txt").write_text("def f(x):\n\nimport os\n\n" + "value " * 40)
     few = (
@@ -74,10 +76,14 @@ def test_the_client_streams_as_many_requests_as_asked_for_and_leaves_long_prompt
     code, said, told = loaded(server, tmp_path / "texts.txt", *few)
     assert code == 0, told
     assert (said["requests"], said["failed"], said["errors"]) == (6, 0, [])
-    assert 6 <= said["tokens"] <= 30 and said["tokens_per_second"] == pytest.approx(said["tokens"] / said["seconds"])
+    assert 6 <= said["tokens"] <= 30 and said["tokens_per_second"] == pytest.approx(
+        said["tokens"] / said["seconds"]
+    )
     assert 0 < said["first_token_seconds"] <= said["request_seconds"] <= said["seconds"]
     assert server.settled().generated_tokens - before.generated_tokens >= said["tokens"]
-    code, said, told = loaded(server, tmp_path / "texts.txt", "--max_output_length", "100000", "--total_sample_count", "2")
+    code, said, told = loaded(
+        server, tmp_path / "texts.txt", "--max_output_length", "100000", "--total_sample_count", "2"
+    )
     assert code == 1 and said["failed"] == 2 and "`max_new_tokens` must be <=" in said["errors"][0]
 
 
@@ -87,5 +93,9 @@ def test_the_client_says_what_it_cannot_ask(server, tmp_path):
     assert code == 1 and "not another" in told
     code, _, told = loaded(server, tmp_path / "texts.jsonl", "--max_input_length", "1")
     assert code == 1 and "no prompt of 1 tokens or fewer" in told
-    code, _, told = loaded(server, tmp_path / "texts.jsonl", "--server_address", "http://127.0.0.1:9")
-    assert code == 1 and "http://127.0.0.1:9/info: " in told and "start a server there first" in told
+    code, _, told = loaded(
+        server, tmp_path / "texts.jsonl", "--server_address", "http://127.0.0.1:9"
+    )
+    assert (
+        code == 1 and "http://127.0.0.1:9/info: " in told and "start a server there first" in told
+    )

@@ -13,8 +13,14 @@ from quantflow.stages.cli.output import exit_code
 # The first message names the attack, so that one server and one process see all of them.
 ATTACKS = {
     "center": ("{{ 'x'.center(2 * 10 ** 9) }}", "MemoryError"),
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
-    "recursion": ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "maximum recursion depth"),
+    "loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "more than 1 s",
+    ),
+    "recursion": (
+        "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+        "maximum recursion depth",
+    ),
     "output": ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
     "power": ("{% set n = 9 %}{{ n ** (n ** n) }}", "more than 1 s"),
     "python": ("{{ messages.__class__.__base__.__subclasses__() }}", "is unsafe"),
@@ -26,7 +32,16 @@ TEMPLATE = f"""{{{{ bos_token }}}}{{% set word = messages[0].content %}}{{% if f
 {{% endfor %}}{{% if tools %}}tools: {{{{ tools | tojson }}}}
 {{% endif %}}{{% if mood is defined %}}{{{{ mood }}}}
 {{% endif %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}{{% endif %}}"""
-TOOLS = [{"type": "function", "function": {"name": "clock", "description": "é <&>", "parameters": {"b": 1, "a": [None, 2.5]}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "clock",
+            "description": "é <&>",
+            "parameters": {"b": 1, "a": [None, 2.5]},
+        },
+    }
+]
 
 
 def asks(word):
@@ -61,14 +76,21 @@ def generator(artifact):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_server_refuses_a_hostile_template_and_answers_the_next_request(name, server, generator, seconds):
+def test_a_server_refuses_a_hostile_template_and_answers_the_next_request(
+    name, server, generator, seconds
+):
     for path in ("/v1/chat/completions", "/chat_tokenize"):
         answer = server.post(path, {"messages": asks(name), "max_tokens": 2})
         body = answer.json()
         assert (answer.status, body["error_type"]) == (422, "template_error"), body
         assert ATTACKS[name][1] in answer.body.decode() and len(answer.body) < 700
-    expected = generator.tokenizer.apply_chat_template(asks("def"), tokenize=False, add_generation_prompt=True)
-    assert server.post("/chat_tokenize", {"messages": asks("def")}).json()["templated_text"] == expected
+    expected = generator.tokenizer.apply_chat_template(
+        asks("def"), tokenize=False, add_generation_prompt=True
+    )
+    assert (
+        server.post("/chat_tokenize", {"messages": asks("def")}).json()["templated_text"]
+        == expected
+    )
     assert server.generate("def", max_new_tokens=1).status == 200
 
 
@@ -82,11 +104,19 @@ def test_a_pipeline_refuses_a_hostile_template_with_a_sentence(name, generator, 
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_chat_refuses_a_hostile_template_with_a_sentence(name, artifact, hostile, seconds, monkeypatch, capsys):
+def test_chat_refuses_a_hostile_template_with_a_sentence(
+    name, artifact, hostile, seconds, monkeypatch, capsys
+):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{name}\n"))
-    code = exit_code(cli, ["chat", str(artifact), "--chat-template", str(hostile), "--max-new-tokens", "2"])
+    code = exit_code(
+        cli, ["chat", str(artifact), "--chat-template", str(hostile), "--max-new-tokens", "2"]
+    )
     err = capsys.readouterr().err
-    assert code == 3 and "conversation: refused by the chat template" in err and ATTACKS[name][1] in err, err
+    assert (
+        code == 3
+        and "conversation: refused by the chat template" in err
+        and ATTACKS[name][1] in err
+    ), err
     assert "Traceback" not in err
 
 
@@ -100,7 +130,12 @@ def test_a_text_is_that_of_transformers(tools, answer, options, generator):
     ]
     words = {"tools": tools, "tokenize": False, "add_generation_prompt": answer}
     expected = generator.tokenizer.apply_chat_template(messages, **words, **options)
-    assert chat_template.render(generator.tokenizer, messages, answer=answer, tools=tools, options=options) == expected
+    assert (
+        chat_template.render(
+            generator.tokenizer, messages, answer=answer, tools=tools, options=options
+        )
+        == expected
+    )
 
 
 def test_a_template_that_is_too_deep_to_be_compiled_is_refused(generator):

@@ -34,18 +34,26 @@ def grow(text, *, stops=(), keeps_stop=False):
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
 def test_pieces_are_whole_characters_and_join_to_the_text(text):
     pieces = grow(text)
-    assert "".join(pieces) == TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    assert "".join(pieces) == TOKENIZER.decode(
+        TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    )
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
 @settings(max_examples=60)
 @given(
-    st.text(alphabet="ab\n", max_size=12), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
+    st.text(alphabet="ab\n", max_size=12),
+    st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_no_piece_holds_anything_from_the_first_stop_string_on(text, stops):
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     length = next(
-        (n for n in range(len(tokens) + 1) if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops)), len(tokens)
+        (
+            n
+            for n in range(len(tokens) + 1)
+            if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops)
+        ),
+        len(tokens),
     )
     whole = TOKENIZER.decode(tokens[:length])  # generation ends there
     first = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
@@ -68,7 +76,10 @@ def test_a_token_of_half_a_character_has_its_own_bytes(character):
 
 
 @settings(max_examples=200)
-@given(st.text(alphabet="ab", min_size=1, max_size=6), st.lists(st.text(alphabet="ab", max_size=4), max_size=8))
+@given(
+    st.text(alphabet="ab", min_size=1, max_size=6),
+    st.lists(st.text(alphabet="ab", max_size=4), max_size=8),
+)
 def test_a_string_is_found_where_it_stands_first_and_begins_where_it_may(stop, pieces):
     search, text = StopSearch(stop), ""
     for piece in pieces:
@@ -84,14 +95,20 @@ def test_a_string_is_found_where_it_stands_first_and_begins_where_it_may(stop, p
 def metaspace():
     """A tokenizer as SentencePiece's: a word begins with its space, which is dropped where the word begins a text."""
     pieces = ["<unk>", "a", "▁a", "▁END", "END", "▁x"]
-    tokenizer = Tokenizer(models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0))
+    tokenizer = Tokenizer(
+        models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0)
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
 def test_a_token_has_its_space_where_it_stands_in_a_text(metaspace):
     words, end = Vocabulary(metaspace), metaspace.convert_tokens_to_ids("▁END")
-    assert (words.text(end), words.within(end), bytes(words.bytes_of(end))) == ("END", " END", b" END")
+    assert (words.text(end), words.within(end), bytes(words.bytes_of(end))) == (
+        "END",
+        " END",
+        b" END",
+    )
 
 
 def test_a_stop_string_with_a_space_is_found_in_the_first_token(metaspace):
@@ -99,4 +116,5 @@ def test_a_stop_string_with_a_space_is_found_in_the_first_token(metaspace):
     prompt = metaspace("a")["input_ids"]
     assert stop_string(metaspace, [" END"], prompt=prompt)([end]) == " END"
     assert stop_string(metaspace, [" END"], prompt=prompt)([other, end]) == " END"
-    assert stop_string(metaspace, ["END a"], prompt=[end])([other]) is None  # what the prompt says is not the text
+    # what the prompt says is not the text
+    assert stop_string(metaspace, ["END a"], prompt=[end])([other]) is None

@@ -19,15 +19,24 @@ TEXTS = {
     "best_of above the limit": ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
     "best_of without sampling": ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
     "temperature": ({"temperature": 0.0}, "`temperature` must be strictly positive"),
-    "repetition_penalty": ({"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
-    "frequency_penalty": ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    "repetition_penalty": (
+        {"repetition_penalty": 0.0},
+        "`repetition_penalty` must be strictly positive",
+    ),
+    "frequency_penalty": (
+        {"frequency_penalty": 2.5},
+        "`frequency_penalty` must be >= -2.0 and <= 2.0",
+    ),
     "watermark": ({"watermark": True}, "`watermark` = true is not supported"),
     "top_p": ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
     "typical_p": ({"typical_p": 0.0}, "`typical_p` must be > 0.0 and < 1.0"),
     "top_k": ({"top_k": 0}, "`top_k` must be strictly positive"),
     "max_new_tokens": ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     "stop": ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
-    "seed": ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+    "seed": (
+        {"best_of": 2, "do_sample": True, "seed": 1},
+        "`seed` must not be set when `best_of` > 1",
+    ),
     "top_n_tokens": ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
 }
 
@@ -42,7 +51,10 @@ def refusal(parameters, text="def", **options):
 def test_each_condition_has_tgis_words(name):
     parameters, text = TEXTS[name]
     refused = refusal(parameters)
-    assert (refused.status, refused.body()) == (422, {"error": P + text, "error_type": "validation"})
+    assert (refused.status, refused.body()) == (
+        422,
+        {"error": P + text, "error_type": "validation"},
+    )
 
 
 def test_the_first_condition_that_fails_is_told():
@@ -50,7 +62,11 @@ def test_the_first_condition_that_fails_is_told():
         if first.keys() & second.keys() or "best_of" in second:
             continue
         # what lets a draw be asked for repairs "without sampling"
-        if "best_of" in first and second.keys() & {"temperature", "top_p", "typical_p", "top_k"} and "do_sample" not in first:
+        if (
+            "best_of" in first
+            and second.keys() & {"temperature", "top_p", "typical_p", "top_k"}
+            and "do_sample" not in first
+        ):
             continue
         assert refusal({**first, **second}).text == P + text, (first, second)
 
@@ -79,7 +95,11 @@ def test_lengths_have_tgis_words():
     with pytest.raises(Refused) as caught:
         new_tokens(Asked(max_new_tokens=8), prompt=5, **most)
     assert caught.value.text == (
-        P + "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 5 `inputs` tokens and 8 `max_new_tokens`"
+        P
+        + (
+            "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 5 `inputs` tokens and 8 "
+            "`max_new_tokens`"
+        )
     )
     with pytest.raises(Refused) as caught:
         new_tokens(Asked(max_new_tokens=1), prompt=11, **most)
@@ -87,25 +107,48 @@ def test_lengths_have_tgis_words():
     for wrong in (0, 11):
         with pytest.raises(Refused) as caught:
             check_truncate(Asked(truncate=wrong), max_input_tokens=10)
-        assert caught.value.text == P + f"`truncate` must be strictly positive and less than 10. Given: {wrong}"
+        assert (
+            caught.value.text
+            == P + f"`truncate` must be strictly positive and less than 10. Given: {wrong}"
+        )
     check_truncate(Asked(truncate=10), max_input_tokens=10)
 
 
 def test_tokens_are_drawn_when_tgi_draws_them():
     assert not Asked().samples and Asked(do_sample=True).samples
-    assert all(Asked(**{name: value}).samples for name, value in (("temperature", 0.5), ("top_k", 3), ("top_p", 0.5)))
+    assert all(
+        Asked(**{name: value}).samples
+        for name, value in (("temperature", 0.5), ("top_k", 3), ("top_p", 0.5))
+    )
     assert not Asked(do_sample=True, temperature=0.0, zero_is_greedy=True).samples
 
 
 def test_kinds_have_tgis_statuses():
-    expected = {"validation": 422, "generation": 424, "overloaded": 429, "incomplete_generation": 500}
-    expected |= {"template_error": 422, "tool_error": 422, "healthcheck": 503, "no fast tokenizer": 404}
+    expected = {
+        "validation": 422,
+        "generation": 424,
+        "overloaded": 429,
+        "incomplete_generation": 500,
+    }
+    expected |= {
+        "template_error": 422,
+        "tool_error": 422,
+        "healthcheck": 503,
+        "no fast tokenizer": 404,
+    }
     assert {kind: STATUS[kind] for kind in expected} == expected
 
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"max_new_tokens": "20"}, {"temperature": "0.5"}, {"do_sample": "yes"}, {"do_sample": 1}, {"seed": True}, {"top_k": 2.0}],
+    [
+        {"max_new_tokens": "20"},
+        {"temperature": "0.5"},
+        {"do_sample": "yes"},
+        {"do_sample": 1},
+        {"seed": True},
+        {"top_k": 2.0},
+    ],
     ids=str,
 )
 def test_no_text_is_a_number_and_no_number_true(parameters):
@@ -113,7 +156,9 @@ def test_no_text_is_a_number_and_no_number_true(parameters):
         Parameters.model_validate(parameters)
 
 
-@pytest.mark.parametrize("prompt", [["1", 2], [["1"], [2]], [True, False], [1.0], [1, [2]]], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [["1", 2], [["1"], [2]], [True, False], [1.0], [1, [2]]], ids=str
+)
 def test_a_prompt_is_texts_or_tokens(prompt):
     with pytest.raises(ValidationError):
         CompletionBody.model_validate({"prompt": prompt})

@@ -19,10 +19,35 @@ from quantflow.stages.cli.output import exit_code
 def test_the_command_says_what_the_artifact_says(artifact, capsys):
     limits = Limits(max_total_tokens=512, max_batch_size=8)
     words = vllm.command_of(
-        ServeJob(artifact=artifact, engine="vllm", limits=limits, tensor_parallel=2, adapters=("a=/a", "b=/b"))
+        ServeJob(
+            artifact=artifact,
+            engine="vllm",
+            limits=limits,
+            tensor_parallel=2,
+            adapters=("a=/a", "b=/b"),
+        )
     )
-    expected = ["vllm", "serve", str(artifact), "--served-model-name", "python-model", "--host", "127.0.0.1", "--port", "8000"]
-    expected += ["--dtype", "bfloat16", "--tensor-parallel-size", "2", "--enable-lora", "--lora-modules", "a=/a", "b=/b"]
+    expected = [
+        "vllm",
+        "serve",
+        str(artifact),
+        "--served-model-name",
+        "python-model",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8000",
+    ]
+    expected += [
+        "--dtype",
+        "bfloat16",
+        "--tensor-parallel-size",
+        "2",
+        "--enable-lora",
+        "--lora-modules",
+        "a=/a",
+        "b=/b",
+    ]
     expected += ["--max-model-len", "512", "--max-num-seqs", "8"]
     assert words == expected
     command = ["serve", str(artifact), "--engine", "vllm", "--dry-run", "--port", "8001"]
@@ -41,7 +66,11 @@ def changed(artifact, folder, change):
 
 def test_float8_keys_and_values_are_kept_in_float8(artifact, tmp_path):
     def change(config):
-        config["quantization_config"]["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+        config["quantization_config"]["kv_cache_scheme"] = {
+            "type": "float",
+            "num_bits": 8,
+            "strategy": "tensor",
+        }
 
     words = vllm.command_of(changed(artifact, tmp_path / "kv", change))
     assert words[words.index("--kv-cache-dtype") + 1] == "fp8"
@@ -76,7 +105,11 @@ def test_what_vllm_cannot_do_is_refused(artifact, tmp_path):
 )
 def test_an_option_that_vllm_is_not_told_of_is_refused(artifact, options):
     limits = options.get("limits")
-    names = [name for name, value in vars(limits).items() if value != vars(Limits())[name]] if limits else list(options)
+    names = (
+        [name for name, value in vars(limits).items() if value != vars(Limits())[name]]
+        if limits
+        else list(options)
+    )
     (name,) = names
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} with --engine vllm"):
         vllm.command_of(ServeJob(artifact=artifact, engine="vllm", **options))
@@ -97,4 +130,8 @@ def test_vllm_takes_the_process_over_and_its_key_is_on_no_command_line(artifact,
     environment = {**os.environ, "PATH": str(tmp_path), "API_KEY": "secret"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     words, key = json.loads(done.stdout)
-    assert (done.returncode, words[:2], key) == (9, ["serve", str(artifact)], "secret") and "secret" not in words
+    assert (done.returncode, words[:2], key) == (
+        9,
+        ["serve", str(artifact)],
+        "secret",
+    ) and "secret" not in words

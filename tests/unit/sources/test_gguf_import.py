@@ -39,14 +39,20 @@ def exported(family_model, tmp_path_factory):
 
     def make(family: str) -> Path:
         if family not in made:
-            job = GGUFExportJob(source=family_model(family), output=tmp_path_factory.mktemp("gguf") / family, dtype="bf16")
+            job = GGUFExportJob(
+                source=family_model(family),
+                output=tmp_path_factory.mktemp("gguf") / family,
+                dtype="bf16",
+            )
             (made[family],) = export(job, SILENT).glob("*.gguf")
         return made[family]
 
     return make
 
 
-def rewritten(source: Path, target: Path, *, kind: str | None = None, fields=None, without=(), tensors=None) -> Path:
+def rewritten(
+    source: Path, target: Path, *, kind: str | None = None, fields=None, without=(), tensors=None
+) -> Path:
     """Write a file again with llama.cpp's own package: other types, fields (None removes) and tensors."""
     header = gguf.read_header(source)
     metadata = {**header.metadata, **(fields or {})}
@@ -58,7 +64,10 @@ def rewritten(source: Path, target: Path, *, kind: str | None = None, fields=Non
                 writer.add_array(key, given[1])
             else:
                 writer.add_key_value(key, given[1], foreign.GGUFValueType(number))
-    values = {name: read_rows(source, info, 0, info.shape[0]).float() for name, info in header.tensors.items()}
+    values = {
+        name: read_rows(source, info, 0, info.shape[0]).float()
+        for name, info in header.tensors.items()
+    }
     for name, value in {**values, **(tensors or {})}.items():
         if name in without:
             continue
@@ -75,7 +84,10 @@ def rewritten(source: Path, target: Path, *, kind: str | None = None, fields=Non
 def test_what_export_wrote_comes_back(exported, family_model, tmp_path, family):
     source = family_model(family)
     folder = import_gguf(exported(family), tmp_path, SILENT)
-    found, expected = load_file(folder / "model.safetensors"), load_file(source / "model.safetensors")
+    found, expected = (
+        load_file(folder / "model.safetensors"),
+        load_file(source / "model.safetensors"),
+    )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
@@ -85,8 +97,13 @@ def test_what_export_wrote_comes_back(exported, family_model, tmp_path, family):
     words, originals = load_tokenizer(folder), load_tokenizer(source)
     for text in TEXTS:
         assert words(text)["input_ids"] == originals(text)["input_ids"], text
-        assert words.decode(words(text)["input_ids"]) == originals.decode(originals(text)["input_ids"])
-    assert (words.bos_token_id, words.eos_token_id) == (originals.bos_token_id, originals.eos_token_id)
+        assert words.decode(words(text)["input_ids"]) == originals.decode(
+            originals(text)["input_ids"]
+        )
+    assert (words.bos_token_id, words.eos_token_id) == (
+        originals.bos_token_id,
+        originals.eos_token_id,
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16"])
@@ -104,7 +121,9 @@ def test_numbers_are_those_of_transformers_own_loading(exported, tmp_path, kind)
         if value.ndim == 1 and not torch.equal(expected.float(), value):
             expected = value  # a vector that 16 bits do not hold stays as it is
         assert found[name].dtype == expected.dtype and torch.equal(found[name], expected), name
-    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "torch."
+    )
 
 
 def test_every_type_that_the_package_dequantizes_is_read_row_by_row(tmp_path):
@@ -115,7 +134,9 @@ def test_every_type_that_the_package_dequantizes_is_read_row_by_row(tmp_path):
         type_ = foreign.GGMLQuantizationType[name]
         columns = 2 * kind.elements if kind.elements > 1 else 8
         for _ in range(200):  # random scales may be NaN or Inf
-            raw = generator.integers(0, 256, (6, columns // kind.elements * kind.nbytes), dtype=np.uint8)
+            raw = generator.integers(
+                0, 256, (6, columns // kind.elements * kind.nbytes), dtype=np.uint8
+            )
             with np.errstate(all="ignore"):
                 expected = foreign.dequantize(raw, type_).astype(np.float32)
             if np.isfinite(expected).all():
@@ -129,7 +150,9 @@ def test_every_type_that_the_package_dequantizes_is_read_row_by_row(tmp_path):
         writer.close()
         info = gguf.read_header(tmp_path / name, types=readable()).tensors["t"]
         assert info.shape == (6, columns) and info.dtype == name
-        rows = torch.cat([read_rows(tmp_path / name, info, start, start + 2) for start in (0, 2, 4)])
+        rows = torch.cat(
+            [read_rows(tmp_path / name, info, start, start + 2) for start in (0, 2, 4)]
+        )
         assert torch.equal(rows.float(), torch.from_numpy(expected.reshape(6, columns))), name
 
 
@@ -165,21 +188,43 @@ def test_a_manifest_can_name_the_file_and_its_hash(exported, tmp_path):
 
 
 def test_llama_3_is_known_by_its_factors(exported, tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 8192
-    words = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 1}
-    factors = rope_factors(SimpleNamespace(**words, vocab_size=1, max_position_embeddings=128, rope_parameters=rope))
+    words = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 1,
+    }
+    factors = rope_factors(
+        SimpleNamespace(**words, vocab_size=1, max_position_embeddings=128, rope_parameters=rope)
+    )
     path = rewritten(exported("llama"), tmp_path / "m.gguf", tensors={ROPE_FACTORS: factors})
     config = json.loads((import_gguf(path, tmp_path / "cache", SILENT) / "config.json").read_text())
     assert config["rope_parameters"] == rope
-    other = rewritten(exported("llama"), tmp_path / "o.gguf", tensors={ROPE_FACTORS: factors * 1.01})
+    other = rewritten(
+        exported("llama"), tmp_path / "o.gguf", tensors={ROPE_FACTORS: factors * 1.01}
+    )
     with pytest.raises(UnsupportedError, match="is no Llama 3's"):
         import_gguf(other, tmp_path / "cache", SILENT)
 
 
 def test_rotations_and_windows_come_along(exported, tmp_path):
-    yarn = {"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.scaling.factor": ("f32", 4.0)}
-    yarn |= {"llama.rope.scaling.original_context_length": ("u32", 32), "llama.attention.sliding_window": ("u32", 48)}
+    yarn = {
+        "llama.rope.scaling.type": ("string", "yarn"),
+        "llama.rope.scaling.factor": ("f32", 4.0),
+    }
+    yarn |= {
+        "llama.rope.scaling.original_context_length": ("u32", 32),
+        "llama.attention.sliding_window": ("u32", 48),
+    }
     path = rewritten(exported("llama"), tmp_path / "m.gguf", fields=yarn)
     config = json.loads((import_gguf(path, tmp_path / "cache", SILENT) / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mistral", 48)
@@ -202,7 +247,10 @@ def test_rotations_and_windows_come_along(exported, tmp_path):
         ({"llama.attention.value_length": ("u32", 8)}, "keys of 16 features and values of 8"),
         ({"split.count": ("u16", 3)}, "one of 3 files"),
         ({"split.count": ("u16", 3), "split.no": ("u16", 1)}, "2 of 3 files"),
-        ({"tokenizer.ggml.pre": ("string", "deepseek-llm")}, "tokenizer.ggml.pre 'deepseek-llm', known are gpt-2"),
+        (
+            {"tokenizer.ggml.pre": ("string", "deepseek-llm")},
+            "tokenizer.ggml.pre 'deepseek-llm', known are gpt-2",
+        ),
         ({"tokenizer.ggml.model": ("string", "bert")}, "tokenizer.ggml.model 'bert'"),
     ],
 )
@@ -217,11 +265,23 @@ def test_what_is_not_understood_is_refused_by_name(exported, tmp_path, fields, s
     ("fields", "said"),
     [
         ({"llama.embedding_length": None}, "embedding_length is None"),
-        ({"split.count": ("string", "3")}, "split.count is '3' of kind string, an integer is needed"),
-        ({"llama.block_count": ("u32", 3)}, "model.layers.2.input_layernorm.weight: not in the checkpoint"),
-        ({"llama.feed_forward_length": ("u32", 64)}, r"gate_proj.weight: \[128, 64\] in the checkpoint, .* \[64, 64\]"),
+        (
+            {"split.count": ("string", "3")},
+            "split.count is '3' of kind string, an integer is needed",
+        ),
+        (
+            {"llama.block_count": ("u32", 3)},
+            "model.layers.2.input_layernorm.weight: not in the checkpoint",
+        ),
+        (
+            {"llama.feed_forward_length": ("u32", 64)},
+            r"gate_proj.weight: \[128, 64\] in the checkpoint, .* \[64, 64\]",
+        ),
         ({"tokenizer.ggml.tokens": None}, "no field tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.eos_token_id": ("u32", 999)}, "eos_token_id is 999, there are 320 tokens"),
+        (
+            {"tokenizer.ggml.eos_token_id": ("u32", 999)},
+            "eos_token_id is 999, there are 320 tokens",
+        ),
         ({"tokenizer.ggml.tokens": ("[string]", ["a"] * 320)}, "are both 'a'"),
     ],
 )
@@ -234,8 +294,12 @@ def test_a_file_that_contradicts_itself_is_refused(exported, tmp_path, fields, s
 def test_numbers_that_are_none_and_files_that_end_are_refused(exported, tmp_path):
     broken = torch.zeros(64, 64)
     broken[3, 5] = float("nan")
-    path = rewritten(exported("llama"), tmp_path / "m.gguf", tensors={"blk.1.attn_v.weight": broken[:32]})
-    with pytest.raises(InputError, match=r"blk\.1\.attn_v\.weight: 1 values of m.gguf are NaN or Inf"):
+    path = rewritten(
+        exported("llama"), tmp_path / "m.gguf", tensors={"blk.1.attn_v.weight": broken[:32]}
+    )
+    with pytest.raises(
+        InputError, match=r"blk\.1\.attn_v\.weight: 1 values of m.gguf are NaN or Inf"
+    ):
         import_gguf(path, tmp_path / "cache", SILENT)
     whole = exported("llama").read_bytes()
     (tmp_path / "short.gguf").write_bytes(whole[:-100])
@@ -251,32 +315,55 @@ def test_numbers_that_are_none_and_files_that_end_are_refused(exported, tmp_path
 
 def test_sentence_pieces_come_back(tmp_path):
     text = [f"<0x{value:02X}>" for value in range(256)]
-    vocabulary = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *text, "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab"])}
+    vocabulary = {
+        t: i
+        for i, t in enumerate(
+            ["<unk>", "<s>", "</s>", *text, "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab"]
+        )
+    }
     merges = [("a", "b"), ("\u2581", "a"), ("\u2581", "ab"), ("\u2581a", "b")]
-    original = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    original.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    original = Tokenizer(
+        models.BPE(
+            vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    original.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     original.add_special_tokens(["<unk>", "<s>", "</s>"])
     special = {"bos": 1, "eos": 2, "unknown": 0, "padding": None}
     table = json.loads(original.to_str())
-    fields = pieces(table, size=len(vocabulary) + 2, special=special, around=([1], []), folder=tmp_path)
+    fields = pieces(
+        table, size=len(vocabulary) + 2, special=special, around=([1], []), folder=tmp_path
+    )
     write_tokenizer(fields, tmp_path, Path("m.gguf"), context=128)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     words = load_tokenizer(tmp_path)
     assert len(words) == len(vocabulary)  # ids that fill the embedding up are no tokens
     for given in ("ab ab", "a b  aab", "b\u00e9a", "", "<s>ab"):
         assert words(given)["input_ids"] == [1, *original.encode(given).ids], given
-        assert words.decode(words(given)["input_ids"], skip_special_tokens=True) == given.removeprefix("<s>"), given
+        assert words.decode(
+            words(given)["input_ids"], skip_special_tokens=True
+        ) == given.removeprefix("<s>"), given
 
 
 def test_special_tokens_and_templates_come_along(exported, tmp_path):
     header = gguf.read_header(exported("llama"))
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fields = {**header.metadata, "tokenizer.chat_template": ("string", template)}
-    fields |= {"tokenizer.ggml.eot_token_id": ("u32", 7), "tokenizer.ggml.add_eos_token": ("bool", True)}
+    fields |= {
+        "tokenizer.ggml.eot_token_id": ("u32", 7),
+        "tokenizer.ggml.add_eos_token": ("bool", True),
+    }
     write_tokenizer(fields, tmp_path, Path("m.gguf"), context=128)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     words = load_tokenizer(tmp_path)
     ids = words("scale")["input_ids"]
     assert ids[0] == 0 and ids[-1] == 1 and words.model_max_length == 128
-    assert words.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": [1, 7]}
+    assert (
+        words.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "hello"
+    )
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "bos_token_id": 0,
+        "eos_token_id": [1, 7],
+    }

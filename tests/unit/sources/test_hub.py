@@ -59,15 +59,31 @@ class _Answers(BaseHTTPRequestHandler):
         name = "/".join(parts[2:4] if api else parts[:2])
         folder, private = self.server.repositories.get(name, (None, False))
         if folder is None or (private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
-            return self._say(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            return self._say(
+                401,
+                b"{}",
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
         revision = (parts[5] if len(parts) > 5 else "main") if api else parts[3]
         commit = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER, OLDER: OLDER}.get(revision)
         if commit is None:
             return self._say(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         if api:
-            siblings = [{"rfilename": file, "size": path.stat().st_size} for file, path in files.items()]
-            return self._say(200, json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings}).encode(), {})
+            siblings = [
+                {"rfilename": file, "size": path.stat().st_size} for file, path in files.items()
+            ]
+            return self._say(
+                200,
+                json.dumps(
+                    {"id": name, "modelId": name, "sha": commit, "siblings": siblings}
+                ).encode(),
+                {},
+            )
         file = "/".join(parts[4:])
         if file not in files:
             return self._say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
@@ -77,7 +93,11 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _say(self, status: int, data: bytes, headers: dict[str, str], *, body: bool = True) -> None:
         self.send_response(status)
-        for key, value in {"Content-Length": str(len(data)), "Content-Type": "application/json", **headers}.items():
+        for key, value in {
+            "Content-Length": str(len(data)),
+            "Content-Type": "application/json",
+            **headers,
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         if body and self.command != "HEAD":
@@ -104,7 +124,11 @@ def hub(llama, tmp_path, monkeypatch) -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        server.address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     yield server
     server.shutdown()
@@ -136,7 +160,9 @@ def test_without_the_hub_the_cache_has_it(hub, monkeypatch):
     assert model_folder("org/llama", revision=COMMIT, progress=SILENT) == folder
     assert hub.asked == []
     for name, revision in (("org/other", None), ("org/llama", "v1")):
-        with pytest.raises(InputError, match=r"no folder of this name, not in .*, and HF_HUB_OFFLINE is set"):
+        with pytest.raises(
+            InputError, match=r"no folder of this name, not in .*, and HF_HUB_OFFLINE is set"
+        ):
             model_folder(name, revision=revision, progress=SILENT)
 
 
@@ -149,10 +175,16 @@ def test_without_the_hub_the_cache_has_it(hub, monkeypatch):
         (
             "org/pickled",
             None,
-            r"pytorch_model.bin and no safetensors; convert it: python -c .*from_pretrained\('org/pickled'\)",
+            r"pytorch_model.bin and no safetensors; convert it: python -c "
+            r".*from_pretrained\('org/pickled'\)",
         ),
         ("org/packed", None, "1 GGUF files and no safetensors; name one: org/packed/model-q4.gguf"),
-        ("nobody", None, "nobody: no such folder or file; give a folder, a name on the hub such as org/name, or a GGUF file"),
+        (
+            "nobody",
+            None,
+            "nobody: no such folder or file; give a folder, a name on the hub such as org/name, "
+            "or a GGUF file",
+        ),
         ("a/b/c", None, "a/b/c: no such folder or file"),
     ],
 )
@@ -164,7 +196,9 @@ def test_what_is_no_model_is_refused_with_a_remedy(hub, name, revision, said):
 def test_a_hub_that_is_away_and_a_cache_that_is_empty(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        InputError, match=r"org/llama: no folder of this name, not in .* and http://127.0.0.1:9 cannot be reached"
+        InputError,
+        match=r"org/llama: no folder of this name, not in .* and http://127.0.0.1:9 cannot be "
+        r"reached",
     ):
         model_folder("org/llama", progress=SILENT)
 
@@ -185,22 +219,46 @@ def test_names_of_models_are_told_from_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("")
-    named = {"recipes": True, "org/name": True, "x.gguf": True, "recipes/mine.yaml": False, "tiny-llama": False}
+    named = {
+        "recipes": True,
+        "org/name": True,
+        "x.gguf": True,
+        "recipes/mine.yaml": False,
+        "tiny-llama": False,
+    }
     assert {text: names_model(text) for text in named} == named
 
 
 def test_verbs_take_names_and_the_token_stays_unsaid(hub, tmp_path):
     home = tmp_path / "home"
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_TOKEN": TOKEN}
-    command = [sys.executable, "-m", "quantflow", "quantize", "org/private", "--scheme", "FP8_DYNAMIC"]
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(home),
+        "HF_TOKEN": TOKEN,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "quantflow",
+        "quantize",
+        "org/private",
+        "--scheme",
+        "FP8_DYNAMIC",
+    ]
     command += ["--no-export", "-o", str(tmp_path / "out"), "-v"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"Bearer {TOKEN}" in hub.tokens and "org/private at aaaaaaaaaaaa" in done.stderr
     summary = json.loads((tmp_path / "out" / "quantize.json").read_text())
     assert (summary["source"]["name"], summary["source"]["revision"]) == ("org/private", COMMIT)
-    written = [path for path in [*(tmp_path / "out").rglob("*"), tmp_path / "out.log"] if path.is_file()]
-    assert all(TOKEN.encode() not in path.read_bytes() for path in written) and TOKEN not in done.stderr + done.stdout
+    written = [
+        path for path in [*(tmp_path / "out").rglob("*"), tmp_path / "out.log"] if path.is_file()
+    ]
+    assert (
+        all(TOKEN.encode() not in path.read_bytes() for path in written)
+        and TOKEN not in done.stderr + done.stdout
+    )
     offline = {**environment, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     again = subprocess.run(command, env=offline, capture_output=True, text=True)
     assert again.returncode == 0 and "up to date" in again.stderr
@@ -223,17 +281,31 @@ def test_a_file_of_the_hub_is_imported(hub, llama, tmp_path, monkeypatch):
     assert imported["outputs"] == api.generate(GenerateJob(artifact=folder, **words))["outputs"]
 
 
-def test_the_hubs_model_runs_as_its_folder_does_at_the_revision_that_is_asked_for(hub, llama, tmp_path):
+def test_the_hubs_model_runs_as_its_folder_does_at_the_revision_that_is_asked_for(
+    hub, llama, tmp_path
+):
     words = {"prompts": ("value",), "max_new_tokens": 4}
     here = api.generate(GenerateJob(artifact=llama, **words))
     there = api.generate(GenerateJob(artifact=Path("org/llama"), revision="v1", **words))
     assert there["outputs"] == here["outputs"]
-    timed = api.bench(BenchJob(artifact=Path("org/llama"), revision="v1", input_tokens=(4,), new_tokens=2, runs=1, warmups=0))
+    timed = api.bench(
+        BenchJob(
+            artifact=Path("org/llama"),
+            revision="v1",
+            input_tokens=(4,),
+            new_tokens=2,
+            runs=1,
+            warmups=0,
+        )
+    )
     assert timed["artifact"].endswith(f"models--org--llama/snapshots/{OLDER}")
     assert not (tmp_path / "cache/models--org--llama/snapshots" / COMMIT).exists()
     with pytest.raises(InputError, match="org/llama: has no revision 'v9'"):
         api.generate(GenerateJob(artifact=Path("org/llama"), revision="v9", **words))
-    with pytest.raises(InputError, match="nobody: no such folder or file; give a folder, a name on the hub such as org/name"):
+    with pytest.raises(
+        InputError,
+        match="nobody: no such folder or file; give a folder, a name on the hub such as org/name",
+    ):
         api.generate(GenerateJob(artifact=Path("nobody"), **words))
 
 
@@ -243,7 +315,9 @@ def test_a_chat_and_a_server_call_the_hubs_model_by_its_name(hub, tmp_path):
     partner = api.conversation(ChatJob(artifact=Path("org/llama"), chat_template=template))
     assert partner.name == "org/llama"
     partner.close()
-    job = in_folders(ServeJob(artifact=Path("org/llama"), revision="v1", models=("other=org/llama",)), SILENT)
+    job = in_folders(
+        ServeJob(artifact=Path("org/llama"), revision="v1", models=("other=org/llama",)), SILENT
+    )
     assert (job.first_name, job.artifact.name) == ("org/llama", OLDER)
     assert job.models == (f"other={job.artifact.with_name(COMMIT)}",)
     with pytest.raises(InputError, match="org/nobody: no folder of this name, and no such model"):
@@ -251,9 +325,14 @@ def test_a_chat_and_a_server_call_the_hubs_model_by_its_name(hub, tmp_path):
 
 
 def test_of_an_artifact_on_the_hub_every_file_is_taken(hub, llama, tmp_path):
-    made = api.make_artifact(llama, tmp_path / "fp8", artifact=Quantize(name="fp8", scheme="FP8_DYNAMIC")).folder
+    made = api.make_artifact(
+        llama, tmp_path / "fp8", artifact=Quantize(name="fp8", scheme="FP8_DYNAMIC")
+    ).folder
     hub.repositories["org/fp8"] = (made, False)
     words = {"prompts": ("value",), "max_new_tokens": 4}
-    there = api.generate(GenerateJob(artifact=Path("org/fp8"), **words))  # verifies what the manifest names
+    # verifies what the manifest names
+    there = api.generate(GenerateJob(artifact=Path("org/fp8"), **words))
     assert there["outputs"] == api.generate(GenerateJob(artifact=made, **words))["outputs"]
-    assert {path.name for path in model_folder("org/fp8", progress=SILENT).iterdir()} == {path.name for path in made.iterdir()}
+    assert {path.name for path in model_folder("org/fp8", progress=SILENT).iterdir()} == {
+        path.name for path in made.iterdir()
+    }

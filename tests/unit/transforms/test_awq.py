@@ -54,7 +54,8 @@ def textbook(weight: torch.Tensor, size: int, bits: int = 4) -> torch.Tensor:
 def with_zeros(weight: torch.Tensor, size: int) -> torch.Tensor:
     """Round to nearest in groups, asymmetric, as AutoAWQ's pseudo_quantize_tensor does with four bits.
 
-    With symmetric ranges the largest negative value lies halfway between two points, where the last digit decides.
+    With symmetric ranges the largest negative value lies halfway between two points, where the last
+    digit decides.
     """
     split = weight.reshape(-1, size)
     high, low = split.amax(1, keepdim=True), split.amin(1, keepdim=True)
@@ -95,7 +96,10 @@ def test_the_search_takes_the_step_of_autoawq(duo):
 def test_both_forms_take_the_better_of_the_two():
     x, weights = unequal_inputs(), {"q": random(24, 64, seed=1)}
     both = awq.solve(fold_of(weights, x), options=OPTIONS).decisions
-    each = [awq.solve(fold_of(weights, x), options=OPTIONS | {"duo": duo}).decisions for duo in (False, True)]
+    each = [
+        awq.solve(fold_of(weights, x), options=OPTIONS | {"duo": duo}).decisions
+        for duo in (False, True)
+    ]
     assert both["error"] == min(found["error"] for found in each)
 
 
@@ -111,11 +115,20 @@ def test_factors_worked_by_hand(monkeypatch):
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(["W4A16", "W3A16", "W8A16"]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(["W4A16", "W3A16", "W8A16"]),
+)
 def test_the_error_is_never_larger_than_without(seed, dtype, scheme):
     x, weight = unequal_inputs(64, 32), random(8, 32, seed=seed)
     chosen = preset(scheme) if scheme == "W8A16" else with_group_size(preset(scheme), 16)
-    fold = fold_of({"q": weight}, x, Absorber(norm_weight=(random(32, seed=seed + 1).abs() + 0.1).to(dtype)), scheme=chosen)
+    fold = fold_of(
+        {"q": weight},
+        x,
+        Absorber(norm_weight=(random(32, seed=seed + 1).abs() + 0.1).to(dtype)),
+        scheme=chosen,
+    )
     outcome = awq.solve(fold, options=OPTIONS)
     found = outcome.decisions
     assert 0 <= found["error"] <= found["error_before"]
@@ -131,7 +144,9 @@ def test_the_error_is_that_of_every_token():
     outcome = awq.solve(fold_of({"q": weight}, x), options=OPTIONS)
     s = outcome.smoothing.factors
     lost = x @ (textbook(weight * s, 16) / s - weight).T
-    assert outcome.decisions["error"] == pytest.approx(float(lost.square().sum() / (x @ weight.T).square().sum()), rel=1e-3)
+    assert outcome.decisions["error"] == pytest.approx(
+        float(lost.square().sum() / (x @ weight.T).square().sum()), rel=1e-3
+    )
 
 
 def test_dead_channels_keep_factor_one_and_do_not_move_the_others():
@@ -174,7 +189,9 @@ def autoawq_clip(weight, x, size):
 
 def test_the_clip_is_that_of_autoawq():
     x, weight = unequal_inputs(), random(24, 64, seed=1) ** 3
-    found, shares = awq.clipped({"q": weight}, SCHEME.weights, hessian_sum=x.T @ x, scale_dtype=torch.float32)
+    found, shares = awq.clipped(
+        {"q": weight}, SCHEME.weights, hessian_sum=x.T @ x, scale_dtype=torch.float32
+    )
     expected = autoawq_clip(weight, x, 16)
     same = torch.isclose(found["q"], expected).reshape(24, 4, 16).all(-1)  # [O, G]
     assert same.float().mean() > 0.98  # of the groups; at a tie the last digit of a sum decides
@@ -185,7 +202,9 @@ def test_the_clip_is_that_of_autoawq():
 
 def test_clipping_lowers_the_output_error_of_rounding():
     x, weight = unequal_inputs(), random(24, 64, seed=1) ** 3
-    found, _ = awq.clipped({"q": weight}, SCHEME.weights, hessian_sum=x.T @ x, scale_dtype=torch.float32)
+    found, _ = awq.clipped(
+        {"q": weight}, SCHEME.weights, hessian_sum=x.T @ x, scale_dtype=torch.float32
+    )
     plain, cut = ((x @ (textbook(w, 16) - weight).T).square().sum() for w in (weight, found["q"]))
     assert cut < 0.9 * plain
 
@@ -193,7 +212,9 @@ def test_clipping_lowers_the_output_error_of_rounding():
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_weights_whose_rows_have_no_integers_of_their_own_are_not_clipped(scheme):
     weights = {"q": random(4, 128)}
-    found, shares = awq.clipped(weights, preset(scheme).weights, hessian_sum=torch.eye(128), scale_dtype=torch.float32)
+    found, shares = awq.clipped(
+        weights, preset(scheme).weights, hessian_sum=torch.eye(128), scale_dtype=torch.float32
+    )
     assert found["q"] is weights["q"]
     assert shares == {}
 
@@ -217,14 +238,38 @@ def test_rtn_alone_has_its_weights_clipped_unless_the_recipe_says_otherwise():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"options": OPTIONS | {"duo": "yes"}}, UsageError, r"awq duo='yes'; give true, false, both"),
-        ({"options": OPTIONS | {"clip": 0.5}}, UsageError, r"awq clip=0\.5; give true, false, auto"),
-        ({"options": OPTIONS | {"linears": "auto"}}, UsageError, r"awq linears='auto'; give true, false"),
+        (
+            {"options": OPTIONS | {"duo": "yes"}},
+            UsageError,
+            r"awq duo='yes'; give true, false, both",
+        ),
+        (
+            {"options": OPTIONS | {"clip": 0.5}},
+            UsageError,
+            r"awq clip=0\.5; give true, false, auto",
+        ),
+        (
+            {"options": OPTIONS | {"linears": "auto"}},
+            UsageError,
+            r"awq linears='auto'; give true, false",
+        ),
         ({"weights": {}}, InputError, r"the fold has no linears"),
-        ({"weights": {"q": torch.ones(2, 32)}}, InputError, r"q: weight is \[2, 32\], what it reads has 16 features"),
+        (
+            {"weights": {"q": torch.ones(2, 32)}},
+            InputError,
+            r"q: weight is \[2, 32\], what it reads has 16 features",
+        ),
         ({"weights": {"q": torch.full((2, 16), math.nan)}}, InputError, r"weight holds NaN or Inf"),
-        ({"hessian_sum": torch.eye(8)}, StatisticsError, r"q: hessian_sum is \[8, 8\], the fold needs \[16, 16\]"),
-        ({"abs_sum": -torch.ones(16)}, StatisticsError, r"abs_sum holds a negative value, NaN or Inf"),
+        (
+            {"hessian_sum": torch.eye(8)},
+            StatisticsError,
+            r"q: hessian_sum is \[8, 8\], the fold needs \[16, 16\]",
+        ),
+        (
+            {"abs_sum": -torch.ones(16)},
+            StatisticsError,
+            r"abs_sum holds a negative value, NaN or Inf",
+        ),
         ({"count": torch.tensor(0)}, StatisticsError, r"count=0"),
     ],
 )
@@ -239,7 +284,9 @@ def test_errors_name_what_disagrees(changes, error, message):
 def test_a_statistic_that_is_missing_is_named():
     fold = fold_of({"q": torch.ones(2, 16)}, torch.eye(16))
     fold.statistics.pop("abs_sum")
-    with pytest.raises(StatisticsError, match=r"q\|input\|abs_sum: the measurement does not hold it; measure again"):
+    with pytest.raises(
+        StatisticsError, match=r"q\|input\|abs_sum: the measurement does not hold it; measure again"
+    ):
         awq.solve(fold, options=OPTIONS)
 
 
@@ -247,7 +294,9 @@ def test_enlarging_what_matters_lowers_the_output_error_and_raises_that_of_the_w
     """Why it exists: with a few salient channels, rounding is saved where they are and given away everywhere else."""
     x, weight = random(512, 256), random(96, 256, seed=1)
     x[:, ::64] *= 20
-    s = awq.solve(fold_of({"q": weight}, x, scheme=preset("W4A16")), options=OPTIONS).smoothing.factors
+    s = awq.solve(
+        fold_of({"q": weight}, x, scheme=preset("W4A16")), options=OPTIONS
+    ).smoothing.factors
     plain, smooth = textbook(weight, 128) - weight, textbook(weight * s, 128) / s - weight
     assert (x @ smooth.T).square().sum() < 0.6 * (x @ plain.T).square().sum()
     assert smooth.square().sum() > plain.square().sum()

@@ -37,9 +37,12 @@ def solve(weights, amax, absorber=None, *, alpha):
     return smoothing
 
 
-def test_two_channels_worked_by_hand():  # sqrt(4 / 1) = 2, sqrt(1 / 4) = 0.5; column maxima are over both linears
+# sqrt(4 / 1) = 2, sqrt(1 / 4) = 0.5; column maxima are over both linears
+def test_two_channels_worked_by_hand():
     weights = {"q": torch.tensor([[1.0, -2.0]]), "k": torch.tensor([[0.5, 4.0]])}
-    smoothing = solve(weights, torch.tensor([4.0, 1.0]), Absorber(norm_weight=torch.tensor([3.0, 3.0])), alpha=0.5)
+    smoothing = solve(
+        weights, torch.tensor([4.0, 1.0]), Absorber(norm_weight=torch.tensor([3.0, 3.0])), alpha=0.5
+    )
     assert smoothing.factors.tolist() == [2.0, 0.5]
     assert smoothing.norm_weight.tolist() == [1.5, 6.0]
 
@@ -47,14 +50,19 @@ def test_two_channels_worked_by_hand():  # sqrt(4 / 1) = 2, sqrt(1 / 4) = 0.5; c
 def test_heads_that_share_their_values_share_factors_worked_by_hand():
     """Two heads of one value head of two features; the larger amax of each feature counts: 16 and 4, over columns 1 and 4."""
     weights = {"o": torch.tensor([[1.0, 4.0, 0.5, 1.0]])}
-    smoothing = solve(weights, torch.tensor([16.0, 1.0, 1.0, 4.0]), Absorber(repeats=2, head_dim=2), alpha=0.5)
+    smoothing = solve(
+        weights, torch.tensor([16.0, 1.0, 1.0, 4.0]), Absorber(repeats=2, head_dim=2), alpha=0.5
+    )
     assert smoothing.factors.tolist() == [4.0, 1.0, 4.0, 1.0]
     assert smoothing.divisors.tolist() == [4.0, 1.0]
     assert smoothing.norm_weight is None
 
 
-def test_a_linear_that_is_stored_in_few_bits_is_divided_by_powers_of_two():  # sqrt(9) = 3 -> 4, sqrt(1 / 7) = 0.38 -> 0.5
-    smoothing = solve({"o": torch.tensor([[1.0, 7.0]])}, torch.tensor([9.0, 1.0]), Absorber(exact=True), alpha=0.5)
+# sqrt(9) = 3 -> 4, sqrt(1 / 7) = 0.38 -> 0.5
+def test_a_linear_that_is_stored_in_few_bits_is_divided_by_powers_of_two():
+    smoothing = solve(
+        {"o": torch.tensor([[1.0, 7.0]])}, torch.tensor([9.0, 1.0]), Absorber(exact=True), alpha=0.5
+    )
     assert smoothing.factors.tolist() == [4.0, 0.5]
     weight = random(2, 3).to(torch.bfloat16)
     divided = (weight.float() / smoothing.divisors[:, None]).to(torch.bfloat16).float()
@@ -76,7 +84,9 @@ def test_factors_are_those_of_the_authors_code(alpha):  # smooth.py, smooth_ln_f
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.booleans(),
 )
-def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(seed, alpha, dtype, has_bias):
+def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
+    seed, alpha, dtype, has_bias
+):
     norm = nn.LayerNorm(16, bias=has_bias).to(dtype).float()
     linears = [nn.Linear(16, 4), nn.Linear(16, 3)]
     with torch.no_grad():
@@ -91,16 +101,21 @@ def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
     apply_(norm, linears, smoothing=smoothing)
     assert torch.equal(norm.weight, smoothing.norm_weight.float())
     for linear, expected in zip(linears, before, strict=True):
-        torch.testing.assert_close(linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+        torch.testing.assert_close(
+            linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max())
+        )
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0, 1), st.sampled_from([1, 2, 4]), st.booleans())
-def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(seed, alpha, repeats, has_bias):
+def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(
+    seed, alpha, repeats, has_bias
+):
     """Attention's mean over tokens stands for all that weighs values: each value head is read by several query heads."""
     torch.manual_seed(seed)
     values, output = nn.Linear(6, 8, bias=has_bias), nn.Linear(8 * repeats, 5)
-    x = torch.randn(7, 6) * 300  # as the output has weights below 8 ** -0.5, some factor exceeds 1 at any alpha
+    # as the output has weights below 8 ** -0.5, some factor exceeds 1 at any alpha
+    x = torch.randn(7, 6) * 300
 
     def inputs():
         heads = values(x).reshape(7, 2, 1, 4).expand(7, 2, repeats, 4)
@@ -108,10 +123,14 @@ def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(seed, alph
 
     expected = output(inputs())
     absorber = Absorber(repeats=repeats, head_dim=4, exact=has_bias)
-    smoothing = solve({"o": output.weight.detach()}, inputs().detach().abs().amax(0), absorber, alpha=alpha)
+    smoothing = solve(
+        {"o": output.weight.detach()}, inputs().detach().abs().amax(0), absorber, alpha=alpha
+    )
     assert not torch.equal(smoothing.factors, torch.ones(8 * repeats))
     apply_(values, [output], smoothing=smoothing)
-    torch.testing.assert_close(output(inputs()), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+    torch.testing.assert_close(
+        output(inputs()), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max())
+    )
 
 
 def test_a_norms_bias_is_divided_too():
@@ -120,7 +139,13 @@ def test_a_norms_bias_is_divided_too():
         norm.bias.copy_(torch.tensor([8.0, 8.0]))
         linear.weight.copy_(torch.tensor([[1.0, 1.0]]))
     factors = torch.tensor([2.0, 0.5])
-    apply_(norm, [linear], smoothing=Smoothing(factors=factors, divisors=factors, norm_weight=torch.tensor([0.5, 2.0])))
+    apply_(
+        norm,
+        [linear],
+        smoothing=Smoothing(
+            factors=factors, divisors=factors, norm_weight=torch.tensor([0.5, 2.0])
+        ),
+    )
     assert norm.bias.tolist() == [4.0, 16.0]
     assert linear.weight.tolist() == [[2.0, 0.5]]
 
@@ -143,7 +168,9 @@ def test_factors_stay_within_four_decades():
 def test_a_norm_that_cannot_store_the_quotient_keeps_its_channel(norm_value):
     norm_weight = torch.tensor([norm_value], dtype=torch.float16)
     amax = 1e4 if norm_value < 1 else 1e-4
-    smoothing = solve({"q": torch.ones(1, 1)}, torch.tensor([amax]), Absorber(norm_weight=norm_weight), alpha=1.0)
+    smoothing = solve(
+        {"q": torch.ones(1, 1)}, torch.tensor([amax]), Absorber(norm_weight=norm_weight), alpha=1.0
+    )
     assert smoothing.factors.tolist() == [1.0]
     assert torch.equal(smoothing.norm_weight, norm_weight)
 
@@ -175,11 +202,17 @@ def test_smoothed_statistics_are_what_a_second_measurement_would_have_seen():
     }
     assert set(smoothed) == set(expected)  # the histogram is gone
     for name, value in expected.items():
-        torch.testing.assert_close(smoothed[name], value, rtol=1e-5, atol=1e-4 if name == "hessian_sum" else 1e-5)
+        torch.testing.assert_close(
+            smoothed[name], value, rtol=1e-5, atol=1e-4 if name == "hessian_sum" else 1e-5
+        )
 
 
 def test_amax_is_taken_from_the_range_where_channels_are_missing_and_dropped_without_any():
-    stats = {"amax": torch.tensor(9.0), "min_val": torch.tensor([-9.0, -1.0]), "max_val": torch.tensor([1.0, 4.0])}
+    stats = {
+        "amax": torch.tensor(9.0),
+        "min_val": torch.tensor([-9.0, -1.0]),
+        "max_val": torch.tensor([1.0, 4.0]),
+    }
     assert smooth_statistics(stats, torch.tensor([3.0, 0.5]))["amax"] == 8
     assert smooth_statistics({"amax": torch.tensor(9.0)}, torch.ones(2)) == {}
 
@@ -187,21 +220,53 @@ def test_amax_is_taken_from_the_range_where_channels_are_missing_and_dropped_wit
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"options": {"alpha": 1.5, "linears": True}}, UsageError, r"alpha=1\.5; give a number from 0 to 1, or auto"),
+        (
+            {"options": {"alpha": 1.5, "linears": True}},
+            UsageError,
+            r"alpha=1\.5; give a number from 0 to 1, or auto",
+        ),
         ({"options": {"alpha": math.nan, "linears": True}}, UsageError, r"alpha=nan"),
         ({"options": {"alpha": True, "linears": True}}, UsageError, r"alpha=True"),
-        ({"options": {"alpha": 0.5, "linears": "all"}}, UsageError, r"linears='all'; give true or false"),
+        (
+            {"options": {"alpha": 0.5, "linears": "all"}},
+            UsageError,
+            r"linears='all'; give true or false",
+        ),
         ({"weights": {}}, InputError, r"the fold has no linears"),
-        ({"weights": {"q": torch.ones(2, 3)}}, InputError, r"q: weight is \[2, 3\], what it reads has 2 features"),
-        ({"weights": {"q": torch.full((2, 2), math.nan)}}, InputError, r"q: weight holds NaN or Inf"),
-        ({"amax": torch.ones(3)}, StatisticsError, r"q: channel_amax is \[3\], the fold needs \[2\]"),
-        ({"amax": torch.tensor([1.0, -1.0])}, StatisticsError, r"negative value, NaN or Inf; measure again"),
+        (
+            {"weights": {"q": torch.ones(2, 3)}},
+            InputError,
+            r"q: weight is \[2, 3\], what it reads has 2 features",
+        ),
+        (
+            {"weights": {"q": torch.full((2, 2), math.nan)}},
+            InputError,
+            r"q: weight holds NaN or Inf",
+        ),
+        (
+            {"amax": torch.ones(3)},
+            StatisticsError,
+            r"q: channel_amax is \[3\], the fold needs \[2\]",
+        ),
+        (
+            {"amax": torch.tensor([1.0, -1.0])},
+            StatisticsError,
+            r"negative value, NaN or Inf; measure again",
+        ),
         ({"amax": torch.tensor([1.0, math.inf])}, StatisticsError, r"negative value, NaN or Inf"),
-        ({"options": {"alpha": "auto", "linears": True}}, StatisticsError, r"q\|input\|rows: the measurement does not hold"),
+        (
+            {"options": {"alpha": "auto", "linears": True}},
+            StatisticsError,
+            r"q\|input\|rows: the measurement does not hold",
+        ),
     ],
 )
 def test_errors_name_what_disagrees(changes, error, message):
-    given = {"weights": {"q": torch.ones(2, 2)}, "amax": torch.ones(2), "options": {"alpha": 0.5, "linears": True}} | changes
+    given = {
+        "weights": {"q": torch.ones(2, 2)},
+        "amax": torch.ones(2),
+        "options": {"alpha": 0.5, "linears": True},
+    } | changes
     fold = fold_of(given["weights"], given["amax"], Absorber(norm_weight=torch.ones(2)))
     with pytest.raises(error, match=message):
         smoothquant.solve(fold, options=given["options"])
@@ -218,7 +283,8 @@ def test_an_unknown_statistic_is_not_passed_on_unsmoothed():
         smooth_statistics({"median": torch.ones(2)}, torch.ones(2))
 
 
-def int8_rows(x: torch.Tensor) -> torch.Tensor:  # one scale per row, with compressed-tensors' divisor
+# one scale per row, with compressed-tensors' divisor
+def int8_rows(x: torch.Tensor) -> torch.Tensor:
     scale = x.abs().amax(-1, keepdim=True) / 127.5
     return (x / scale).round().clamp(-128, 127) * scale
 
@@ -245,14 +311,23 @@ def test_the_automatic_alpha_is_the_one_of_least_output_error():
     losses = {}
     for step in range(21):
         s = (amax_x.double() ** (step / 20) / amax_w.double() ** (1 - step / 20)).float()
-        s = 1 / (1 / s)  # what a norm of ones was really divided by: at int8's ties the last digit counts
-        losses[step / 20] = (int8_rows(x / s) @ int8_rows(weight * s).T - x @ weight.T).square().sum()
+        # what a norm of ones was really divided by: at int8's ties the last digit counts
+        s = 1 / (1 / s)
+        losses[step / 20] = (
+            (int8_rows(x / s) @ int8_rows(weight * s).T - x @ weight.T).square().sum()
+        )
     plain = (int8_rows(x) @ int8_rows(weight).T - x @ weight.T).square().sum()
-    outcome = smoothquant.solve(fold_of({"q": weight}, amax_x, rows=x), options={"alpha": "auto", "linears": True})
+    outcome = smoothquant.solve(
+        fold_of({"q": weight}, amax_x, rows=x), options={"alpha": "auto", "linears": True}
+    )
     found = outcome.decisions
     assert found["alpha"] == min(losses, key=losses.get) not in (0.0, 1.0)
-    assert found["error"] == pytest.approx(float(min(losses.values()) / (x @ weight.T).square().sum()), rel=1e-4)
-    assert found["error_before"] == pytest.approx(float(plain / (x @ weight.T).square().sum()), rel=1e-4)
+    assert found["error"] == pytest.approx(
+        float(min(losses.values()) / (x @ weight.T).square().sum()), rel=1e-4
+    )
+    assert found["error_before"] == pytest.approx(
+        float(plain / (x @ weight.T).square().sum()), rel=1e-4
+    )
 
 
 def test_static_inputs_are_tried_with_the_range_that_they_will_have():
@@ -265,13 +340,17 @@ def test_static_inputs_are_tried_with_the_range_that_they_will_have():
     assert found["error"] < 0.2 * found["error_before"]
     scale = (x.amax() - x.amin().clamp_max(0)) / 255
     lost = (x / scale).round() * scale @ int8_rows(weight).T - x @ weight.T
-    assert found["error_before"] == pytest.approx(float(lost.square().sum() / (x @ weight.T).square().sum()), rel=1e-2)
+    assert found["error_before"] == pytest.approx(
+        float(lost.square().sum() / (x @ weight.T).square().sum()), rel=1e-2
+    )
 
 
 def test_a_fold_that_nothing_helps_is_left_as_it_is_and_says_so():
     """Every channel and column is the same: no factor but one, and the loss is that of nothing."""
     x, weight = torch.ones(8, 4), torch.ones(2, 4)
-    outcome = smoothquant.solve(fold_of({"q": weight}, torch.ones(4), rows=x), options={"alpha": "auto", "linears": True})
+    outcome = smoothquant.solve(
+        fold_of({"q": weight}, torch.ones(4), rows=x), options={"alpha": "auto", "linears": True}
+    )
     assert outcome.smoothing is None
     assert outcome.decisions["alpha"] is None
     assert outcome.decisions["kept"] == "no alpha lowers the error"
@@ -281,7 +360,10 @@ def test_a_fold_that_nothing_helps_is_left_as_it_is_and_says_so():
 def test_the_search_is_the_same_on_two_workers():
     x, weight = random(128, 64), random(32, 64, seed=1)
     x[:, 3] *= 20
-    fold, options = fold_of({"q": weight}, x.abs().amax(0), rows=x), {"alpha": "auto", "linears": True}
+    fold, options = (
+        fold_of({"q": weight}, x.abs().amax(0), rows=x),
+        {"alpha": "auto", "linears": True},
+    )
     with Workers(2) as workers:
         two = smoothquant.solve(fold, options=options, workers=workers)
     one = smoothquant.solve(fold, options=options)
@@ -290,8 +372,19 @@ def test_the_search_is_the_same_on_two_workers():
 
 
 def test_linears_absorb_factors_where_alpha_is_searched_unless_the_recipe_says_otherwise():
-    told = [({"alpha": alpha, "linears": linears}) for alpha in (0.5, "auto") for linears in (None, True, False)]
-    assert [smoothquant.checked(options)["linears"] for options in told] == [False, True, False, True, True, False]
+    told = [
+        ({"alpha": alpha, "linears": linears})
+        for alpha in (0.5, "auto")
+        for linears in (None, True, False)
+    ]
+    assert [smoothquant.checked(options)["linears"] for options in told] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_table_knows_it_by_name():

@@ -10,9 +10,17 @@ from quantflow.transforms.trial import trial, working_bytes
 
 
 def fold_of(weights, scheme="W8A8", **statistics):
-    schemes = {name: preset(scheme) if isinstance(scheme, str) else scheme[name] for name in weights}
+    schemes = {
+        name: preset(scheme) if isinstance(scheme, str) else scheme[name] for name in weights
+    }
     dtypes = dict.fromkeys(weights, torch.float32)
-    return Fold(weights=weights, schemes=schemes, scale_dtypes=dtypes, statistics=statistics, absorber=Absorber())
+    return Fold(
+        weights=weights,
+        schemes=schemes,
+        scale_dtypes=dtypes,
+        statistics=statistics,
+        absorber=Absorber(),
+    )
 
 
 def test_the_loss_of_weights_worked_by_hand():
@@ -29,7 +37,9 @@ def test_the_loss_by_rows_is_that_by_the_hessian_where_inputs_stay_as_they_are()
     x, weight = torch.randn(64, 32, generator=generator), torch.randn(8, 32, generator=generator)
     compared = trial(fold_of({"w": weight}, {"w": with_group_size(preset("W4A16"), 16)}))
     factors = torch.linspace(0.5, 2, 32)
-    assert compared.output_loss(factors, x) == pytest.approx(compared.weight_loss(factors, x.T @ x), rel=1e-3)
+    assert compared.output_loss(factors, x) == pytest.approx(
+        compared.weight_loss(factors, x.T @ x), rel=1e-3
+    )
     assert compared.power(x) == pytest.approx(compared.weight_power(x.T @ x), rel=1e-5)
 
 
@@ -44,9 +54,13 @@ def test_each_linear_is_rounded_by_its_own_scheme():
 
 def test_of_many_rows_blocks_at_equal_distances_stand_for_all(monkeypatch):
     monkeypatch.setattr(module, "ELEMENTS", 0)  # leaves 256 rows
-    weights = {"a": torch.arange(1024.0)[:, None].expand(1024, 4), "b": torch.arange(256.0)[:, None].expand(256, 4)}
+    weights = {
+        "a": torch.arange(1024.0)[:, None].expand(1024, 4),
+        "b": torch.arange(256.0)[:, None].expand(256, 4),
+    }
     parts = trial(fold_of(weights)).parts
-    assert [len(part) for part in parts.values()] == [128, 128]  # a fifth of eight blocks, and one at least
+    # a fifth of eight blocks, and one at least
+    assert [len(part) for part in parts.values()] == [128, 128]
     assert parts["a"][0, 0] == 0
     monkeypatch.setattr(module, "_LEAST", 640)
     parts = trial(fold_of(weights)).parts
@@ -72,8 +86,13 @@ def test_a_static_range_is_that_of_other_text_where_it_is_known():
     x, weight = torch.tensor([[20.0, 0.0]]), torch.eye(2)
     own = {"min_val": torch.zeros(2), "max_val": torch.tensor([20.0, 0.0])}
     other = {"seen_min": torch.zeros(2), "seen_max": torch.tensor([10.0, 5.0])}
-    losses = [trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **more)).output_loss(torch.ones(2), x) for more in ({}, other)]
+    losses = [
+        trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **more)).output_loss(torch.ones(2), x)
+        for more in ({}, other)
+    ]
     assert losses[0] < 0.05
     assert losses[1] == pytest.approx(100, rel=0.02)
-    smoothed = trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **other)).output_loss(torch.tensor([2.0, 1.0]), x)
+    smoothed = trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **other)).output_loss(
+        torch.tensor([2.0, 1.0]), x
+    )
     assert smoothed == pytest.approx(100, rel=0.02)  # 20 / 2 against 10 / 2

@@ -37,7 +37,9 @@ def test_each_card_gets_its_own_channels_and_their_maximum(simulation, tp):
         assert torch.equal(one.statistics["down|input|abs_sum"], mine.double().abs().sum(dim=0))
         assert one.statistics["down|input|count"] == len(mine)
         weight = made.weights["up"][2 * card : 2 * card + 2]
-        assert one.statistics["up|weight|channel_amax"].tolist() == weight.abs().amax(dim=1).tolist()
+        assert (
+            one.statistics["up|weight|channel_amax"].tolist() == weight.abs().amax(dim=1).tolist()
+        )
         assert one.meta["mesh"] == {"rank": card, "world": tp, "tp": tp, "dp": 1, "ep": 1}
         assert one.meta["tensors"]["up"] == made.placement("up", card)
         assert one.meta["tensors"]["down"] == made.placement("down", card)
@@ -47,11 +49,17 @@ def test_each_card_gets_its_own_channels_and_their_maximum(simulation, tp):
 def test_what_every_card_sees_is_kept_as_it_is(simulation):
     _, merged = whole(simulation, tp=2)
     for one in expanded(merged, 2):
-        for key in [key for key in merged.statistics if key.startswith(("plain|", "up|input|", "down|output|"))]:
+        for key in [
+            key
+            for key in merged.statistics
+            if key.startswith(("plain|", "up|input|", "down|output|"))
+        ]:
             assert torch.equal(one.statistics[key], merged.statistics[key])
 
 
-@pytest.mark.parametrize(("heads", "tp"), [(8, 4), (2, 4)], ids=["two heads each", "two cards to a head"])
+@pytest.mark.parametrize(
+    ("heads", "tp"), [(8, 4), (2, 4)], ids=["two heads each", "two cards to a head"]
+)
 def test_each_card_gets_the_maxima_of_its_own_heads(simulation, heads, tp):
     made, merged = whole(simulation, tp=tp, heads=heads)
     largest = torch.cat([x.flatten(1) for x in made.caches], dim=1).abs().amax(dim=1)  # [heads]
@@ -69,11 +77,21 @@ def test_what_cannot_be_cut_by_channel_keeps_maxima_as_bounds_and_loses_sums(sim
     for one in expanded(merged, 2):
         for name in ("amax", "channel_amax", "min_val", "max_val"):
             for site in ("attention|k_cache", "down|weight"):
-                assert torch.equal(one.statistics[f"{site}|{name}"], merged.statistics[f"{site}|{name}"])
-        for gone in ("attention|k_cache|abs_sum", "attention|k_cache|count", "down|weight|counts", "down|input|counts"):
+                assert torch.equal(
+                    one.statistics[f"{site}|{name}"], merged.statistics[f"{site}|{name}"]
+                )
+        for gone in (
+            "attention|k_cache|abs_sum",
+            "attention|k_cache|count",
+            "down|weight|counts",
+            "down|input|counts",
+        ):
             assert gone not in one.statistics
-        rules = {(row["statistic"], row["rule"]): row["count"] for row in one.meta["expanded"]["rules"]}
-        assert rules["counts", "left out"] == 6  # up's output and weight, down's input and weight, both caches
+        rules = {
+            (row["statistic"], row["rule"]): row["count"] for row in one.meta["expanded"]["rules"]
+        }
+        # up's output and weight, down's input and weight, both caches
+        assert rules["counts", "left out"] == 6
         assert rules["channel_amax", "cut"] == 4  # up's output and weight, down's input, the heads
         assert rules["channel_amax", "the whole's, which bounds it"] == 3
 
@@ -82,7 +100,10 @@ def test_an_amax_without_channels_bounds_that_of_each_share(simulation):
     made, merged = whole(simulation, tp=2, wanted=("amax",))
     for card, one in enumerate(expanded(merged, 2)):
         assert one.statistics["down|input|amax"] == merged.statistics["down|input|amax"]
-        assert one.statistics["down|input|amax"] >= torch.cat(made.middles)[:, 2 * card : 2 * card + 2].abs().max()
+        assert (
+            one.statistics["down|input|amax"]
+            >= torch.cat(made.middles)[:, 2 * card : 2 * card + 2].abs().max()
+        )
 
 
 def test_a_hessian_is_cut_to_the_block_of_each_card(simulation):
@@ -101,10 +122,15 @@ def test_shares_unified_again_have_every_maximum_of_the_whole(simulation):
     for _ in range(60):
         tp = generator.choice([1, 2, 4])
         ranks = generator.choice([2, 4]) if tp == 4 else 2
-        made, merged = whole(simulation, tp=max(tp, ranks), seed=generator.randrange(1 << 30), experts=range(4))
+        made, merged = whole(
+            simulation, tp=max(tp, ranks), seed=generator.randrange(1 << 30), experts=range(4)
+        )
         (again,) = unify(expanded(merged, ranks), [list(range(ranks))])
         for key, value in merged.statistics.items():
-            if key.rpartition("|")[2] in ("amax", "channel_amax", "min_val", "max_val") or key in again.statistics:
+            if (
+                key.rpartition("|")[2] in ("amax", "channel_amax", "min_val", "max_val")
+                or key in again.statistics
+            ):
                 assert torch.equal(again.statistics[key], value), key
         assert again.meta["tensors"] == merged.meta["tensors"]
         assert again.meta["unified"]["bounds"] == []
@@ -114,18 +140,25 @@ def test_experts_go_whole_to_neighbouring_cards(simulation):
     _, merged = whole(simulation, tp=4, experts=range(8))
     held = []
     for one in expanded(merged, 4):
-        held.append([number for number in range(8) if one.meta["tensors"][f"expert{number}"]["length"]])
-        assert {key.partition("|")[0] for key in one.statistics if "expert" in key} <= {f"expert{n}" for n in held[-1]}
+        held.append(
+            [number for number in range(8) if one.meta["tensors"][f"expert{number}"]["length"]]
+        )
+        assert {key.partition("|")[0] for key in one.statistics if "expert" in key} <= {
+            f"expert{n}" for n in held[-1]
+        }
         assert one.meta["mesh"]["ep"] == 4
     assert held == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(UsageError, match=r"expert0: 8 experts over 3 cards"):
-        planned({name: one for name, one in merged.meta["tensors"].items() if "expert" in name}, ranks=3)
+        planned(
+            {name: one for name, one in merged.meta["tensors"].items() if "expert" in name}, ranks=3
+        )
 
 
 def test_heads_that_are_fewer_than_the_cards_are_copied(simulation):
     _, merged = whole(simulation, tp=4, heads=2)
     spans = [
-        (one.meta["tensors"]["attention"]["offset"], one.meta["tensors"]["attention"]["length"]) for one in expanded(merged, 4)
+        (one.meta["tensors"]["attention"]["offset"], one.meta["tensors"]["attention"]["length"])
+        for one in expanded(merged, 4)
     ]
     assert spans == [(0, 1), (0, 1), (1, 1), (1, 1)]
 
@@ -151,7 +184,9 @@ def test_expanded_shares_are_written_and_read(simulation, tmp_path):
 def test_only_one_rank_is_expanded(simulation):
     made = simulation(tp=2, dp=1, samples=3, seed=1)
     first = made.ranks(wanted=("amax",))[0]
-    with pytest.raises(InputError, match=r"rank 0: one of 2 ranks, one alone is expanded; unify them first"):
+    with pytest.raises(
+        InputError, match=r"rank 0: one of 2 ranks, one alone is expanded; unify them first"
+    ):
         list(expand(first, placements=[first.meta["tensors"]]))
 
 
@@ -170,7 +205,11 @@ def test_a_measurement_without_a_plan_or_too_few_cards_is_refused(simulation):
         ({"plan": "row", "full_shape": [6, 5]}, 4, r"x: 5 columns over 4 cards"),
         ({"plan": "column", "full_shape": [48, 4], "unit": 16}, 2, r"x: 3 heads over 2 cards"),
         ({"plan": "column", "full_shape": [48, 4], "unit": 16}, 6, r"x: 3 heads over 6 cards"),
-        ({"plan": "column", "full_shape": [48, 4], "unit": 16, "copies": True}, 4, r"x: 3 heads over 4 cards"),
+        (
+            {"plan": "column", "full_shape": [48, 4], "unit": 16, "copies": True},
+            4,
+            r"x: 3 heads over 4 cards",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_numbers(whole_placement, cards, message):
@@ -192,4 +231,6 @@ def test_what_does_not_divide_is_refused_with_the_numbers(whole_placement, cards
     ],
 )
 def test_units_go_to_neighbouring_cards(count, cards, copies, expected):
-    assert [units_of(count, cards=cards, card=card, copies=copies) for card in range(cards)] == expected
+    assert [
+        units_of(count, cards=cards, card=card, copies=copies) for card in range(cards)
+    ] == expected

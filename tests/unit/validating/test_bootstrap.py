@@ -30,13 +30,23 @@ def comparison(lengths: list[int], *, seed: int = 0) -> Comparison:
     )
 
 
-def slowly(given: Comparison, *, resamples: int, seed: int) -> dict[str, tuple[float, float, float]]:
+def slowly(
+    given: Comparison, *, resamples: int, seed: int
+) -> dict[str, tuple[float, float, float]]:
     """The same resampling with lists: draw sequences, put their tokens together, compute each metric."""
     count = len(given.lengths)
-    drawn = [torch.arange(count), *torch.randint(count, (resamples, count), generator=generator(seed))]
+    drawn = [
+        torch.arange(count),
+        *torch.randint(count, (resamples, count), generator=generator(seed)),
+    ]
     ends = given.lengths.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
-    values: dict[str, list[float]] = {"ppl_ratio": [], "mean_kld": [], "kld_p999": [], "top1_agreement": []}
+    values: dict[str, list[float]] = {
+        "ppl_ratio": [],
+        "mean_kld": [],
+        "kld_p999": [],
+        "top1_agreement": [],
+    }
     for sample in drawn:
         tokens = numpy.concatenate([numpy.arange(starts[i], ends[i]) for i in sample.tolist()])
         kld = given.kld.numpy()[tokens]
@@ -79,7 +89,11 @@ def test_the_percentile_is_the_smallest_value_that_enough_tokens_do_not_exceed(t
     kld = torch.arange(tokens, dtype=torch.float64).flip(0) + 1
     flat = torch.ones(tokens, dtype=torch.float64)
     scores = Comparison(
-        lengths=torch.tensor([tokens - 4, 4]), kld=kld, agreement=flat > 0, nll_baseline=flat, nll_candidate=flat
+        lengths=torch.tensor([tokens - 4, 4]),
+        kld=kld,
+        agreement=flat > 0,
+        nll_baseline=flat,
+        nll_candidate=flat,
     )
     assert bootstrap(scores, generator=generator(), resamples=2)["kld_p999"].value == rank
 
@@ -87,7 +101,11 @@ def test_the_percentile_is_the_smallest_value_that_enough_tokens_do_not_exceed(t
 def test_equal_sequences_leave_no_doubt_and_equal_models_give_one_and_zero():
     flat = torch.full((12,), 0.5, dtype=torch.float64)
     scores = Comparison(
-        lengths=torch.tensor([3, 4, 5]), kld=flat * 0, agreement=flat > 0, nll_baseline=flat, nll_candidate=flat
+        lengths=torch.tensor([3, 4, 5]),
+        kld=flat * 0,
+        agreement=flat > 0,
+        nll_baseline=flat,
+        nll_candidate=flat,
     )
     expected = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement": 1.0}
     for name, bounds in bootstrap(scores, generator=generator()).items():
@@ -98,7 +116,13 @@ def test_the_mean_is_over_tokens_and_not_over_sequences():
     # 9 tokens of 0 and 1 token of 1: 0.1 over tokens, 0.5 over sequences.
     kld = torch.tensor([0.0] * 9 + [1.0], dtype=torch.float64)
     flat = torch.ones(10, dtype=torch.float64)
-    scores = Comparison(lengths=torch.tensor([9, 1]), kld=kld, agreement=kld == 0, nll_baseline=flat, nll_candidate=flat)
+    scores = Comparison(
+        lengths=torch.tensor([9, 1]),
+        kld=kld,
+        agreement=kld == 0,
+        nll_baseline=flat,
+        nll_candidate=flat,
+    )
     result = bootstrap(scores, generator=generator(), resamples=5)
     assert result["mean_kld"].value == pytest.approx(0.1)
     assert result["top1_agreement"].value == pytest.approx(0.9)
@@ -112,7 +136,8 @@ def test_the_same_seed_gives_the_same_bounds_and_another_seed_others():
 
 
 def test_the_upper_bound_covers_the_truth_about_as_often_as_it_says():
-    # Sequences of one token with KL from an exponential distribution of mean 1: the bound should hold in 95 % of texts.
+    # Sequences of one token with KL from an exponential distribution of mean 1: the bound should
+    # hold in 95 % of texts.
     rng = generator(5)
     covered = 0
     for _ in range(200):
@@ -130,7 +155,9 @@ def test_the_upper_bound_covers_the_truth_about_as_often_as_it_says():
 
 
 def test_one_sequence_and_no_resamples_are_refused():
-    with pytest.raises(InputError, match=r"^evaluation: 1 sequences, bounds need 2; give more text"):
+    with pytest.raises(
+        InputError, match=r"^evaluation: 1 sequences, bounds need 2; give more text"
+    ):
         bootstrap(comparison([9]), generator=generator())
     with pytest.raises(UsageError, match=r"^bootstrap: resamples=0; use 2000"):
         bootstrap(comparison([9, 9]), generator=generator(), resamples=0)

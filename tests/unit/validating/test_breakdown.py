@@ -19,24 +19,36 @@ def comparison(lengths, kld, agreement=None):
     return Comparison(
         lengths=torch.tensor(lengths),
         kld=torch.tensor(kld, dtype=torch.float64),
-        agreement=torch.ones(len(kld), dtype=torch.bool) if agreement is None else torch.tensor(agreement),
+        agreement=torch.ones(len(kld), dtype=torch.bool)
+        if agreement is None
+        else torch.tensor(agreement),
         nll_baseline=zeros,
         nll_candidate=zeros,
     )
 
 
 def shown(parts):
-    return [(part.name, part.tokens, round(part.mean_kld, 9), round(part.share, 9)) for part in parts]
+    return [
+        (part.name, part.tokens, round(part.mean_kld, 9), round(part.share, 9)) for part in parts
+    ]
 
 
 def test_positions_count_the_tokens_of_the_window_before_the_predicted_one():
     found = by_position(comparison([5, 2], [1.0, 2.0, 3.0, 4.0, 10.0, 5.0, 5.0]))
-    assert shown(found) == [("1 to 3", 5, 16 / 5, round(16 / 30, 9)), ("4 to 15", 2, 7.0, round(14 / 30, 9))]
+    assert shown(found) == [
+        ("1 to 3", 5, 16 / 5, round(16 / 30, 9)),
+        ("4 to 15", 2, 7.0, round(14 / 30, 9)),
+    ]
 
 
 def test_a_long_window_has_parts_that_are_four_times_as_long_each():
     found = by_position(comparison([70], [0.0] * 69 + [1.0]))
-    assert [(part.name, part.tokens) for part in found] == [("1 to 3", 3), ("4 to 15", 12), ("16 to 63", 48), ("64 to 255", 7)]
+    assert [(part.name, part.tokens) for part in found] == [
+        ("1 to 3", 3),
+        ("4 to 15", 12),
+        ("16 to 63", 48),
+        ("64 to 255", 7),
+    ]
     assert [part.share for part in found] == [0, 0, 0, 1]
 
 
@@ -61,7 +73,9 @@ def test_a_model_that_does_not_diverge_has_no_shares():
     assert [part.share for part in by_position(comparison([2], [0.0, 0.0]))] == [0.0]
 
 
-@pytest.mark.skipif(not (EXAMPLE / "tokenizer.json").is_file(), reason="the example model is part of the repository")
+@pytest.mark.skipif(
+    not (EXAMPLE / "tokenizer.json").is_file(), reason="the example model is part of the repository"
+)
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -102,12 +116,17 @@ def test_kinds_of_pieces_that_go_on_with_a_word_and_of_whole_words():
         "digits",
         "punctuation",
     ]
-    assert kinds(tokenizer_of("<unk>", "play", "ing"))(2) == "word start"  # no piece says what a word is
+    # no piece says what a word is
+    assert kinds(tokenizer_of("<unk>", "play", "ing"))(2) == "word start"
 
 
 def test_kinds_of_sentencepiece_tokens_and_of_single_bytes():
     of = kinds(tokenizer_of("<unk>", "▁play", "ing", "▁", "<0xE2>", "▁7", "▁("))
-    assert [of(number) for number in (1, 2, 4)] == ["word start", "word continuation", "bytes of a character"]
+    assert [of(number) for number in (1, 2, 4)] == [
+        "word start",
+        "word continuation",
+        "bytes of a character",
+    ]
 
 
 def test_parts_by_kind_have_every_token_once(llama):

@@ -11,7 +11,14 @@ from quantflow.errors import UsageError
 from quantflow.exporting import export
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
-from quantflow.planning.recipe import HeadSettings, Quantize, Resources, Validate, read_yaml, recipe_from
+from quantflow.planning.recipe import (
+    HeadSettings,
+    Quantize,
+    Resources,
+    Validate,
+    read_yaml,
+    recipe_from,
+)
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
 from quantflow.validating import probes, validate
@@ -26,7 +33,9 @@ def artifact_of(llama, tmp_path_factory, text_files):
 
     def make(**words):
         folder = tmp_path_factory.mktemp("artifact")
-        entry = Quantize(**{"name": "a", "scheme": "W4A16", "algorithm": "rtn", "group_size": 32} | words)
+        entry = Quantize(
+            **{"name": "a", "scheme": "W4A16", "algorithm": "rtn", "group_size": 32} | words
+        )
         quantize.run(quantize.QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
         return export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT)
 
@@ -39,15 +48,24 @@ def artifact(artifact_of):
 
 
 def job_of(artifact, llama, text_files, report, **options):
-    words = {"text": str(text_files["heldout"]), "tokens": 400, "sequence_length": 40, "diagnose": 100}
-    return validate.ValidateJob(artifact=artifact, baseline=llama, report=report, options=Validate(**words | options))
+    words = {
+        "text": str(text_files["heldout"]),
+        "tokens": 400,
+        "sequence_length": 40,
+        "diagnose": 100,
+    }
+    return validate.ValidateJob(
+        artifact=artifact, baseline=llama, report=report, options=Validate(**words | options)
+    )
 
 
 @pytest.fixture
 def passes(monkeypatch):
     """The swaps of each pass over the models."""
     seen, klds = [], Swapping.klds
-    monkeypatch.setattr(Swapping, "klds", lambda self, swaps: seen.append(list(swaps)) or klds(self, swaps))
+    monkeypatch.setattr(
+        Swapping, "klds", lambda self, swaps: seen.append(list(swaps)) or klds(self, swaps)
+    )
     return seen
 
 
@@ -65,7 +83,8 @@ def test_a_diagnosis_has_every_linear_both_ways_and_the_report_shows_it(diagnose
     linears = graph_for(open_source(llama).config).linears
     assert set(units) == {*linears, "model.layers.0", "model.layers.1"}
     assert found["probes"]["run"] == 2 * len(units) + len(found["mend"]["tried"])
-    assert found["probes"]["mean_kld"] == pytest.approx(result["metrics"]["mean_kld"]["value"])  # all windows are probed
+    # all windows are probed
+    assert found["probes"]["mean_kld"] == pytest.approx(result["metrics"]["mean_kld"]["value"])
     for unit in units.values():
         assert unit["only_this"] > 0
         assert unit["gain"] == pytest.approx(found["probes"]["mean_kld"] - unit["all_but_this"])
@@ -74,24 +93,42 @@ def test_a_diagnosis_has_every_linear_both_ways_and_the_report_shows_it(diagnose
     for key in ("kinds", "positions", "frequency"):
         assert sum(part["tokens"] for part in found[key]) == predicted
         assert sum(part["share"] for part in found[key]) == pytest.approx(1)
-    assert len(found["windows"]) == 10 and found["windows"][0]["mean_kld"] >= found["windows"][1]["mean_kld"]
-    assert all(isinstance(window[model], str) for window in found["windows"] for model in (BASELINE, "artifact"))
+    assert (
+        len(found["windows"]) == 10
+        and found["windows"][0]["mean_kld"] >= found["windows"][1]["mean_kld"]
+    )
+    assert all(
+        isinstance(window[model], str)
+        for window in found["windows"]
+        for model in (BASELINE, "artifact")
+    )
     page = (job.report / "report.html").read_text()
-    assert "<h2>Where the loss is</h2>" in page and "Gain of leaving this alone" in page and "whole layer" in page
+    assert (
+        "<h2>Where the loss is</h2>" in page
+        and "Gain of leaving this alone" in page
+        and "whole layer" in page
+    )
     assert validate.run(job, SILENT) == result and passes == []  # up to date
 
 
-def test_the_mend_lowers_the_divergence_as_predicted(diagnosed, artifact, llama, text_files, tmp_path):
+def test_the_mend_lowers_the_divergence_as_predicted(
+    diagnosed, artifact, llama, text_files, tmp_path
+):
     job, before = diagnosed
     mend = before["diagnosis"]["mend"]
     recipe = recipe_from(read_yaml(job.report / mend["recipe"]))
     (entry,) = recipe.quantize
     quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), SILENT)
     mended = export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "4"), SILENT)
-    after = validate.run(job_of(mended, llama, text_files, tmp_path / "after", diagnose=None), SILENT)
+    after = validate.run(
+        job_of(mended, llama, text_files, tmp_path / "after", diagnose=None), SILENT
+    )
     gain = before["metrics"]["mean_kld"]["value"] - after["metrics"]["mean_kld"]["value"]
     assert mend["gain"] > 0 and gain == pytest.approx(mend["gain"], rel=0.05)
-    sizes = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in (artifact, mended)]
+    sizes = [
+        sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        for folder in (artifact, mended)
+    ]
     assert sizes[1] - sizes[0] == pytest.approx(mend["bytes"], abs=1500)  # names in the header
     assert mend["scheme"] in (None, "W5A16", "W6A16", "W8A16")
 
@@ -114,13 +151,19 @@ def test_a_diagnosis_that_was_stopped_goes_on_after_its_last_pass(
     with pytest.raises(KeyboardInterrupt):
         validate.run(job, SILENT)
     again = []
-    monkeypatch.setattr(Swapping, "klds", lambda self, swaps: again.append(len(swaps)) or klds(self, swaps))
+    monkeypatch.setattr(
+        Swapping, "klds", lambda self, swaps: again.append(len(swaps)) or klds(self, swaps)
+    )
     assert validate.run(job, SILENT)["diagnosis"] == whole["diagnosis"]
     assert sum(ran) + sum(again) == whole["diagnosis"]["probes"]["run"] + 1 and ran == [1, 4, 6]
 
 
-def test_few_probes_take_layers_first_and_then_the_linears_of_the_costliest(artifact, llama, text_files, tmp_path):
-    found = validate.run(job_of(artifact, llama, text_files, tmp_path / "r", diagnose=16), SILENT)["diagnosis"]["probes"]
+def test_few_probes_take_layers_first_and_then_the_linears_of_the_costliest(
+    artifact, llama, text_files, tmp_path
+):
+    found = validate.run(job_of(artifact, llama, text_files, tmp_path / "r", diagnose=16), SILENT)[
+        "diagnosis"
+    ]["probes"]
     layers = {unit["name"]: unit["gain"] for unit in found["units"] if unit["whole"]}
     linears = [unit["name"] for unit in found["units"] if not unit["whole"]]
     assert len(layers) == 2 and len(linears) == 4 and found["run"] <= 16 and found["left_out"] == 10
@@ -137,20 +180,34 @@ def test_linears_that_smoothing_tied_together_are_one_unit_with_their_norm(llama
     quantized = [name for name in graph.linears if not name.endswith("o_proj")]
     layer = "model.layers.0."
     folded = {f"{layer}self_attn.{name}_proj" for name in "qkv"}
-    units = [unit for unit in probes.units_of(graph, quantized, folded=folded, head="lm_head") if unit.layer == 0]
+    units = [
+        unit
+        for unit in probes.units_of(graph, quantized, folded=folded, head="lm_head")
+        if unit.layer == 0
+    ]
     assert [unit.linears for unit in units[1:]] == [
         (f"{layer}self_attn.q_proj", f"{layer}self_attn.k_proj", f"{layer}self_attn.v_proj"),
         (f"{layer}mlp.gate_proj",),
         (f"{layer}mlp.up_proj",),
         (f"{layer}mlp.down_proj",),
     ]
-    assert units[1].modules[0] == f"{layer}input_layernorm" and units[0].whole and units[0].modules[0] == units[1].modules[0]
+    assert (
+        units[1].modules[0] == f"{layer}input_layernorm"
+        and units[0].whole
+        and units[0].modules[0] == units[1].modules[0]
+    )
     down = {f"{layer}mlp.down_proj"}  # its factors went into up_proj
-    (tied,) = [unit for unit in probes.units_of(graph, quantized, folded=down, head="lm_head") if down < set(unit.linears)][1:]
+    (tied,) = [
+        unit
+        for unit in probes.units_of(graph, quantized, folded=down, head="lm_head")
+        if down < set(unit.linears)
+    ][1:]
     assert tied.linears == (f"{layer}mlp.up_proj", f"{layer}mlp.down_proj")
 
 
-@pytest.mark.parametrize(("lengths", "windows"), [([40] * 10, 10), ([512] * 64, 4), ([5000], 1), ([2000, 2000], 1)])
+@pytest.mark.parametrize(
+    ("lengths", "windows"), [([40] * 10, 10), ([512] * 64, 4), ([5000], 1), ([2000, 2000], 1)]
+)
 def test_windows_of_probes_are_spread_and_have_a_bound(lengths, windows):
     chosen = probes.sampled([torch.zeros(length, dtype=torch.int64) for length in lengths])
     assert len(chosen) == windows and chosen[0] == 0 and len(set(chosen)) == windows
@@ -158,28 +215,47 @@ def test_windows_of_probes_are_spread_and_have_a_bound(lengths, windows):
 
 @pytest.mark.parametrize(
     "words",
-    [{"head": HeadSettings(scheme="W8A16")}, pytest.param({"scheme": "W8A16", "group_size": None}, marks=pytest.mark.slow)],
+    [
+        {"head": HeadSettings(scheme="W8A16")},
+        pytest.param({"scheme": "W8A16", "group_size": None}, marks=pytest.mark.slow),
+    ],
 )
-def test_a_quantized_head_and_eight_bits_are_probed_too(artifact_of, llama, text_files, tmp_path, words):
+def test_a_quantized_head_and_eight_bits_are_probed_too(
+    artifact_of, llama, text_files, tmp_path, words
+):
     result = validate.run(job_of(artifact_of(**words), llama, text_files, tmp_path / "r"), SILENT)
     names = [unit["name"] for unit in result["diagnosis"]["probes"]["units"]]
     assert ("lm_head" in names) == ("head" in words)
     if "scheme" in words:
-        assert result["diagnosis"]["mend"]["scheme"] is None  # nothing is finer than eight bits but the source
+        # nothing is finer than eight bits but the source
+        assert result["diagnosis"]["mend"]["scheme"] is None
         assert "left as in the source" in hint(result)
 
 
-def test_a_model_that_does_not_fit_into_memory_is_not_continued_and_says_so(artifact, llama, text_files, tmp_path, monkeypatch):
+def test_a_model_that_does_not_fit_into_memory_is_not_continued_and_says_so(
+    artifact, llama, text_files, tmp_path, monkeypatch
+):
     reason = "the weights take 9 GB"
-    monkeypatch.setattr("quantflow.validating.diagnosis.beyond_memory", lambda folder, resources: reason)
-    job = replace(job_of(artifact, llama, text_files, tmp_path / "r", diagnose=16), resources=Resources())
+    monkeypatch.setattr(
+        "quantflow.validating.diagnosis.beyond_memory", lambda folder, resources: reason
+    )
+    job = replace(
+        job_of(artifact, llama, text_files, tmp_path / "r", diagnose=16), resources=Resources()
+    )
     found = validate.run(job, SILENT)["diagnosis"]
-    assert found["note"] == f"no continuations: {reason}" and found["windows"][0]["baseline"] is None
+    assert (
+        found["note"] == f"no continuations: {reason}" and found["windows"][0]["baseline"] is None
+    )
     assert found["mend"] is not None
 
 
-def test_the_older_artifact_is_compared_without_a_diagnosis(artifact, artifact_of, llama, text_files, tmp_path, passes):
-    job = replace(job_of(artifact_of(group_size=64), llama, text_files, tmp_path / "r", diagnose=16), previous=artifact)
+def test_the_older_artifact_is_compared_without_a_diagnosis(
+    artifact, artifact_of, llama, text_files, tmp_path, passes
+):
+    job = replace(
+        job_of(artifact_of(group_size=64), llama, text_files, tmp_path / "r", diagnose=16),
+        previous=artifact,
+    )
     result = validate.run(job, SILENT)
     assert "regression" in result and "diagnosis" in result
     assert "diagnosis" not in json.loads((tmp_path / "r-previous" / "validation.json").read_text())
@@ -188,7 +264,13 @@ def test_the_older_artifact_is_compared_without_a_diagnosis(artifact, artifact_o
 
 def test_the_table_has_the_costliest_linears_first():
     units = [
-        {"name": f"l{number}", "whole": number == 3, "only_this": 0.1, "all_but_this": 0.2, "gain": number / 100}
+        {
+            "name": f"l{number}",
+            "whole": number == 3,
+            "only_this": 0.1,
+            "all_but_this": 0.2,
+            "gain": number / 100,
+        }
         for number in range(14)
     ]
     rows = cells({"probes": {"units": units}})

@@ -12,8 +12,16 @@ from quantflow.planning.recipe import read_yaml
 from quantflow.shipped import SHIPPED
 from quantflow.validating.gate import METRICS, Gate, gate_files, judge, load_gate
 
-GATE = Gate(name="g", thresholds={"ppl_ratio": 1.02, "mean_kld": 0.02, "kld_p999": 0.5, "top1_agreement": 0.95})
-GOOD = {"ppl_ratio": (1.0, 1.01), "mean_kld": (0.0, 0.01), "kld_p999": (0.1, 0.2), "top1_agreement": (0.97, 0.98)}
+GATE = Gate(
+    name="g",
+    thresholds={"ppl_ratio": 1.02, "mean_kld": 0.02, "kld_p999": 0.5, "top1_agreement": 0.95},
+)
+GOOD = {
+    "ppl_ratio": (1.0, 1.01),
+    "mean_kld": (0.0, 0.01),
+    "kld_p999": (0.1, 0.2),
+    "top1_agreement": (0.97, 0.98),
+}
 THRESHOLDS = "thresholds: {ppl_ratio: 1.1, mean_kld: 0.1, kld_p999: 1.0, top1_agreement: 0.9}\n"
 
 
@@ -22,7 +30,9 @@ def outcome(**bounds):
 
 
 def load(name, *, scheme="W8A8", algorithm="rtn", parameters=10**10, noise_top1=1.0):
-    return load_gate(name, scheme=scheme, algorithm=algorithm, parameters=parameters, noise_top1=noise_top1)
+    return load_gate(
+        name, scheme=scheme, algorithm=algorithm, parameters=parameters, noise_top1=noise_top1
+    )
 
 
 def test_a_gate_passes_when_every_bad_bound_is_inside():
@@ -75,14 +85,19 @@ def test_auto_finds_a_gate_for_every_preset_and_its_default_algorithm(scheme):
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
 def test_auto_finds_one_gate_for_every_scheme_with_every_algorithm_that_goes_with_it(scheme):
     """llama.cpp's types and mixtures too."""
-    algorithms = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if supports_of(name).scheme(preset(scheme)) is None]
+    algorithms = [
+        name
+        for name in (*ALGORITHMS, *BLOCK_ALGORITHMS)
+        if supports_of(name).scheme(preset(scheme)) is None
+    ]
     assert "rtn" in algorithms
     name = preset(scheme).name  # as recipes have it resolved
     for algorithm in algorithms:
         fitting = [
             path.stem
             for path in (SHIPPED / "gates").glob("*.yaml")
-            if name in (data := read_yaml(path)).get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,))
+            if name in (data := read_yaml(path)).get("schemes", ())
+            and algorithm in data.get("algorithms", (algorithm,))
         ]
         assert [load("auto", scheme=name, algorithm=algorithm).name] == fitting, algorithm
 
@@ -143,7 +158,9 @@ def test_small_models_are_allowed_a_larger_perplexity_ratio_and_nothing_else():
 
 def test_the_demo_gate_lowers_only_top1_by_the_noise_and_says_so():
     base, demo = load("auto"), load("demo", noise_top1=0.97)
-    assert demo.thresholds["top1_agreement"] == pytest.approx(base.thresholds["top1_agreement"] - 0.03)
+    assert demo.thresholds["top1_agreement"] == pytest.approx(
+        base.thresholds["top1_agreement"] - 0.03
+    )
     assert {**demo.thresholds, "top1_agreement": 0} == {**base.thresholds, "top1_agreement": 0}
     assert demo.name == "demo (int8)"
     for said in ("top-1 lowered", "0.9500", "0.9200", "0.0300"):
@@ -167,9 +184,15 @@ def test_a_gate_file_is_taken_as_it_is(tmp_path):
         (THRESHOLDS + "nots: x\n", "did you mean 'note'?"),
         (THRESHOLDS.replace("thresholds", "treshholds"), "did you mean 'thresholds'?"),
         (THRESHOLDS.replace("mean_kld", "mean_kl"), "did you mean 'mean_kld'?"),
-        ("thresholds: {ppl_ratio: 1.1, mean_kld: 0.1, kld_p999: 1.0}\n", "'top1_agreement' has no threshold"),
+        (
+            "thresholds: {ppl_ratio: 1.1, mean_kld: 0.1, kld_p999: 1.0}\n",
+            "'top1_agreement' has no threshold",
+        ),
         (THRESHOLDS.replace("1.1", "'1.1'"), "ppl_ratio: '1.1' is not a number"),
-        (THRESHOLDS + "ppl_ratio_below_3e9_parameters: high\n", "ppl_ratio: 'high' is not a number"),
+        (
+            THRESHOLDS + "ppl_ratio_below_3e9_parameters: high\n",
+            "ppl_ratio: 'high' is not a number",
+        ),
         ("thresholds: [1, 2]\n", "is not a mapping"),
         ("thresholds:\n", "is not a mapping"),
         ("note: empty\n", "no thresholds"),

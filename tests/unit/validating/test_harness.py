@@ -38,11 +38,15 @@ def asked_of_transformers(folder, options, **words):
     theirs = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=8)
     tasks = list(loaded_tasks(options).tasks.values())
     manager = TaskManager(include_defaults=False)
-    return simple_evaluate(theirs, tasks=tasks, bootstrap_iters=0, limit=options.limit, task_manager=manager, **words)
+    return simple_evaluate(
+        theirs, tasks=tasks, bootstrap_iters=0, limit=options.limit, task_manager=manager, **words
+    )
 
 
 def asked(folder, *names, **words):
-    return evaluate(load(folder, decoder="auto"), TaskOptions(names=names, **words), stage="t", progress=SILENT)
+    return evaluate(
+        load(folder, decoder="auto"), TaskOptions(names=names, **words), stage="t", progress=SILENT
+    )
 
 
 def same(ours, theirs):
@@ -51,16 +55,26 @@ def same(ours, theirs):
     for task, samples in ours["samples"].items():
         for one, other in zip(samples, theirs["samples"][task], strict=True):
             assert one["doc"] == other["doc"] and one["arguments"] == other["arguments"]
-            for answer, expected in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
-                if isinstance(answer, tuple):  # a log likelihood, and whether greedy decoding says it
-                    assert answer[0] == pytest.approx(expected[0], rel=1e-4) and answer[1] == expected[1]
+            for answer, expected in zip(
+                one["filtered_resps"], other["filtered_resps"], strict=True
+            ):
+                # a log likelihood, and whether greedy decoding says it
+                if isinstance(answer, tuple):
+                    assert (
+                        answer[0] == pytest.approx(expected[0], rel=1e-4)
+                        and answer[1] == expected[1]
+                    )
                 else:  # a text, or the log likelihood of a whole one
-                    assert answer == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4))
+                    assert answer == (
+                        expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-4)
+                    )
             for metric in one["metrics"]:
                 assert one[metric] == pytest.approx(other[metric], rel=1e-4)
         scores, expected = ours["results"][task], theirs["results"][task]
         assert scores.keys() == expected.keys()
-        assert {key: value for key, value in scores.items() if isinstance(value, float)} == pytest.approx(
+        assert {
+            key: value for key, value in scores.items() if isinstance(value, float)
+        } == pytest.approx(
             {key: value for key, value in expected.items() if isinstance(value, float)}, rel=1e-4
         )
     assert ours["n-samples"] == theirs["n-samples"] and ours["versions"] == theirs["versions"]
@@ -80,7 +94,13 @@ def own(tmp_path):
 
     def write(body, rows=QUESTIONS):
         (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        lines = ["task: own", "dataset_path: json", "dataset_kwargs: {data_files: {test: own.jsonl}}", "test_split: test", body]
+        lines = [
+            "task: own",
+            "dataset_path: json",
+            "dataset_kwargs: {data_files: {test: own.jsonl}}",
+            "test_split: test",
+            body,
+        ]
         (tmp_path / "own.yaml").write_text("\n".join(lines))
         return str(tmp_path / "own.yaml")
 
@@ -102,16 +122,24 @@ def test_every_sample_of_the_shipped_tasks_is_what_transformers_says(artifact):
 
 
 def test_every_sample_of_a_shipped_task_is_what_transformers_says(llama):
-    same(asked(llama, "small_hellaswag"), asked_of_transformers(llama, TaskOptions(names=("small_hellaswag",))))
+    same(
+        asked(llama, "small_hellaswag"),
+        asked_of_transformers(llama, TaskOptions(names=("small_hellaswag",))),
+    )
 
 
 def test_examples_and_a_chat_template_are_put_before_questions_as_by_lm_eval(llama, tmp_path, own):
     chat = tmp_path / "chat"
     shutil.copytree(llama, chat)
     tokenizer = AutoTokenizer.from_pretrained(chat)
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
     tokenizer.save_pretrained(chat)
-    rows = [{"q": f"value {word}", "a": f" {word}"} for word in ("scale", "round", "group", "layer", "token")]
+    rows = [
+        {"q": f"value {word}", "a": f" {word}"}
+        for word in ("scale", "round", "group", "layer", "token")
+    ]
     path = own(f"{ASKING}\nfewshot_split: test", rows)
     for folder, template in ((llama, False), (chat, True)):
         ours = asked(folder, path, shots=2, chat_template=template)
@@ -128,10 +156,12 @@ def test_texts_that_are_continued_and_rolled_over_are_what_transformers_says(lla
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]"
     )
     same(asked(llama, generating), asked_of_transformers(llama, TaskOptions(names=(generating,))))
-    long = " ".join(["group layer token model range shift"] * 40)  # longer than the model's 128 positions
+    # longer than the model's 128 positions
+    long = " ".join(["group layer token model range shift"] * 40)
     rolling = own(
         'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{q}}"\n'
-        "metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]",
+        "metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, "
+        "higher_is_better: false}]",
         rows=[{"q": long}, {"q": "value scale"}],
     )
     same(asked(llama, rolling), asked_of_transformers(llama, TaskOptions(names=(rolling,))))
@@ -139,10 +169,14 @@ def test_texts_that_are_continued_and_rolled_over_are_what_transformers_says(lla
 
 def test_summaries_are_scored_by_the_longest_common_subsequence_of_their_words(llama):
     functions = runpy.run_path(str(TASKS / "rouge.py"))
-    # of 6 words 4 are common in their order: 4/6 and 4/5, F = 8/11; "river" and "rivers" have one stem
-    found = functions["scores"]({"summary": "the river rose by two metres"}, ["rivers rose two tall metres"])
+    # of 6 words 4 are common in their order: 4/6 and 4/5, F = 8/11; "river" and "rivers" have one
+    # stem
+    found = functions["scores"](
+        {"summary": "the river rose by two metres"}, ["rivers rose two tall metres"]
+    )
     assert found["rougeL"] == pytest.approx(8 / 11) and found["rouge1"] == pytest.approx(8 / 11)
-    assert found["rouge2"] == pytest.approx(2 * (1 / 5) * (1 / 4) / (1 / 5 + 1 / 4))  # "river rose" alone
+    # "river rose" alone
+    assert found["rouge2"] == pytest.approx(2 * (1 / 5) * (1 / 4) / (1 / 5 + 1 / 4))
     assert functions["scores"]({"summary": "a b"}, [""])["rougeL"] == 0
     ours = asked(llama, "small_summaries", limit=3)
     same(ours, asked_of_transformers(llama, TaskOptions(names=("small_summaries",), limit=3)))
@@ -163,7 +197,8 @@ def test_one_model_has_one_document_and_nothing_is_written_to_the_terminal(llama
 
 def test_a_task_that_samples_is_refused(llama, own):
     path = own(
-        'output_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\ngeneration_kwargs: {do_sample: true}'
+        'output_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: '
+        '"{{a}}"\ngeneration_kwargs: {do_sample: true}'
     )
     with pytest.raises(UnsupportedError, match="the task samples"):
         asked(llama, path)
@@ -185,7 +220,11 @@ def test_a_task_that_is_named_twice_is_refused():
 
 
 def test_a_task_that_runs_what_models_write_is_refused(own):
-    refused(UnsupportedError, "task own: it runs code that a model writes; leave it out", own(f"{ASKING}\nunsafe_code: true"))
+    refused(
+        UnsupportedError,
+        "task own: it runs code that a model writes; leave it out",
+        own(f"{ASKING}\nunsafe_code: true"),
+    )
 
 
 def test_files_that_are_wrong_are_refused(own, tmp_path):
@@ -208,12 +247,20 @@ def test_files_that_are_wrong_are_refused(own, tmp_path):
 
 def test_a_number_of_examples_that_a_task_does_not_take_is_refused(own):
     path = own(f"{ASKING}\nnum_fewshot: 0")
-    refused(UsageError, "task own: 3 examples, its own file says 0; leave --shots out for it", path, shots=3)
+    refused(
+        UsageError,
+        "task own: 3 examples, its own file says 0; leave --shots out for it",
+        path,
+        shots=3,
+    )
     path = own(f"{ASKING}\nfewshot_split: test")
     refused(InputError, "task .*own.yaml", path, shots=3)  # two documents, of which one is asked
 
 
 def test_a_later_document_without_what_the_question_names_is_refused(llama, own):
-    path = own(ASKING.replace("{{q}}", "{{q.strip()}}"), rows=[{"q": "value", "a": " a"}, {"q": None, "a": " b"}])
+    path = own(
+        ASKING.replace("{{q}}", "{{q.strip()}}"),
+        rows=[{"q": "value", "a": " a"}, {"q": None, "a": " b"}],
+    )
     with pytest.raises(InputError, match="strip"):
         asked(llama, path)

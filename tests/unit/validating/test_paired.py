@@ -8,7 +8,15 @@ import torch
 
 from quantflow.errors import InputError
 from quantflow.numerics.divergence import Comparison
-from quantflow.validating.paired import WindowScores, differences, expanded, mcnemar, recorded, recovery_bounds, window_scores
+from quantflow.validating.paired import (
+    WindowScores,
+    differences,
+    expanded,
+    mcnemar,
+    recorded,
+    recovery_bounds,
+    window_scores,
+)
 
 LENGTHS = [60, 90, 30, 80, 40]
 
@@ -33,15 +41,20 @@ def scores(found):
 def drawn(values, lengths, times):
     """The tokens of a resample, one after the other: what a metric is of."""
     parts = np.split(values.double().numpy(), np.cumsum(lengths)[:-1])
-    return np.concatenate([part for part, count in zip(parts, times, strict=True) for _ in range(count)])
+    return np.concatenate(
+        [part for part, count in zip(parts, times, strict=True) for _ in range(count)]
+    )
 
 
-@pytest.mark.parametrize("times", [(1, 1, 1, 1, 1), (0, 3, 0, 2, 0), (0, 5, 0, 0, 0), (0, 0, 5, 0, 0)])
+@pytest.mark.parametrize(
+    "times", [(1, 1, 1, 1, 1), (0, 3, 0, 2, 0), (0, 5, 0, 0, 0), (0, 0, 5, 0, 0)]
+)
 def test_windows_that_were_recorded_have_every_metric_of_a_resample(times):
     found = comparison(1)
     record, row = scores(found), np.array([times])
     kld, agreement, nll = (
-        drawn(values, LENGTHS, times) for values in (found.kld, found.agreement, found.nll_candidate - found.nll_baseline)
+        drawn(values, LENGTHS, times)
+        for values in (found.kld, found.agreement, found.nll_candidate - found.nll_baseline)
     )
     rank = math.ceil(0.999 * len(kld))
     assert record.metric("kld_p999", row)[0] == pytest.approx(np.sort(kld)[rank - 1], rel=1e-8)
@@ -52,7 +65,9 @@ def test_windows_that_were_recorded_have_every_metric_of_a_resample(times):
 
 def test_an_artifact_beside_itself_differs_by_nothing_in_any_draw():
     same = scores(comparison(1))
-    for difference in differences(same, same, metrics=["ppl_ratio", "mean_kld", "kld_p999", "top1_agreement"], seed=0).values():
+    for difference in differences(
+        same, same, metrics=["ppl_ratio", "mean_kld", "kld_p999", "top1_agreement"], seed=0
+    ).values():
         assert (difference.value, difference.lower, difference.upper) == (0, 0, 0)
 
 
@@ -113,12 +128,16 @@ def test_one_metric_alone_raises_five_alarms_in_a_hundred_also_for_few_windows(w
     alarms, passes = 0, 0
     for seed in range(1000):
         newer, older = pair(generator, windows, worse=0.004)
-        (difference,) = differences(newer, older, metrics=["mean_kld"], seed=seed, resamples=400).values()
+        (difference,) = differences(
+            newer, older, metrics=["mean_kld"], seed=seed, resamples=400
+        ).values()
         alarms += difference.lower > 0.004
-        passes += difference.upper <= 0.004  # a pass at the edge of what is allowed is the other mistake
+        # a pass at the edge of what is allowed is the other mistake
+        passes += difference.upper <= 0.004
     print(f"{windows} windows: {alarms} alarms, {passes} passes of 1000")
     assert 29 <= alarms <= 71
-    assert passes <= 71 or windows == 8  # skewed values of eight windows: the upper bound is a little low
+    # skewed values of eight windows: the upper bound is a little low
+    assert passes <= 71 or windows == 8
 
 
 def test_a_real_loss_is_seen():
@@ -126,7 +145,8 @@ def test_a_real_loss_is_seen():
     assert differences(newer, older, metrics=["mean_kld"], seed=0)["mean_kld"].lower > 0.004
 
 
-@pytest.mark.parametrize(("count", "t"), [(6, 2.0150), (8, 1.8946), (31, 1.6973), (101, 1.6602)])  # a table of Student's t
+# a table of Student's t
+@pytest.mark.parametrize(("count", "t"), [(6, 2.0150), (8, 1.8946), (31, 1.6973), (101, 1.6602)])
 def test_a_quantile_stands_where_students_t_has_it(count, t):
     share = expanded(0.05, count)
     normal = math.sqrt(count / (count - 1)) * t
@@ -135,7 +155,14 @@ def test_a_quantile_stands_where_students_t_has_it(count, t):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tokens", [1]), ("tokens", []), ("kld", [1.0] * 4), ("kld", None), ("kld", [float("nan")] * 5), ("kld_tail", [[]] * 5)],
+    [
+        ("tokens", [1]),
+        ("tokens", []),
+        ("kld", [1.0] * 4),
+        ("kld", None),
+        ("kld", [float("nan")] * 5),
+        ("kld_tail", [[]] * 5),
+    ],
 )
 def test_scores_that_are_damaged_are_refused(key, value):
     record = recorded(comparison(1)) | {key: value}
@@ -144,7 +171,8 @@ def test_scores_that_are_damaged_are_refused(key, value):
 
 
 @pytest.mark.parametrize(
-    ("newer", "older", "lost", "won", "chance"),  # the binomial by hand: of 5 that differ 5, 4 and more, and so on
+    # the binomial by hand: of 5 that differ 5, 4 and more, and so on
+    ("newer", "older", "lost", "won", "chance"),
     [
         ("00000", "11111", 5, 0, 1 / 32),
         ("00001", "11110", 4, 1, 6 / 32),
@@ -153,14 +181,19 @@ def test_scores_that_are_damaged_are_refused(key, value):
         ("1100", "1111", 2, 0, 1 / 4),
     ],
 )
-def test_answers_that_were_lost_are_weighed_against_those_that_were_won(newer, older, lost, won, chance):
+def test_answers_that_were_lost_are_weighed_against_those_that_were_won(
+    newer, older, lost, won, chance
+):
     assert mcnemar(newer, older) == (lost, won, pytest.approx(chance))
 
 
 @pytest.mark.parametrize(
-    ("documents", "lost", "won"), [(50, 0.05, 0.03), (200, 0.02, 0.01), (500, 0.06, 0.05), (200, 0.0, 0.0)]
+    ("documents", "lost", "won"),
+    [(50, 0.05, 0.03), (200, 0.02, 0.01), (500, 0.06, 0.05), (200, 0.0, 0.0)],
 )
-def test_a_recovery_that_is_asked_exactly_passes_and_fails_by_mistake_in_five_of_a_hundred_draws(documents, lost, won):
+def test_a_recovery_that_is_asked_exactly_passes_and_fails_by_mistake_in_five_of_a_hundred_draws(
+    documents, lost, won
+):
     generator = np.random.default_rng(5)
     kinds = np.array([("1", "1"), ("0", "1"), ("1", "0"), ("0", "0")])  # artifact, source
     shares = [0.6 - lost, lost, won, 0.4 - won]
@@ -187,8 +220,11 @@ def test_a_source_without_a_right_answer_has_no_recovery_to_bound():
 
 
 def test_the_bounds_of_a_hundred_pairs_are_those_worked_by_hand():
-    # 60 both, 4 lost, 1 won, 35 neither; with half an answer more of each: 60.5, 4.5, 1.5, 35.5 of 102
+    # 60 both, 4 lost, 1 won, 35 neither; with half an answer more of each: 60.5, 4.5, 1.5, 35.5 of
+    # 102
     artifact, source = "1" * 60 + "0" * 4 + "1" + "0" * 35, "1" * 64 + "0" * 36
     for ratio in recovery_bounds(artifact, source):
         values = np.repeat([1 - ratio, -ratio, 1.0, 0.0], [121, 9, 3, 71])  # each half answer once
-        assert abs(values.mean()) / (values.std() / math.sqrt(102)) == pytest.approx(1.6448536, rel=1e-6)
+        assert abs(values.mean()) / (values.std() / math.sqrt(102)) == pytest.approx(
+            1.6448536, rel=1e-6
+        )

@@ -23,11 +23,18 @@ THRESHOLDS = {"ppl_ratio": 1.02, "mean_kld": 0.05, "kld_p999": 0.5, "top1_agreem
 def score(lost, *, documents=1000):
     """A task of which the source answers 60 % right, and the artifact so many fewer."""
     right = 6 * documents // 10
-    source, artifact = "1" * right + "0" * (documents - right), "0" * lost + "1" * (right - lost) + "0" * (documents - right)
+    source, artifact = (
+        "1" * right + "0" * (documents - right),
+        "0" * lost + "1" * (right - lost) + "0" * (documents - right),
+    )
     kept = (right - lost) / right
-    return {"metric": "acc", "samples": documents, "baseline": 0.6, "artifact": 0.6 * kept, "recovery": 100 * kept} | {
-        "answers": {"baseline": source, "artifact": artifact}
-    }
+    return {
+        "metric": "acc",
+        "samples": documents,
+        "baseline": 0.6,
+        "artifact": 0.6 * kept,
+        "recovery": 100 * kept,
+    } | {"answers": {"baseline": source, "artifact": artifact}}
 
 
 def validation(folder, *, gate=None, **tasks):
@@ -44,9 +51,12 @@ def validation(folder, *, gate=None, **tasks):
         "bits_per_weight": 4.1,
         "parameters": 1000,
         "protocol": {},
-        "metrics": {key: {"value": value, "lower": value, "upper": value} for key, value in VALUES.items()},
+        "metrics": {
+            key: {"value": value, "lower": value, "upper": value} for key, value in VALUES.items()
+        },
         "noise_floor": {"top1_agreement": {"value": 1.0}},
-        "gate": gate or {"name": "int4", "thresholds": THRESHOLDS, "note": "", "max_regression": {}},
+        "gate": gate
+        or {"name": "int4", "thresholds": THRESHOLDS, "note": "", "max_regression": {}},
         "windows": {},
         "outcome": "pass",
         "reasons": [],
@@ -76,13 +86,17 @@ def judged(tmp_path):
 def test_a_task_is_judged_by_the_bounds_of_its_recovery(judged, lost, outcome):
     result = judged("{piqa: 98}", piqa=score(lost))
     assert result["outcome"] == outcome
-    assert [text.split(":")[0] for text in result["reasons"]] == ([] if outcome == "pass" else ["recovery of piqa"])
+    assert [text.split(":")[0] for text in result["reasons"]] == (
+        [] if outcome == "pass" else ["recovery of piqa"]
+    )
 
 
 def test_few_documents_decide_nothing_and_say_so(judged):
     result = judged("98", piqa=score(0, documents=20))
     assert result["outcome"] == "inconclusive"
-    assert result["reasons"][0].startswith("recovery of piqa: 8") and result["reasons"][0].endswith(" %, 98 % is asked")
+    assert result["reasons"][0].startswith("recovery of piqa: 8") and result["reasons"][0].endswith(
+        " %, 98 % is asked"
+    )
     with pytest.raises(GateError, match="new: inconclusive: recovery of piqa: "):
         raise_for_verdict(result, allow_inconclusive=False)
 
@@ -97,7 +111,10 @@ def test_a_number_is_asked_of_every_task_and_a_name_goes_before_it(judged):
 
 @pytest.mark.parametrize(("asked", "named"), [("98", "any task"), ("{piqa: 98}", "task piqa")])
 def test_a_validation_without_the_task_is_refused_with_what_to_run(judged, asked, named):
-    with pytest.raises(InputError, match=f"validation of new: has no score of {named}, gate .* asks for it; .* --tasks"):
+    with pytest.raises(
+        InputError,
+        match=f"validation of new: has no score of {named}, gate .* asks for it; .* --tasks",
+    ):
         judged(asked)
     if asked != "98":
         with pytest.raises(InputError, match="--tasks piqa"):
@@ -105,10 +122,20 @@ def test_a_validation_without_the_task_is_refused_with_what_to_run(judged, asked
 
 
 def test_a_score_that_is_no_right_or_wrong_is_judged_as_it_is_and_none_decides_nothing(judged):
-    rouge = {"answers": None, "baseline": 0.2, "artifact": 0.196, "recovery": 98.0, "metric": "rougeL", "samples": 9}
+    rouge = {
+        "answers": None,
+        "baseline": 0.2,
+        "artifact": 0.196,
+        "recovery": 98.0,
+        "metric": "rougeL",
+        "samples": 9,
+    }
     assert judged("98", summaries=rouge)["outcome"] == "pass"
     assert judged("98.1", summaries=rouge)["outcome"] == "fail"
-    assert judged("98", summaries=rouge | {"baseline": 0.0, "recovery": None})["outcome"] == "inconclusive"
+    assert (
+        judged("98", summaries=rouge | {"baseline": 0.0, "recovery": None})["outcome"]
+        == "inconclusive"
+    )
 
 
 def test_a_gate_with_nothing_else_has_the_thresholds_of_auto(judged):
@@ -141,16 +168,28 @@ def test_a_mistake_in_what_is_asked_is_refused(judged, text, said):
 def test_a_gate_that_names_a_task_which_will_not_be_asked_is_refused_before_anything_runs():
     gate = Gate(name="g", thresholds=THRESHOLDS, min_recovery={"piqa": 98})
     recovery.refuse_unasked(gate, ["piqa", "lambada"])
-    with pytest.raises(UsageError, match="gate g: min_recovery of task piqa, which is not asked; give --tasks piqa"):
+    with pytest.raises(
+        UsageError, match="gate g: min_recovery of task piqa, which is not asked; give --tasks piqa"
+    ):
         recovery.refuse_unasked(gate, ["lambada"])
 
 
 def test_the_recorded_gate_is_judged_once_more_and_the_exit_code_says_so(tmp_path, capsys):
-    gate = {"name": "g", "thresholds": THRESHOLDS, "note": "", "max_regression": {}, "min_recovery": {"piqa": 98}}
+    gate = {
+        "name": "g",
+        "thresholds": THRESHOLDS,
+        "note": "",
+        "max_regression": {},
+        "min_recovery": {"piqa": 98},
+    }
     for lost, code in ((0, 0), (40, 4)):
         path = validation(tmp_path, gate=gate, piqa=score(lost))
         assert exit_code(cli, ["gate", str(path), "--junit", str(tmp_path / "j.xml")]) == code
-        failed = [case.get("name") for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase") if len(case)]
+        failed = [
+            case.get("name")
+            for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase")
+            if len(case)
+        ]
         assert failed == (["recovery of piqa"] if code else [])
     assert "error: new: fails gate g: recovery of piqa: at most 9" in capsys.readouterr().err
     assert exit_code(cli, ["gate", str(validation(tmp_path, gate=gate))]) == 3
@@ -158,7 +197,15 @@ def test_the_recorded_gate_is_judged_once_more_and_the_exit_code_says_so(tmp_pat
 
 
 def test_junit_counts_a_task_among_the_tests_of_the_gate(tmp_path):
-    gate = {"name": "g", "thresholds": THRESHOLDS, "note": "", "max_regression": {}, "min_recovery": {"all": 98}}
-    write_junit(tmp_path / "j.xml", json.loads(validation(tmp_path, gate=gate, piqa=score(0)).read_text()))
+    gate = {
+        "name": "g",
+        "thresholds": THRESHOLDS,
+        "note": "",
+        "max_regression": {},
+        "min_recovery": {"all": 98},
+    }
+    write_junit(
+        tmp_path / "j.xml", json.loads(validation(tmp_path, gate=gate, piqa=score(0)).read_text())
+    )
     names = [case.get("name") for case in ElementTree.parse(tmp_path / "j.xml").iter("testcase")]
     assert names == [*THRESHOLDS, "recovery of piqa"]

@@ -21,7 +21,12 @@ GATE = Gate(name="mine", thresholds=THRESHOLDS)
 def validation(kld, *, spread=0.0, agreements=95, name="a", **changes):
     """A validation of windows of 100 tokens whose divergences alternate by `spread` about `kld`."""
     klds = [100 * (kld + (spread if number % 2 else -spread)) for number in range(WINDOWS)]
-    values = {"ppl_ratio": 1.0, "mean_kld": sum(klds) / 100 / WINDOWS, "kld_p999": 0.1, "top1_agreement": agreements / 100}
+    values = {
+        "ppl_ratio": 1.0,
+        "mean_kld": sum(klds) / 100 / WINDOWS,
+        "kld_p999": 0.1,
+        "top1_agreement": agreements / 100,
+    }
     return {
         "artifact": name,
         "digest": name * 8,
@@ -30,7 +35,9 @@ def validation(kld, *, spread=0.0, agreements=95, name="a", **changes):
         "algorithm": "gptq",
         "model": "llama",
         "parameters": 1000,
-        "metrics": {key: {"value": value, "lower": value, "upper": value} for key, value in values.items()},
+        "metrics": {
+            key: {"value": value, "lower": value, "upper": value} for key, value in values.items()
+        },
         "noise_floor": {"top1_agreement": {"value": 0.99}},
         "gate": GATE.record(),
         "windows": {
@@ -47,22 +54,40 @@ def validation(kld, *, spread=0.0, agreements=95, name="a", **changes):
         "transforms": [],
         "size": 1000,
         "bits_per_weight": 4.1,
-        "protocol": {"text": "t", "windows": WINDOWS, "tokens": 3200, "sequence_length": 101, "dtype": "float32", "seed": 0},
+        "protocol": {
+            "text": "t",
+            "windows": WINDOWS,
+            "tokens": 3200,
+            "sequence_length": 101,
+            "dtype": "float32",
+            "seed": 0,
+        },
         **changes,
     }
 
 
 def compared(kld, *, gate=GATE, **words):
-    return compare_with(validation(0.02, name="old"), validation(kld, name="new", **words), gate=gate)
+    return compare_with(
+        validation(0.02, name="old"), validation(kld, name="new", **words), gate=gate
+    )
 
 
 def test_a_tenth_of_the_way_to_the_gate_is_allowed_where_the_gate_names_nothing():
-    assert allowances(GATE) == pytest.approx({"ppl_ratio": 0.002, "mean_kld": 0.005, "top1_agreement": 0.01})
-    assert allowances(Gate(name="g", thresholds=THRESHOLDS, max_regression={"kld_p999": 0.3})) == {"kld_p999": 0.3}
+    assert allowances(GATE) == pytest.approx(
+        {"ppl_ratio": 0.002, "mean_kld": 0.005, "top1_agreement": 0.01}
+    )
+    assert allowances(Gate(name="g", thresholds=THRESHOLDS, max_regression={"kld_p999": 0.3})) == {
+        "kld_p999": 0.3
+    }
 
 
-@pytest.mark.parametrize(("kld", "spread", "outcome"), [(0.0249, 0, "pass"), (0.0251, 0, "regression"), (0.001, 0, "pass")])
-def test_what_is_surely_inside_passes_and_what_is_surely_outside_is_a_regression(kld, spread, outcome):
+@pytest.mark.parametrize(
+    ("kld", "spread", "outcome"),
+    [(0.0249, 0, "pass"), (0.0251, 0, "regression"), (0.001, 0, "pass")],
+)
+def test_what_is_surely_inside_passes_and_what_is_surely_outside_is_a_regression(
+    kld, spread, outcome
+):
     found = compared(kld, spread=spread)
     assert found["outcome"] == outcome == found["metrics"]["mean_kld"]["outcome"]
     assert found["metrics"]["mean_kld"]["worse"] == pytest.approx(kld - 0.02)
@@ -104,7 +129,9 @@ def test_a_gate_names_the_metrics_that_are_compared():
 def test_a_limit_that_means_nothing_is_refused(tmp_path, text, said):
     (tmp_path / "g.yaml").write_text(text)
     with pytest.raises(UsageError) as caught:
-        load_gate(str(tmp_path / "g.yaml"), scheme="W4A16", algorithm="gptq", parameters=1, noise_top1=1.0)
+        load_gate(
+            str(tmp_path / "g.yaml"), scheme="W4A16", algorithm="gptq", parameters=1, noise_top1=1.0
+        )
     assert said in str(caught.value)
 
 
@@ -112,7 +139,9 @@ def test_a_gate_with_nothing_but_limits_has_the_thresholds_of_auto(tmp_path):
     (tmp_path / "g.yaml").write_text("max_regression: {mean_kld: 0.002}\n")
     words = {"scheme": "W4A16", "algorithm": "gptq", "parameters": 1, "noise_top1": 1.0}
     gate = load_gate(str(tmp_path / "g.yaml"), **words)
-    assert gate.thresholds == load_gate("auto", **words).thresholds and gate.max_regression == {"mean_kld": 0.002}
+    assert gate.thresholds == load_gate("auto", **words).thresholds and gate.max_regression == {
+        "mean_kld": 0.002
+    }
 
 
 @pytest.mark.parametrize(
@@ -120,7 +149,10 @@ def test_a_gate_with_nothing_but_limits_has_the_thresholds_of_auto(tmp_path):
     [
         ({"baseline": "other"}, "validated beside different models"),
         ({"protocol": validation(0.02)["protocol"] | {"text": "u"}}, "text t and u"),
-        ({"protocol": validation(0.02)["protocol"] | {"sequence_length": 51}}, "sequence_length 101 and 51"),
+        (
+            {"protocol": validation(0.02)["protocol"] | {"sequence_length": 51}},
+            "sequence_length 101 and 51",
+        ),
         ({"windows": {}}, "scores of its windows are missing"),
     ],
 )
@@ -132,12 +164,19 @@ def test_validations_that_are_no_pairs_are_refused(changes, said):
 @pytest.mark.parametrize("outcome", ["pass", "regression", "inconclusive"])
 def test_only_a_regression_and_what_is_undecided_end_with_an_error(outcome):
     result = validation(0.02, name="new") | {
-        "regression": {"outcome": outcome, "reasons": ["mean_kld: worse"], "previous": {"artifact": "old"}}
+        "regression": {
+            "outcome": outcome,
+            "reasons": ["mean_kld: worse"],
+            "previous": {"artifact": "old"},
+        }
     }
     if outcome == "pass":
         raise_for_verdict(result, allow_inconclusive=False)
         return
-    with pytest.raises(GateError, match=f"new beside old: {'a ' if outcome == 'regression' else ''}{outcome}: mean_kld: worse"):
+    with pytest.raises(
+        GateError,
+        match=f"new beside old: {'a ' if outcome == 'regression' else ''}{outcome}: mean_kld: worse",
+    ):
         raise_for_verdict(result, allow_inconclusive=False)
     if outcome == "inconclusive":
         raise_for_verdict(result, allow_inconclusive=True)
@@ -157,12 +196,17 @@ def files(tmp_path):
 
 
 def test_files_alone_give_the_verdicts(files, tmp_path):
-    new, old = files("new", validation(0.03, name="new")), files("old", validation(0.02, name="old"))
+    new, old = (
+        files("new", validation(0.03, name="new")),
+        files("old", validation(0.02, name="old")),
+    )
     assert run(GateJob(validation=new))["outcome"] == "pass"
     assert "regression" not in run(GateJob(validation=new.parent))
     assert run(GateJob(validation=new, previous=old))["regression"]["outcome"] == "regression"
     assert run(GateJob(validation=old, previous=new.parent))["regression"]["outcome"] == "pass"
-    (tmp_path / "g.yaml").write_text("thresholds: {ppl_ratio: 1.1, mean_kld: 0.025, kld_p999: 1.0, top1_agreement: 0.9}\n")
+    (tmp_path / "g.yaml").write_text(
+        "thresholds: {ppl_ratio: 1.1, mean_kld: 0.025, kld_p999: 1.0, top1_agreement: 0.9}\n"
+    )
     result = run(GateJob(validation=new, gate=str(tmp_path / "g.yaml")))
     assert result["outcome"] == "fail" and result["gate"]["thresholds"]["mean_kld"] == 0.025
 
@@ -194,7 +238,13 @@ def test_a_file_that_is_no_validation_is_refused(files, missing):
             ("tasks",),
             {
                 "protocol": {},
-                "scores": {"arc": {"metric": "acc", "recovery": 1.0, "answers": {"baseline": "01", "artifact": "0"}}},
+                "scores": {
+                    "arc": {
+                        "metric": "acc",
+                        "recovery": 1.0,
+                        "answers": {"baseline": "01", "artifact": "0"},
+                    }
+                },
             },
             "task arc: answers are no pairs of 0 and 1",
         ),
@@ -239,10 +289,20 @@ def test_junit_has_a_test_per_metric_and_counts_what_failed(tmp_path):
     result["regression"] = compared(0.03)
     write_junit(tmp_path / "j.xml", result)
     (suite,) = ElementTree.parse(tmp_path / "j.xml").getroot()
-    cases = {(case.get("classname"), case.get("name")): [child.tag for child in case] for case in suite.iter("testcase")}
+    cases = {
+        (case.get("classname"), case.get("name")): [child.tag for child in case]
+        for case in suite.iter("testcase")
+    }
     assert {name for group, name in cases if group == "new.gate"} == set(METRICS)
-    assert {name for group, name in cases if group == "new.regression"} == {"ppl_ratio", "mean_kld", "top1_agreement"}
-    assert [key for key, tags in cases.items() if tags] == [("new.gate", "ppl_ratio"), ("new.regression", "mean_kld")]
+    assert {name for group, name in cases if group == "new.regression"} == {
+        "ppl_ratio",
+        "mean_kld",
+        "top1_agreement",
+    }
+    assert [key for key, tags in cases.items() if tags] == [
+        ("new.gate", "ppl_ratio"),
+        ("new.regression", "mean_kld"),
+    ]
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("7", "2", "0")
     allowed = deepcopy(result) | {"allow_inconclusive": True}
     write_junit(tmp_path / "j.xml", allowed)

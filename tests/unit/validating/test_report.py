@@ -28,7 +28,12 @@ RESULT = {
     "gate": {
         "name": "int8",
         "note": "",
-        "thresholds": {"ppl_ratio": 1.02, "mean_kld": 0.02, "kld_p999": 0.7, "top1_agreement": 0.95},
+        "thresholds": {
+            "ppl_ratio": 1.02,
+            "mean_kld": 0.02,
+            "kld_p999": 0.7,
+            "top1_agreement": 0.95,
+        },
     },
     "outcome": "pass",
     "reasons": [],
@@ -43,7 +48,12 @@ RESULT = {
         "hash": "h" * 64,
     },
 }
-LAYERS = [{"errors": {"model.layers.3.self_attn.q_proj": {"weight": 0.1, "output": 0.01}}, "decisions": {}}]
+LAYERS = [
+    {
+        "errors": {"model.layers.3.self_attn.q_proj": {"weight": 0.1, "output": 0.01}},
+        "decisions": {},
+    }
+]
 VOID = {"meta", "br", "line", "rect"}
 
 
@@ -119,7 +129,12 @@ def test_names_are_escaped(tmp_path):
 
 
 def test_reasons_and_the_note_of_a_gate_are_told(tmp_path):
-    result = {**RESULT, "outcome": "fail", "reasons": ["mean_kld: too large"], "gate": {**RESULT["gate"], "note": "lowered"}}
+    result = {
+        **RESULT,
+        "outcome": "fail",
+        "reasons": ["mean_kld: too large"],
+        "gate": {**RESULT["gate"], "note": "lowered"},
+    }
     text = page(tmp_path, Row(result=result, layers=LAYERS))
     assert "mean_kld: too large" in text and "lowered" in text and "class=fail" in text
 
@@ -130,8 +145,13 @@ def test_activation_ranges_are_drawn_where_they_are_known(tmp_path):
 
 
 def test_several_artifacts_share_one_page(tmp_path):
-    text = page(tmp_path, Row(result=RESULT, layers=LAYERS), Row(result={**RESULT, "artifact": "other"}, layers=LAYERS))
-    assert "2 artifacts validated" in text and text.count("<svg") == 3  # the divergences, and a plot of each artifact
+    text = page(
+        tmp_path,
+        Row(result=RESULT, layers=LAYERS),
+        Row(result={**RESULT, "artifact": "other"}, layers=LAYERS),
+    )
+    # the divergences, and a plot of each artifact
+    assert "2 artifacts validated" in text and text.count("<svg") == 3
 
 
 def summary(text):
@@ -142,19 +162,35 @@ def summary(text):
 
 def test_three_lines_tell_what_was_made_the_verdict_and_the_cost(tmp_path):
     kld = {**METRICS["mean_kld"], "value": 0.001}
-    other = {**RESULT, "artifact": "best", "size": 10_000_000, "bits_per_weight": 4.0, "metrics": {**METRICS, "mean_kld": kld}}
+    other = {
+        **RESULT,
+        "artifact": "best",
+        "size": 10_000_000,
+        "bits_per_weight": 4.0,
+        "metrics": {**METRICS, "mean_kld": kld},
+    }
     bad = {**RESULT, "artifact": "bad", "size": 1, "outcome": "fail", "expect": "fail"}
     assert summary(
-        page(tmp_path, *(Row(result=one, layers=LAYERS, source_bytes=27_272_192) for one in (RESULT, other, bad)))
+        page(
+            tmp_path,
+            *(
+                Row(result=one, layers=LAYERS, source_bytes=27_272_192)
+                for one in (RESULT, other, bad)
+            ),
+        )
     ) == {
-        "Made": "tiny as int8 (W8A8, smoothquant + rtn); best (W8A8, smoothquant + rtn); bad (W8A8, smoothquant + rtn)",
+        "Made": "tiny as int8 (W8A8, smoothquant + rtn); best (W8A8, smoothquant + rtn); bad "
+        "(W8A8, smoothquant + rtn)",
         "Verdict": "3 of 3 as expected: int8 pass; best pass; bad fail (expected)",
         "Costs": "27.3 MB became 10.0 to 12.3 MB, 4.00 to 8.12 bits per quantized weight; "
         "mean KLD 0.001 (best) to 0.012 (int8) nats per token, of those that pass",
     }
     alone = summary(page(tmp_path, Row(result={**RESULT, "outcome": "fail"}, layers=LAYERS)))
     assert alone["Verdict"] == "0 of 1 as expected: int8 fail"
-    assert alone["Costs"] == "12.3 MB, 8.12 bits per quantized weight; mean KLD 0.012 (int8) nats per token"
+    assert (
+        alone["Costs"]
+        == "12.3 MB, 8.12 bits per quantized weight; mean KLD 0.012 (int8) nats per token"
+    )
 
 
 def test_a_row_takes_layers_head_and_source_bytes_from_the_manifest():
@@ -166,15 +202,37 @@ def test_a_row_takes_layers_head_and_source_bytes_from_the_manifest():
 @pytest.mark.parametrize(
     ("metric", "bound", "cells"),
     [
-        ("mean_kld", {"value": 0.012, "lower": 0.01, "upper": 0.015}, ("mean KLD", "&lt;= 0.02", "0.012", "0.015", "pass")),
-        ("mean_kld", {"value": 0.02, "lower": 0.01, "upper": 0.03}, ("mean KLD", "&lt;= 0.02", "0.02", "0.03", "inconclusive")),
-        ("mean_kld", {"value": 0.04, "lower": 0.03, "upper": 0.05}, ("mean KLD", "&lt;= 0.02", "0.04", "0.05", "fail")),
-        ("top1_agreement", {"value": 0.97, "lower": 0.96, "upper": 0.98}, ("top-1", "&gt;= 0.95", "0.97", "0.96", "pass")),
-        ("top1_agreement", {"value": 0.9, "lower": 0.89, "upper": 0.91}, ("top-1", "&gt;= 0.95", "0.9", "0.89", "fail")),
+        (
+            "mean_kld",
+            {"value": 0.012, "lower": 0.01, "upper": 0.015},
+            ("mean KLD", "&lt;= 0.02", "0.012", "0.015", "pass"),
+        ),
+        (
+            "mean_kld",
+            {"value": 0.02, "lower": 0.01, "upper": 0.03},
+            ("mean KLD", "&lt;= 0.02", "0.02", "0.03", "inconclusive"),
+        ),
+        (
+            "mean_kld",
+            {"value": 0.04, "lower": 0.03, "upper": 0.05},
+            ("mean KLD", "&lt;= 0.02", "0.04", "0.05", "fail"),
+        ),
+        (
+            "top1_agreement",
+            {"value": 0.97, "lower": 0.96, "upper": 0.98},
+            ("top-1", "&gt;= 0.95", "0.97", "0.96", "pass"),
+        ),
+        (
+            "top1_agreement",
+            {"value": 0.9, "lower": 0.89, "upper": 0.91},
+            ("top-1", "&gt;= 0.95", "0.9", "0.89", "fail"),
+        ),
     ],
 )
 def test_a_gate_is_a_table_of_threshold_measured_bound_and_verdict(tmp_path, metric, bound, cells):
-    text = page(tmp_path, Row(result={**RESULT, "metrics": {**METRICS, metric: bound}}, layers=LAYERS))
+    text = page(
+        tmp_path, Row(result={**RESULT, "metrics": {**METRICS, metric: bound}}, layers=LAYERS)
+    )
     name, *numbers, verdict = cells
     said = f"<td class=name>{name}</td>{''.join(f'<td>{one}</td>' for one in numbers)}<td class={verdict}>{verdict}</td>"
     assert said in text
@@ -182,7 +240,9 @@ def test_a_gate_is_a_table_of_threshold_measured_bound_and_verdict(tmp_path, met
 
 def test_linears_stand_in_the_order_of_the_model_and_a_kind_has_one_colour(tmp_path):
     names = [
-        f"model.layers.{layer}.{path}" for layer in (0, 2, 10) for path in ("mlp.down_proj", "self_attn.q_proj", "mlp.odd")
+        f"model.layers.{layer}.{path}"
+        for layer in (0, 2, 10)
+        for path in ("mlp.down_proj", "self_attn.q_proj", "mlp.odd")
     ]
     names += ["model.layers.2.mlp.experts.7.down_proj", "lm_head"]
     layers = [{"errors": {name: {"output": 0.1} for name in names}, "decisions": {}}]
@@ -193,32 +253,48 @@ def test_linears_stand_in_the_order_of_the_model_and_a_kind_has_one_colour(tmp_p
     one, two, ten = (["q_proj", "down_proj", "odd"] for _ in range(3))
     two.insert(2, "down_proj")  # of the expert, in the place of its kind
     assert by_place == [
-        *(f"{layer} {kind}" for layer, kinds in (("0", one), ("2", two), ("10", ten)) for kind in kinds),
+        *(
+            f"{layer} {kind}"
+            for layer, kinds in (("0", one), ("2", two), ("10", ten))
+            for kind in kinds
+        ),
         "head lm_head",
     ]
     colours = {(name.split()[1], colour) for _, colour, name in circles}
     assert len(colours) == len(dict(colours)) == 4
     legend = re.search(r"<ul class=legend>(.*?)</ul>", text)[1]
-    assert set(re.findall(r"background:(.*?)\"></i>(.*?)</li>", legend)) == {(colour, kind) for kind, colour in colours}
+    assert set(re.findall(r"background:(.*?)\"></i>(.*?)</li>", legend)) == {
+        (colour, kind) for kind, colour in colours
+    }
 
 
 def test_the_page_fits_a_phone(tmp_path):
     text = page(tmp_path, Row(result=RESULT, layers=LAYERS))
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-    assert text.count("<table>") == text.count("<div class=wide><table>") == 2  # each scrolls inside its own box
+    # each scrolls inside its own box
+    assert text.count("<table>") == text.count("<div class=wide><table>") == 2
 
 
 def test_output_errors_on_the_calibration_text_stand_beside_those_of_round_to_nearest(tmp_path):
-    errors = [(0.02, 0.05, False), (0.06, 0.04, False), (0.03, 0.03, True), (None, None, False)]  # the last has no output
+    # the last has no output
+    errors = [(0.02, 0.05, False), (0.06, 0.04, False), (0.03, 0.03, True), (None, None, False)]
     keys = ("output_error", "output_error_rtn", "same_as_rtn")
     decisions = {
-        f"model.layers.0.{name}": dict(zip(keys, told, strict=True)) for name, told in zip("qkvo", errors, strict=True)
+        f"model.layers.0.{name}": dict(zip(keys, told, strict=True))
+        for name, told in zip("qkvo", errors, strict=True)
     }
     content = page(tmp_path, Row(result=RESULT, layers=[{"errors": {}, "decisions": decisions}]))
     assert "<h2>Output error on the calibration text</h2>" in content
     cells = ("3", "3.00%", "4.00%", "6.00%", "1", "1")
-    row = "<td class=name>int8</td><td class=left>rtn</td>" + "".join(f"<td>{cell}</td>" for cell in cells)
+    row = "<td class=name>int8</td><td class=left>rtn</td>" + "".join(
+        f"<td>{cell}</td>" for cell in cells
+    )
     assert row in content
-    section = content.partition("<h2>Output error on the calibration text</h2>")[2].partition("<h2>")[0]
-    assert section.count('fill="none"') == section.count("<circle") / 2 == 3  # a ring of rtn for each mark
-    assert "Output error on the calibration text" not in page(tmp_path, Row(result=RESULT, layers=LAYERS))
+    section = content.partition("<h2>Output error on the calibration text</h2>")[2].partition(
+        "<h2>"
+    )[0]
+    # a ring of rtn for each mark
+    assert section.count('fill="none"') == section.count("<circle") / 2 == 3
+    assert "Output error on the calibration text" not in page(
+        tmp_path, Row(result=RESULT, layers=LAYERS)
+    )

@@ -32,7 +32,10 @@ def artifact(llama, tmp_path_factory):
         head=HeadSettings(scheme="W4A16", algorithm="rtn", group_size=32),
     )
     quantize.run(quantize.QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
-    return open_artifact(export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT), backend="reference")
+    return open_artifact(
+        export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT),
+        backend="reference",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,9 @@ def swapping(llama, artifact, windows):
         BASELINE: LayerStream(source, graph_for(source.config)),
         CANDIDATE: LayerStream(artifact, graph_for(artifact.config)),
     }
-    return Swapping(streams=streams, sequences=windows, stage="t", progress=SILENT, workers=1, at_once=100)
+    return Swapping(
+        streams=streams, sequences=windows, stage="t", progress=SILENT, workers=1, at_once=100
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,11 @@ def logits_of(llama, artifact, windows):
         head = model.lm_head.weight.detach().clone()
         with torch.no_grad():
             for name in quantized:
-                weight = artifact.decode(artifact.head if name == "lm_head" else name).weight.dequantize().float()
+                weight = (
+                    artifact.decode(artifact.head if name == "lm_head" else name)
+                    .weight.dequantize()
+                    .float()
+                )
                 if name == "lm_head":
                     head = weight
                 else:
@@ -85,7 +94,9 @@ def expected(logits_of):
     return run
 
 
-def test_a_linear_alone_and_all_but_it_are_the_models_with_these_weights(swapping, artifact, expected):
+def test_a_linear_alone_and_all_but_it_are_the_models_with_these_weights(
+    swapping, artifact, expected
+):
     everything = [*artifact.linears, "lm_head"]
     everything.remove(artifact.head) if artifact.head != "lm_head" else everything.pop()
     layer = [name for name in artifact.linears if name.startswith("model.layers.0.")]
@@ -94,7 +105,9 @@ def test_a_linear_alone_and_all_but_it_are_the_models_with_these_weights(swappin
     others = swapping.klds([Swap(base=CANDIDATE, taken=names) for names in chosen])
     for names, alone, rest in zip(chosen, only, others, strict=True):
         assert alone == pytest.approx(expected(names), rel=1e-3), names
-        assert rest == pytest.approx(expected([name for name in everything if name not in names]), rel=1e-3), names
+        assert rest == pytest.approx(
+            expected([name for name in everything if name not in names]), rel=1e-3
+        ), names
     assert min(only) > 0 and len({round(value, 9) for value in only}) == len(only)
 
 
@@ -105,7 +118,9 @@ def test_a_swap_of_nothing_is_its_base(swapping, artifact, expected):
 
 
 def test_neither_workers_nor_how_many_run_together_change_a_bit(swapping):
-    swaps = [Swap(base=base, taken=names) for base in BOTH for names in ((GATE,), (DOWN,), (GATE, DOWN))]
+    swaps = [
+        Swap(base=base, taken=names) for base in BOTH for names in ((GATE,), (DOWN,), (GATE, DOWN))
+    ]
     found = swapping.klds(swaps)
     assert replace(swapping, workers=2).klds(swaps) == found
     assert replace(swapping, at_once=1).klds(swaps) == found

@@ -22,8 +22,12 @@ def test_two_processes_answer_with_the_bits_of_one_and_one_document_is_returned(
 
     monkeypatch.setattr(rank_processes, "launch", counted)
     names = ("small_piqa", "small_summaries")  # likelihoods, and texts that are continued
-    job = AnswersJob(artifact=llama, tasks=TaskOptions(names=names, limit=3), stage="tasks of a model")
+    job = AnswersJob(
+        artifact=llama, tasks=TaskOptions(names=names, limit=3), stage="tasks of a model"
+    )
     alone = task_answers.run(job, SILENT)
-    assert worlds == [] and {name: len(each) for name, each in alone["document"]["samples"].items()} == dict.fromkeys(names, 3)
+    assert worlds == [] and {
+        name: len(each) for name, each in alone["document"]["samples"].items()
+    } == dict.fromkeys(names, 3)
     assert task_answers.run(replace(job, ranks=2), SILENT) == json.loads(json.dumps(alone))
     assert worlds == [2]

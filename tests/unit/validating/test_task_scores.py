@@ -27,4 +27,6 @@ def test_inputs_are_left_alone_in_tasks_where_that_is_asked_for(monkeypatch, tmp
     monkeypatch.setattr(task_answers, "load", opened)
     told = {"resources": Resources(), "kept": tmp_path, "key": "0", "progress": Silent()}
     with pytest.raises(Opened):
-        task_scores.score_tasks(EXAMPLE, EXAMPLE, options=Validate(tasks=("small_piqa",), exact=exact), **told)
+        task_scores.score_tasks(
+            EXAMPLE, EXAMPLE, options=Validate(tasks=("small_piqa",), exact=exact), **told
+        )

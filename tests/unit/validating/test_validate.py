@@ -31,30 +31,42 @@ from quantflow.validating.verdict import raise_for_verdict
 
 def test_bits_per_weight_are_those_of_codes_scales_and_zero_points():
     folder = Path(__file__).resolve().parents[2] / "golden" / "versions" / "0.1.0" / "artifact"
-    artifact = open_folder(folder)  # W8A8_STATIC: a float32 scale per output; of inputs a float32 and a byte
+    # W8A8_STATIC: a float32 scale per output; of inputs a float32 and a byte
+    artifact = open_folder(folder)
     shapes = [placement.shape for placement in artifact.linears.values()]
     bits = sum(8 * rows * columns + 32 * rows + 40 for rows, columns in shapes)
-    assert validate.bits_per_weight(artifact) == bits / sum(rows * columns for rows, columns in shapes)
+    assert validate.bits_per_weight(artifact) == bits / sum(
+        rows * columns for rows, columns in shapes
+    )
 
 
 def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, tmp_path):
     words = load_tokenizer(llama)
-    heading, body = "value scale round\n\n", " ".join(["group layer token model range shift pack zero point"] * 12)
+    heading, body = (
+        "value scale round\n\n",
+        " ".join(["group layer token model range shift pack zero point"] * 12),
+    )
     text = tmp_path / "heldout.txt"
     text.write_text(heading + body)
     short, long = (torch.tensor(words(part.strip())["input_ids"]) for part in (heading, body))
     assert len(short) < CANARY_TOKENS < len(long)
     options = Validate(text=str(text), tokens=96, sequence_length=96)
-    job = validate.ValidateJob(artifact=llama, baseline=llama, report=tmp_path / "r", options=options)
+    job = validate.ValidateJob(
+        artifact=llama, baseline=llama, report=tmp_path / "r", options=options
+    )
 
     def manifest(*sequences):
         heads = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in sequences]
         return {"measurement": {"calibration": {"sequence_length": 128}, "sequence_heads": heads}}
 
     assert validate._sequences(job, manifest(short))
-    with pytest.raises(InputError, match="document 2, tokens 0 to 63: the first 64 tokens of a calibration sequence"):
+    with pytest.raises(
+        InputError,
+        match="document 2, tokens 0 to 63: the first 64 tokens of a calibration sequence",
+    ):
         validate._sequences(job, manifest(short, long))
-    with pytest.raises(InputError, match="document 2, tokens 7 to 70: the first 64 tokens"):  # of a window of packed text
+    # of a window of packed text
+    with pytest.raises(InputError, match="document 2, tokens 7 to 70: the first 64 tokens"):
         validate._sequences(job, manifest(short, long[7:]))
 
 
@@ -86,13 +98,18 @@ def layers_run(monkeypatch):
     return seen
 
 
-def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(artifact, llama, text_files, tmp_path, layers_run):
+def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(
+    artifact, llama, text_files, tmp_path, layers_run
+):
     validate.run(job_of(artifact, llama, text_files, tmp_path / "1"), QUIET)
-    assert layers_run.count(torch.float32) == 4 and layers_run.count(torch.bfloat16) == 2  # of two layers
+    # of two layers
+    assert layers_run.count(torch.float32) == 4 and layers_run.count(torch.bfloat16) == 2
     layers_run.clear()
     validate.run(job_of(artifact, llama, text_files, tmp_path / "2"), QUIET)
     assert layers_run == [torch.float32] * 2
-    assert (tmp_path / "2" / "validation.json").read_bytes() == (tmp_path / "1" / "validation.json").read_bytes()
+    assert (tmp_path / "2" / "validation.json").read_bytes() == (
+        tmp_path / "1" / "validation.json"
+    ).read_bytes()
     (kept,) = (tmp_path / "validation-cache").iterdir()
     assert {path.name for path in kept.iterdir()} == {"floor.json", "00002.hidden", "00002.json"}
 
@@ -110,25 +127,35 @@ def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(artifac
         pytest.param("00002.json", "removed", marks=pytest.mark.slow),
     ],
 )
-def test_what_was_kept_and_is_damaged_is_made_again(artifact, llama, text_files, tmp_path, layers_run, name, harm):
+def test_what_was_kept_and_is_damaged_is_made_again(
+    artifact, llama, text_files, tmp_path, layers_run, name, harm
+):
     validate.run(job_of(artifact, llama, text_files, tmp_path / "1"), QUIET)
     (path,) = (tmp_path / "validation-cache").glob(f"*/{name}")
     whole = path.read_bytes()
     if harm == "removed":
         path.unlink()
     else:
-        path.write_bytes(whole[:-7] if harm == "cut" else whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
+        path.write_bytes(
+            whole[:-7] if harm == "cut" else whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:]
+        )
     layers_run.clear()
     validate.run(job_of(artifact, llama, text_files, tmp_path / "2"), QUIET)
     assert len(layers_run) == 4  # the candidate, and the model whose part was damaged
-    assert (tmp_path / "2" / "validation.json").read_bytes() == (tmp_path / "1" / "validation.json").read_bytes()
+    assert (tmp_path / "2" / "validation.json").read_bytes() == (
+        tmp_path / "1" / "validation.json"
+    ).read_bytes()
     assert path.read_bytes() == whole
 
 
-def test_another_text_length_or_seed_keeps_apart_from_what_was_kept(artifact, llama, text_files, tmp_path, layers_run):
+def test_another_text_length_or_seed_keeps_apart_from_what_was_kept(
+    artifact, llama, text_files, tmp_path, layers_run
+):
     job = job_of(artifact, llama, text_files, tmp_path / "1")
     validate.run(job, QUIET)
-    for number, other in enumerate([replace(job.options, sequence_length=32), replace(job.options, tokens=200)], start=2):
+    for number, other in enumerate(
+        [replace(job.options, sequence_length=32), replace(job.options, tokens=200)], start=2
+    ):
         layers_run.clear()
         validate.run(replace(job, report=tmp_path / str(number), options=other), QUIET)
         assert len(layers_run) == 6
@@ -142,7 +169,9 @@ def test_two_validations_at_once_find_what_one_finds(artifact, llama, text_files
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         list(pool.map(validate.run, jobs, [SILENT, SILENT]))
     for job in jobs:
-        assert (job.report / "validation.json").read_bytes() == (tmp_path / "alone" / "r" / "validation.json").read_bytes()
+        assert (job.report / "validation.json").read_bytes() == (
+            tmp_path / "alone" / "r" / "validation.json"
+        ).read_bytes()
 
 
 def test_the_time_it_will_take_is_said_before_it_begins(artifact, llama, text_files, tmp_path):
@@ -157,31 +186,49 @@ def test_the_time_it_will_take_is_said_before_it_begins(artifact, llama, text_fi
             yield from items
 
     for number in (1, 2):
-        validate.run(job_of(artifact, llama, text_files, tmp_path / str(number)), Saying(quiet=True))
-    first, again = [text for text, after in pairwise(said) if after == "begins" and text != "begins"]
+        validate.run(
+            job_of(artifact, llama, text_files, tmp_path / str(number)), Saying(quiet=True)
+        )
+    first, again = [
+        text for text, after in pairwise(said) if after == "begins" and text != "begins"
+    ]
     assert re.fullmatch(r"validate 4: 13 windows, 400 tokens, about \d+ s", first)
-    assert re.fullmatch(r"validate 4: 13 windows, 400 tokens, about \d+ s, noise and baseline kept from before", again)
+    assert re.fullmatch(
+        r"validate 4: 13 windows, 400 tokens, about \d+ s, noise and baseline kept from before",
+        again,
+    )
 
 
-def test_a_gate_that_cannot_be_read_is_refused_before_a_layer_runs(artifact, llama, text_files, tmp_path, layers_run):
+def test_a_gate_that_cannot_be_read_is_refused_before_a_layer_runs(
+    artifact, llama, text_files, tmp_path, layers_run
+):
     (tmp_path / "gate.yaml").write_text("schemes: [W4A16]\nthresholds: {ppl_ratio: 1.1}\n")
     job = job_of(artifact, llama, text_files, tmp_path / "r")
     with pytest.raises(UsageError, match="metric 'mean_kld' has no threshold; give all four"):
-        validate.run(replace(job, options=replace(job.options, gate=str(tmp_path / "gate.yaml"))), QUIET)
+        validate.run(
+            replace(job, options=replace(job.options, gate=str(tmp_path / "gate.yaml"))), QUIET
+        )
     assert layers_run == []
 
 
-def test_token_ids_beyond_the_embedding_are_refused_before_a_layer_runs(artifact, llama, text_files, tmp_path, layers_run):
+def test_token_ids_beyond_the_embedding_are_refused_before_a_layer_runs(
+    artifact, llama, text_files, tmp_path, layers_run
+):
     larger = Path(shutil.copytree(llama, tmp_path / "larger"))
     tokenizer = load_tokenizer(larger)
     token = json.loads((llama / "config.json").read_text())["vocab_size"]
     tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), token)] + ["<beyond>"])
     tokenizer.save_pretrained(larger)
-    for name, row in (("ids", {"input_ids": [5] * 99 + [token]}), ("text", {"text": "def <beyond>" * 30})):
+    for name, row in (
+        ("ids", {"input_ids": [5] * 99 + [token]}),
+        ("text", {"text": "def <beyond>" * 30}),
+    ):
         text = tmp_path / f"{name}.jsonl"
         text.write_text(json.dumps(row) + "\n")
         job = job_of(artifact, larger, {"heldout": text}, tmp_path / "report")
-        with pytest.raises(InputError, match=rf"{name}\.jsonl: token id {token}, the model has {token}"):
+        with pytest.raises(
+            InputError, match=rf"{name}\.jsonl: token id {token}, the model has {token}"
+        ):
             validate.run(job, SILENT)
     assert layers_run == []
 
@@ -195,12 +242,19 @@ def spoiled(artifact, tmp_path_factory):
     scales = [name for name in tensors if ".layers.1." in name and name.endswith("weight_scale")]
     assert len(scales) == 7
     save_file(
-        tensors | {name: tensors[name] * 1.05 for name in scales}, folder / "model.safetensors", metadata={"format": "pt"}
+        tensors | {name: tensors[name] * 1.05 for name in scales},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     manifest = read_manifest(artifact)
     file = manifest["files"]["model.safetensors"]
-    file |= {"sha256": file_digest(folder / "model.safetensors"), "bytes": (folder / "model.safetensors").stat().st_size}
-    manifest["digest"] = digest_of({key: value for key, value in manifest.items() if key != "digest"})
+    file |= {
+        "sha256": file_digest(folder / "model.safetensors"),
+        "bytes": (folder / "model.safetensors").stat().st_size,
+    }
+    manifest["digest"] = digest_of(
+        {key: value for key, value in manifest.items() if key != "digest"}
+    )
     write_manifest(folder, manifest)
     return folder
 
@@ -213,7 +267,9 @@ def test_scales_that_are_too_large_in_one_layer_are_a_regression_and_the_other_w
 ):
     (tmp_path / "g.yaml").write_text(f"{LOOSE}max_regression: {{mean_kld: 0.0}}\n")
     job = job_of(spoiled, llama, text_files, tmp_path / "new")
-    job = replace(job, options=replace(job.options, gate=str(tmp_path / "g.yaml")), previous=artifact)
+    job = replace(
+        job, options=replace(job.options, gate=str(tmp_path / "g.yaml")), previous=artifact
+    )
     result = validate.run(job, QUIET)
     assert len(layers_run) == 8  # both artifacts, and once for both the baseline and its noise
     assert (result["outcome"], result["regression"]["outcome"]) == ("pass", "regression")
@@ -222,10 +278,18 @@ def test_scales_that_are_too_large_in_one_layer_are_a_regression_and_the_other_w
     page = (tmp_path / "new" / "report.html").read_text()
     assert "Beside the older artifact" in page and "<td class=regression>regression</td>" in page
     old = tmp_path / "new-previous"
-    assert read_validation(old)["metrics"]["mean_kld"]["value"] == result["regression"]["metrics"]["mean_kld"]["previous"]
+    assert (
+        read_validation(old)["metrics"]["mean_kld"]["value"]
+        == result["regression"]["metrics"]["mean_kld"]["previous"]
+    )
     layers_run.clear()
     assert validate.run(job, QUIET) == result and layers_run == []  # up to date
-    back = replace(job, artifact=artifact, report=tmp_path / "back", previous=tmp_path / "new" / "validation.json")
+    back = replace(
+        job,
+        artifact=artifact,
+        report=tmp_path / "back",
+        previous=tmp_path / "new" / "validation.json",
+    )
     assert validate.run(back, QUIET)["regression"]["outcome"] == "pass"
 
 
@@ -244,12 +308,21 @@ def test_an_older_artifact_that_was_validated_on_the_same_text_is_not_validated_
 def test_validations_of_other_windows_are_no_pairs(artifact, llama, text_files, tmp_path):
     job = job_of(artifact, llama, text_files, tmp_path / "old")
     validate.run(job, QUIET)
-    short = replace(job, report=tmp_path / "new", options=replace(job.options, sequence_length=32), previous=tmp_path / "old")
-    with pytest.raises(InputError, match="validated on different text; validate both with the same --text"):
+    short = replace(
+        job,
+        report=tmp_path / "new",
+        options=replace(job.options, sequence_length=32),
+        previous=tmp_path / "old",
+    )
+    with pytest.raises(
+        InputError, match="validated on different text; validate both with the same --text"
+    ):
         validate.run(short, QUIET)
 
 
-def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(artifact, llama, text_files, tmp_path):
+def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(
+    artifact, llama, text_files, tmp_path
+):
     job = job_of(artifact, llama, text_files, tmp_path / "old")
     job = replace(job, options=replace(job.options, tasks=("small_piqa", "small_lambada"), limit=5))
     result = validate.run(job, QUIET)
@@ -264,18 +337,34 @@ def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(art
     }
     for name, metric in (("small_piqa", "acc_norm"), ("small_lambada", "acc")):
         score = scores[name]
-        assert (score["metric"], score["samples"], len(score["answers"]["artifact"])) == (metric, 5, 5)
+        assert (score["metric"], score["samples"], len(score["answers"]["artifact"])) == (
+            metric,
+            5,
+            5,
+        )
         assert score["artifact"] == score["answers"]["artifact"].count("1") / 5
-        assert score["recovery"] == (100 * score["artifact"] / score["baseline"] if score["baseline"] else None)
+        assert score["recovery"] == (
+            100 * score["artifact"] / score["baseline"] if score["baseline"] else None
+        )
     theirs = json.loads((tmp_path / "old" / "tasks.json").read_text())
     assert theirs["results"]["small_piqa"]["acc_norm,none"] == scores["small_piqa"]["artifact"]
     assert "<h2>Tasks</h2>" in (tmp_path / "old" / "report.html").read_text()
     (tmp_path / "g.yaml").write_text(f"{LOOSE}min_recovery: {{small_piqa: 200}}\n")
-    gated = replace(job, report=tmp_path / "gated", options=replace(job.options, gate=str(tmp_path / "g.yaml")))
+    gated = replace(
+        job, report=tmp_path / "gated", options=replace(job.options, gate=str(tmp_path / "g.yaml"))
+    )
     judged = validate.run(gated, QUIET)
-    assert judged["outcome"] != "pass" and judged["reasons"][0].startswith("recovery of small_piqa: ")
-    assert "<td class=name>recovery of small_piqa</td><td>&gt;= 200 %</td>" in (tmp_path / "gated" / "report.html").read_text()
-    with pytest.raises(UsageError, match="min_recovery of task small_piqa, which is not asked; give --tasks small_piqa"):
+    assert judged["outcome"] != "pass" and judged["reasons"][0].startswith(
+        "recovery of small_piqa: "
+    )
+    assert (
+        "<td class=name>recovery of small_piqa</td><td>&gt;= 200 %</td>"
+        in (tmp_path / "gated" / "report.html").read_text()
+    )
+    with pytest.raises(
+        UsageError,
+        match="min_recovery of task small_piqa, which is not asked; give --tasks small_piqa",
+    ):
         validate.run(replace(gated, options=replace(gated.options, tasks=()), replace=True), QUIET)
     again = validate.run(replace(job, report=tmp_path / "new", previous=tmp_path / "old"), QUIET)
     assert again["tasks"] == result["tasks"]

@@ -98,10 +98,21 @@ def test_booleans_may_be_text(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["mode", "observer", "measure_exclude", "fp8_config", "hp_dtype", "scale_format", "device_for_scales"]
+    "key",
+    [
+        "mode",
+        "observer",
+        "measure_exclude",
+        "fp8_config",
+        "hp_dtype",
+        "scale_format",
+        "device_for_scales",
+    ],
 )
 def test_a_bad_word_is_told_in_the_toolkits_own_words(key):
-    with pytest.raises(UsageError, match=rf"Invalid '{key}' value in custom config \('nonsense'\). Enter one of \["):
+    with pytest.raises(
+        UsageError, match=rf"Invalid '{key}' value in custom config \('nonsense'\). Enter one of \["
+    ):
         quant_config({key: "nonsense"})
 
 
@@ -114,14 +125,30 @@ def test_a_bad_word_is_told_in_the_toolkits_own_words(key):
         ({"dump_stats_path": ""}, "Invalid 'dump_stats_path'"),
         ({"scale_params": []}, "Invalid 'scale_params'"),
         ({"scale_method": "maxabs"}, r"Invalid 'scale_method' value in custom config \('maxabs'\)"),
-        ({"scale_method": {"nodes": {}}}, "Scale method config should contain a default scale method"),
+        (
+            {"scale_method": {"nodes": {}}},
+            "Scale method config should contain a default scale method",
+        ),
         ({"scale_method": DYNAMIC}, "without dynamic_quantization"),
         ({"dynamic_quantization": True}, "dynamic_quantization with scale method maxabs_hw"),
-        ({"dynamic_quantization": True, "scale_method": DYNAMIC, "mode": "MEASURE"}, "dynamic_quantization with mode MEASURE"),
-        ({"dynamic_quantization": True, "scale_method": DYNAMIC, "use_qdq": True}, "use_qdq or fake_quant"),
-        ({"dynamic_quantization": True, "scale_method": DYNAMIC, "fake_quant": "True"}, "use_qdq or fake_quant"),
         (
-            {"dynamic_quantization": True, "scale_method": DYNAMIC, "row_parallel_linear_allreduce_quantization": True},
+            {"dynamic_quantization": True, "scale_method": DYNAMIC, "mode": "MEASURE"},
+            "dynamic_quantization with mode MEASURE",
+        ),
+        (
+            {"dynamic_quantization": True, "scale_method": DYNAMIC, "use_qdq": True},
+            "use_qdq or fake_quant",
+        ),
+        (
+            {"dynamic_quantization": True, "scale_method": DYNAMIC, "fake_quant": "True"},
+            "use_qdq or fake_quant",
+        ),
+        (
+            {
+                "dynamic_quantization": True,
+                "scale_method": DYNAMIC,
+                "row_parallel_linear_allreduce_quantization": True,
+            },
             "row_parallel",
         ),
         ({"whitelist": {}, "allowlist": {}}, "whitelist and allowlist are the same key"),
@@ -145,7 +172,9 @@ def test_old_names_of_the_lists_are_read_and_unknown_keys_are_kept():
             "world_size": 8,
         }
     )
-    assert config.allowlist == ModuleList(types=("Linear",)) and config.blocklist == ModuleList(names=("lm_head",))
+    assert config.allowlist == ModuleList(types=("Linear",)) and config.blocklist == ModuleList(
+        names=("lm_head",)
+    )
     assert dict(config.unknown) == {"method": "HOOKS", "dump_stats_xlsx_path": "x"}
 
 
@@ -164,7 +193,11 @@ def test_scales_per_channel_fake_quant_and_dynamic_force_const(table, expected):
 
 
 def test_the_dictionary_form_forces_scales_to_be_derived_again():
-    part = {"granularity": "PTS", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
+    part = {
+        "granularity": "PTS",
+        "scale_value_type": "FIXED_VALUE",
+        "rounding_method": "SCALE_UNIT",
+    }
     config = quant_config({"scale_method": {"default": {"weight": part, "activation": part}}})
     assert config.effective_recalc_scales and not quant_config({}).effective_recalc_scales
     assert config.spelled_scale_method["default"]["weight"]["rounding_method"] == "SCALE_UNIT"
@@ -184,11 +217,19 @@ def test_scales_of_gaudi2_on_gaudi3_need_maxabs_hw():
             quant_config(table).scale_device(device)
 
 
-PATHS = ["model.layers.2.mlp.up_proj", "model.layers.29.mlp.up_proj", "model.layers.2.self_attn.q_proj", "lm_head"]
+PATHS = [
+    "model.layers.2.mlp.up_proj",
+    "model.layers.29.mlp.up_proj",
+    "model.layers.2.self_attn.q_proj",
+    "lm_head",
+]
 
 
 def chosen(allow=None, block=None, layer_type="Linear") -> list[str]:
-    lists = {"allow": module_list("allowlist", allow or {}), "block": module_list("blocklist", block or {})}
+    lists = {
+        "allow": module_list("allowlist", allow or {}),
+        "block": module_list("blocklist", block or {}),
+    }
     return [path for path in PATHS if selected(path, layer_type, **lists)]
 
 
@@ -215,7 +256,11 @@ def test_lists_are_searched_and_the_blocklist_wins(allow, block, expected):
 @pytest.mark.parametrize(
     ("pattern", "means", "write"),
     [
-        (r"layers\.[29-31]\.w2", "'2', '1' and the range 9-3, which runs backwards", r"layers\\.(29|30|31)\\.w2"),
+        (
+            r"layers\.[29-31]\.w2",
+            "'2', '1' and the range 9-3, which runs backwards",
+            r"layers\\.(29|30|31)\\.w2",
+        ),
         ("[10-12]", "'1', '2', and '0' to '1'", "(10|11|12)"),
         ("w[0-31]", "'1', and '0' to '3'", "w(0|1|2|"),
         ("[1-9999]", "'9', and '1' to '9'", r"\\d+"),
@@ -225,7 +270,10 @@ def test_brackets_around_numbers_are_explained_not_obeyed(pattern, means, write)
     with pytest.raises(UsageError) as caught:
         module_list("blocklist", {"names": ["fine", pattern]})
     cause = caught.value.cause
-    assert f"blocklist.names: pattern {pattern!r}" in cause and "is one character, not a number" in cause
+    assert (
+        f"blocklist.names: pattern {pattern!r}" in cause
+        and "is one character, not a number" in cause
+    )
     assert means in cause and write in caught.value.remedy
 
 
@@ -240,7 +288,10 @@ def test_the_pattern_that_is_proposed_means_those_numbers():
 @pytest.mark.parametrize("pattern", ["[0-9]", "[1-3]", "[a-z]+", "[0-35-9]", "x{2,3}"])
 def test_ordinary_classes_are_obeyed(pattern):
     assert module_list("blocklist", {"names": [pattern]}).names == (pattern,)
-    assert as_table(module_list("blocklist", {"names": [pattern]})) == {"types": [], "names": [pattern]}
+    assert as_table(module_list("blocklist", {"names": [pattern]})) == {
+        "types": [],
+        "names": [pattern],
+    }
 
 
 def test_a_pattern_that_is_none_is_refused():
@@ -258,14 +309,21 @@ def test_the_presets_are_shipped_under_their_known_names(name):
 
 def test_no_other_preset_is_shipped_and_what_is_special_about_some():
     assert {path.stem for path in (SHIPPED / "gaudi").iterdir()} == set(KNOWN_NAMES)
-    blocked = {name: read_quant_config(find_quant_config(name)).blocklist.names for name in KNOWN_NAMES}
+    blocked = {
+        name: read_quant_config(find_quant_config(name)).blocklist.names for name in KNOWN_NAMES
+    }
     assert blocked["maxabs_quant_mixtral"] == ("self_attn",)
     assert blocked["maxabs_quant_phi"] == ("matmul_qk", "matmul_av", "lm_head")
-    assert read_quant_config(find_quant_config("maxabs_measure_include_outputs")).measure_exclude == "NONE"
+    assert (
+        read_quant_config(find_quant_config("maxabs_measure_include_outputs")).measure_exclude
+        == "NONE"
+    )
 
 
 def test_files_that_are_not_there_or_no_json_are_told(tmp_path):
-    with pytest.raises(UsageError, match="QUANT_CONFIG: Can't open maxabs_qant.json!.*did you mean 'maxabs_quant'"):
+    with pytest.raises(
+        UsageError, match="QUANT_CONFIG: Can't open maxabs_qant.json!.*did you mean 'maxabs_quant'"
+    ):
         find_quant_config("maxabs_qant.json")
     path = tmp_path / "a.json"
     path.write_text("{")
@@ -286,7 +344,10 @@ def test_a_mode_that_contradicts_the_verb_is_refused(verb):
         if mode in ("AUTO", VERBS[verb]):
             require_mode(config, verb)
         else:
-            with pytest.raises(UsageError, match=f"{verb}: QUANT_CONFIG has mode {mode}, {verb} needs {VERBS[verb]}"):
+            with pytest.raises(
+                UsageError,
+                match=f"{verb}: QUANT_CONFIG has mode {mode}, {verb} needs {VERBS[verb]}",
+            ):
                 require_mode(config, verb)
 
 
@@ -297,11 +358,14 @@ def test_measure_refuses_observers_that_keep_no_maxima(observer):
 
 
 def test_keys_without_meaning_are_those_that_were_given_differ_from_the_default_and_are_not_used():
-    config = quant_config({"methods": "HOOKS", "measure_on_hpu": False, "hp_dtype": "FP32", "recalc_scales": False})
+    config = quant_config(
+        {"methods": "HOOKS", "measure_on_hpu": False, "hp_dtype": "FP32", "recalc_scales": False}
+    )
     assert without_meaning(config, "quantize") == ["measure_on_hpu", "methods"]
     assert without_meaning(config, "export") == ["measure_on_hpu", "methods"]
     stored = {"method": "HOOKS", "dump_stats_xlsx_path": "a.xlsx", "quantize_weight": True}
-    assert without_meaning(quant_config(stored), "export") == []  # in the toolkit's own files, which need no remark
+    # in the toolkit's own files, which need no remark
+    assert without_meaning(quant_config(stored), "export") == []
     assert without_meaning(quant_config({}), "measure") == []
 
 

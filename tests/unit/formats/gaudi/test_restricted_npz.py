@@ -34,7 +34,11 @@ TABLE = {
 
 def same(left, right) -> bool:
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return isinstance(left, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+        return (
+            isinstance(left, np.ndarray)
+            and left.dtype == right.dtype
+            and np.array_equal(left, right)
+        )
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
@@ -48,7 +52,9 @@ def npz(payload: bytes, *, member: str = MEMBER) -> bytes:
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(member, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + payload)
+        archive.writestr(
+            member, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + payload
+        )
     return buffer.getvalue()
 
 
@@ -64,7 +70,10 @@ def test_what_numpy_saves_is_read(tmp_path):
 def test_every_protocol_and_both_spellings_of_numpy_are_read(protocol, module):
     data = pickle.dumps(np.array(TABLE, dtype=object), protocol=protocol)
     if protocol == 4:  # its texts carry their length
-        data = data.replace(b"\x8c\x16numpy._core.multiarray", b"\x8c" + bytes([len(module) + 11]) + module + b".multiarray")
+        data = data.replace(
+            b"\x8c\x16numpy._core.multiarray",
+            b"\x8c" + bytes([len(module) + 11]) + module + b".multiarray",
+        )
         frame = data.index(b"\x95")
         data = data[:frame] + data[frame + 9 :]  # the length of the frame is another one now
     else:
@@ -74,8 +83,16 @@ def test_every_protocol_and_both_spellings_of_numpy_are_read(protocol, module):
 
 
 def test_numbers_of_numpy_are_read_as_arrays():
-    found = loads(pickle.dumps({"a": np.float32(0.1), "b": np.int64(-3), "c": np.float64(2)}, protocol=4), name="file")
-    assert found["a"].shape == () and found["a"] == np.float32(0.1) and found["b"] == -3 and found["c"] == 2.0
+    found = loads(
+        pickle.dumps({"a": np.float32(0.1), "b": np.int64(-3), "c": np.float64(2)}, protocol=4),
+        name="file",
+    )
+    assert (
+        found["a"].shape == ()
+        and found["a"] == np.float32(0.1)
+        and found["b"] == -3
+        and found["c"] == 2.0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f8", "<i8", ">i2", "u1", "?", "<f2"])
@@ -97,10 +114,16 @@ def test_numpy_reads_what_is_written(tmp_path):
 def test_what_is_written_has_one_byte_form_and_no_time(tmp_path):
     program = (
         "import numpy as np, sys; from quantflow.formats.gaudi.restricted_npz import npz_bytes; "
-        "sys.stdout.buffer.write(npz_bytes({'a': np.ones((1, 1), dtype=np.float32), 'b': [0.5, 'text']}))"
+        "sys.stdout.buffer.write(npz_bytes({'a': np.ones((1, 1), dtype=np.float32), 'b': [0.5, "
+        "'text']}))"
     )
     outputs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env={**os.environ, "TZ": zone}).stdout
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            check=True,
+            env={**os.environ, "TZ": zone},
+        ).stdout
         for zone in ("UTC", "Asia/Tokyo")
     ]
     assert outputs[0] == outputs[1] and len(outputs[0]) > 200
@@ -109,13 +132,27 @@ def test_what_is_written_has_one_byte_form_and_no_time(tmp_path):
 
 
 def test_the_written_pickle_names_numpy_as_every_release_knows_it():
-    names = {argument for opcode, argument, _ in pickletools.genops(dumps(TABLE)) if opcode.name == "GLOBAL"}
+    names = {
+        argument
+        for opcode, argument, _ in pickletools.genops(dumps(TABLE))
+        if opcode.name == "GLOBAL"
+    }
     assert names == {"numpy.core.multiarray _reconstruct", "numpy ndarray", "numpy dtype"}
 
 
-LEAVES = st.none() | st.booleans() | st.integers(-(2**31), 2**31 - 1) | st.floats(allow_nan=False) | st.text(max_size=8)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**31), 2**31 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+)
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4), max_leaves=12
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=12,
 )
 
 
@@ -151,11 +188,16 @@ def attacks(path):
     yield "os.system", pickle.dumps(Canary(os.system, command), protocol=0)
     yield "subprocess", pickle.dumps([Canary(subprocess.getoutput, command)], protocol=4)
     yield "eval", pickle.dumps(Canary(eval, f"open({created!r}, 'w')"), protocol=2)
-    yield "by way of numpy", b"cnumpy.lib.npyio\nsave\n(" + pickle.dumps(created, protocol=0)[:-1] + b"I1\ntR."
+    yield (
+        "by way of numpy",
+        b"cnumpy.lib.npyio\nsave\n(" + pickle.dumps(created, protocol=0)[:-1] + b"I1\ntR.",
+    )
     yield "exec", pickle.dumps(Canary(exec, f"open({created!r}, 'w')"))
 
 
-@pytest.mark.parametrize("kind", ["mkdir", "os.system", "subprocess", "eval", "by way of numpy", "exec"])
+@pytest.mark.parametrize(
+    "kind", ["mkdir", "os.system", "subprocess", "eval", "by way of numpy", "exec"]
+)
 def test_a_pickle_that_would_write_a_file_is_refused_and_there_is_no_file(tmp_path, kind):
     created = tmp_path / "created"
     payload = dict(attacks(created))[kind]
@@ -163,7 +205,9 @@ def test_a_pickle_that_would_write_a_file_is_refused_and_there_is_no_file(tmp_pa
         pickle.loads(payload)
         created.rmdir()
     (tmp_path / "a.npz").write_bytes(npz(payload))
-    with pytest.raises(InputError, match=r"a\.npz: the pickle asks for the name .*; nothing of it was run"):
+    with pytest.raises(
+        InputError, match=r"a\.npz: the pickle asks for the name .*; nothing of it was run"
+    ):
         read_npz(tmp_path / "a.npz")
     assert not created.exists()
 
@@ -174,7 +218,8 @@ def test_a_pickle_that_would_write_a_file_is_refused_and_there_is_no_file(tmp_pa
         b"cnumpy\nndarray\n(K\x01tR.",  # a call of the class
         b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13tR.",
         b"c_codecs\nencode\n}X\x01\x00\x00\x00aK\x01sb.",  # a change of the function
-        b"cnumpy.core.multiarray\n_reconstruct\n(c_codecs\nencode\nK\x00\x85C\x01btR.",  # an array of another class
+        # an array of another class
+        b"cnumpy.core.multiarray\n_reconstruct\n(c_codecs\nencode\nK\x00\x85C\x01btR.",
         b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R.",  # a dtype is no data
         b"cnumpy\ndtype\n.",
         b"\x80\x04\x8c\x08builtins\x8c\x04evil\x93.",
@@ -208,7 +253,8 @@ def test_a_few_bytes_that_stand_for_more_values_than_memory_holds_are_refused(mo
 
 
 @pytest.mark.parametrize(
-    "array", [np.array(["a"]), np.array([1 + 2j]), np.array([None, None]), np.zeros(2, dtype=[("a", "f4")])]
+    "array",
+    [np.array(["a"]), np.array([1 + 2j]), np.array([None, None]), np.zeros(2, dtype=[("a", "f4")])],
 )
 def test_arrays_of_anything_but_numbers_are_refused(array):
     with pytest.raises(InputError):

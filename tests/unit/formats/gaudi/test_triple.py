@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from quantflow.errors import InputError, StatisticsError
-from quantflow.formats.gaudi.file_names import FileName, TripleFiles, find_triples, holds_triples, parse_name
+from quantflow.formats.gaudi.file_names import (
+    FileName,
+    TripleFiles,
+    find_triples,
+    holds_triples,
+    parse_name,
+)
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -35,10 +41,18 @@ def plain(value):
 
 
 def table(content=None, *, mode="DynamicRange", rank=None, **more) -> dict:
-    return {"GlobalRank": None, "LocalRank": rank, "Mode": mode, **more, "Nodes": nodes() if content is None else content}
+    return {
+        "GlobalRank": None,
+        "LocalRank": rank,
+        "Mode": mode,
+        **more,
+        "Nodes": nodes() if content is None else content,
+    }
 
 
-def store(folder, stem: str, value: dict, *, npz: bool = True, as_json: bool = True, modules=None) -> None:
+def store(
+    folder, stem: str, value: dict, *, npz: bool = True, as_json: bool = True, modules=None
+) -> None:
     """Write files as the toolkit does."""
     folder.mkdir(exist_ok=True, parents=True)
     if npz:
@@ -58,7 +72,11 @@ def read(folder, **options) -> Triple:
     [
         ("measure_hooks_maxabs.npz", FileName(prefix="measure"), ".npz"),
         ("measure_hooks_maxabs_6_8.json", FileName(prefix="measure", rank=6, world=8), ".json"),
-        ("measure_hooks_maxabs_1_16_mod_list.json", FileName(prefix="measure", rank=1, world=16), "_mod_list.json"),
+        (
+            "measure_hooks_maxabs_1_16_mod_list.json",
+            FileName(prefix="measure", rank=1, world=16),
+            "_mod_list.json",
+        ),
         (
             "measure_hooks_maxabs_MAXABS_HW_3_8.npz",
             FileName(prefix="measure", method="MAXABS_HW", rank=3, world=8),
@@ -81,7 +99,14 @@ def test_names_are_taken_apart_and_put_together(text, expected, ending):
 
 @pytest.mark.parametrize(
     "text",
-    ["config.json", "hooks_maxabs.npz", "m_hooks_maxabs_01_8.npz", "m_hooks_maxabs_0_08.npz", "m_hooks_maxabs_0.npz", "m.npz"],
+    [
+        "config.json",
+        "hooks_maxabs.npz",
+        "m_hooks_maxabs_01_8.npz",
+        "m_hooks_maxabs_0_08.npz",
+        "m_hooks_maxabs_0.npz",
+        "m.npz",
+    ],
 )
 def test_other_names_are_not_the_toolkits(text):
     assert parse_name(text) is None
@@ -89,7 +114,11 @@ def test_other_names_are_not_the_toolkits(text):
 
 def test_card_1_of_16_is_not_card_11(tmp_path):
     for rank in range(16):
-        store(tmp_path, f"m_hooks_maxabs_{rank}_16", table({Q: {"inputs": [cell(100 + rank)]}}, rank=rank))
+        store(
+            tmp_path,
+            f"m_hooks_maxabs_{rank}_16",
+            table({Q: {"inputs": [cell(100 + rank)]}}, rank=rank),
+        )
     files = find_triples(tmp_path)
     assert list(files) == list(range(16))
     for rank in (1, 11):
@@ -100,7 +129,13 @@ def test_card_1_of_16_is_not_card_11(tmp_path):
 def test_other_files_in_the_folder_change_nothing(tmp_path):
     store(tmp_path, "m_hooks_maxabs", table(), modules=[Q, QK])
     expected = find_triples(tmp_path)
-    for name in ("notes.json", "config.json", "m_hooks_maxabs_MAXABS_HW.json", "m_hooks_shape.json", "m_hooks_maxabs.json.bak"):
+    for name in (
+        "notes.json",
+        "config.json",
+        "m_hooks_maxabs_MAXABS_HW.json",
+        "m_hooks_shape.json",
+        "m_hooks_maxabs.json.bak",
+    ):
         (tmp_path / name).write_text("{}")
     (tmp_path / "backup_measure_01-01_00:00:00").mkdir()
     assert find_triples(tmp_path) == expected
@@ -132,7 +167,10 @@ def test_incomplete_and_ambiguous_folders_are_refused(tmp_path, stems, said):
 
 
 def test_a_missing_measurement_is_told_with_the_step_that_makes_it(tmp_path):
-    with pytest.raises(InputError, match=r"hqt_output/measure: holds no measurement .*; measure with Gaudi's toolkit first"):
+    with pytest.raises(
+        InputError,
+        match=r"hqt_output/measure: holds no measurement .*; measure with Gaudi's toolkit first",
+    ):
         find_triples(tmp_path / "hqt_output" / "measure")
     assert not holds_triples(tmp_path / "hqt_output" / "measure")
 
@@ -146,18 +184,36 @@ def test_one_of_several_prefixes_is_named_as_dump_stats_path_names_it(tmp_path):
 
 @pytest.mark.parametrize(("npz", "as_json"), [(True, True), (True, False), (False, True)])
 def test_the_npz_the_json_or_both_are_read(tmp_path, npz, as_json):
-    store(tmp_path, "m_hooks_maxabs_0_1", table(rank=0, NumSamples=12), npz=npz, as_json=as_json, modules=[Q, QK, "lm_head"])
+    store(
+        tmp_path,
+        "m_hooks_maxabs_0_1",
+        table(rank=0, NumSamples=12),
+        npz=npz,
+        as_json=as_json,
+        modules=[Q, QK, "lm_head"],
+    )
     triple = read(tmp_path)
     node = triple.nodes[Q]
-    assert node.inputs[0].tolist() == [[1.5]] and node.outputs[0].tolist() == [[7.0]] and node.weight.tolist() == [[0.25]]
+    assert (
+        node.inputs[0].tolist() == [[1.5]]
+        and node.outputs[0].tolist() == [[7.0]]
+        and node.weight.tolist() == [[0.25]]
+    )
     assert [value.item() for value in triple.nodes[QK].inputs] == [3.0, 4.0]
     assert (triple.local_rank, triple.samples, triple.modules) == (0, 12, (Q, QK, "lm_head"))
 
 
 def test_a_json_that_contradicts_the_npz_is_refused(tmp_path):
     store(tmp_path, "m_hooks_maxabs", table())
-    store(tmp_path, "m_hooks_maxabs", table({**nodes(), QK: {"inputs": [cell(3), cell(5)]}}), npz=False)
-    with pytest.raises(InputError, match=r"matmul_qk: input 1 differs; remove the one that is wrong"):
+    store(
+        tmp_path,
+        "m_hooks_maxabs",
+        table({**nodes(), QK: {"inputs": [cell(3), cell(5)]}}),
+        npz=False,
+    )
+    with pytest.raises(
+        InputError, match=r"matmul_qk: input 1 differs; remove the one that is wrong"
+    ):
         read(tmp_path)
     store(tmp_path, "m_hooks_maxabs", table({Q: nodes()[Q]}), npz=False)
     with pytest.raises(InputError, match="matmul_qk is in one of them alone"):
@@ -168,7 +224,10 @@ def test_a_json_that_contradicts_the_npz_is_refused(tmp_path):
 
 
 def test_old_spellings_and_bare_arrays_are_accepted(tmp_path):
-    content = {Q: {"input": cell(1.5), "output": cell(7), "params": {"weight": cell(0.25)}}, QK: {"input": [cell(3), cell(4)]}}
+    content = {
+        Q: {"input": cell(1.5), "output": cell(7), "params": {"weight": cell(0.25)}},
+        QK: {"input": [cell(3), cell(4)]},
+    }
     store(tmp_path, "m_hooks_maxabs", table(content))
     node = read(tmp_path).nodes[Q]
     assert node.inputs[0].tolist() == [[1.5]] and node.outputs[0].tolist() == [[7.0]]
@@ -176,7 +235,11 @@ def test_old_spellings_and_bare_arrays_are_accepted(tmp_path):
 
 def test_maxima_per_channel_are_read(tmp_path):
     channels = np.array([[1], [2], [3]], dtype=np.float32)
-    store(tmp_path, "m_hooks_maxabs_per_channel", table({Q: {"inputs": [channels], "params": {"weight": channels}}}))
+    store(
+        tmp_path,
+        "m_hooks_maxabs_per_channel",
+        table({Q: {"inputs": [channels], "params": {"weight": channels}}}),
+    )
     assert read(tmp_path).nodes[Q].inputs[0].tolist() == [[1.0], [2.0], [3.0]]
 
 
@@ -225,19 +288,29 @@ def test_a_head_of_another_form_is_refused(tmp_path, value, said):
 
 def test_nodes_that_the_module_list_does_not_know_were_written_by_another_version(tmp_path):
     store(tmp_path, "m_hooks_maxabs", table(), modules=[Q])
-    with pytest.raises(InputError, match=r"node .*matmul_qk is not in .*mod_list\.json .*different versions"):
+    with pytest.raises(
+        InputError, match=r"node .*matmul_qk is not in .*mod_list\.json .*different versions"
+    ):
         read(tmp_path)
 
 
 def test_scales_are_read_per_tensor_and_per_channel(tmp_path):
     content = {
-        Q: {"inputs": [0.5], "outputs": [0.125], "params": {"weight": {"0": [0.25, 2.0], "1": [1.0, 1.0, 1.0]}}},
+        Q: {
+            "inputs": [0.5],
+            "outputs": [0.125],
+            "params": {"weight": {"0": [0.25, 2.0], "1": [1.0, 1.0, 1.0]}},
+        },
         QK: {"inputs": [1.0, 2.0], "outputs": [2.0]},
         "k": {"inputs": [4.0], "params": {"weight": 0.5}},
     }
     store(tmp_path, "m_hooks_maxabs_MAXABS_HW", table(content, mode="Scale"))
     found = read(tmp_path, method="MAXABS_HW").nodes
-    assert found[Q].weight.tolist() == [0.25, 2.0] and found[Q].weight_inputs.tolist() == [1.0, 1.0, 1.0]
+    assert found[Q].weight.tolist() == [0.25, 2.0] and found[Q].weight_inputs.tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert found[QK].inputs[1].item() == 2.0 and found["k"].weight.item() == 0.5
     content[QK]["inputs"][0] = 0.0
     store(tmp_path, "m_hooks_maxabs_MAXABS_HW", table(content, mode="Scale"))
@@ -247,7 +320,11 @@ def test_scales_are_read_per_tensor_and_per_channel(tmp_path):
 
 TRIPLE = Triple(
     nodes={
-        Q: Node(inputs=(torch.tensor([[0.1]]),), outputs=(torch.tensor([[7.0]]),), weight=torch.tensor([[0.25], [1.0]])),
+        Q: Node(
+            inputs=(torch.tensor([[0.1]]),),
+            outputs=(torch.tensor([[7.0]]),),
+            weight=torch.tensor([[0.25], [1.0]]),
+        ),
         QK: Node(inputs=(torch.tensor([[3.0]]), torch.tensor([[4.0]]))),
     },
     local_rank=1,
@@ -260,8 +337,19 @@ NAME = FileName(prefix="m", rank=1, world=2)
 def test_what_is_written_is_read_back_and_numpy_reads_it_too(tmp_path):
     write_triple(tmp_path, NAME, TRIPLE)
     files = [path.name for path in sorted(tmp_path.iterdir())]
-    assert files == ["m_hooks_maxabs_1_2.json", "m_hooks_maxabs_1_2.npz", "m_hooks_maxabs_1_2_mod_list.json"]
-    whole = read_triple(TripleFiles(name=NAME, npz=tmp_path / files[1], json=tmp_path / files[0], mod_list=tmp_path / files[2]))
+    assert files == [
+        "m_hooks_maxabs_1_2.json",
+        "m_hooks_maxabs_1_2.npz",
+        "m_hooks_maxabs_1_2_mod_list.json",
+    ]
+    whole = read_triple(
+        TripleFiles(
+            name=NAME,
+            npz=tmp_path / files[1],
+            json=tmp_path / files[0],
+            mod_list=tmp_path / files[2],
+        )
+    )
     assert (whole.local_rank, whole.samples, whole.modules) == (1, 5, (Q, QK))
     for name, node in TRIPLE.nodes.items():
         assert {key: value.tolist() for key, value in whole.nodes[name].tensors.items()} == {
@@ -269,10 +357,16 @@ def test_what_is_written_is_read_back_and_numpy_reads_it_too(tmp_path):
         }
     with np.load(tmp_path / files[1], allow_pickle=True) as archive:
         loaded = archive["arr_0"].item()
-    assert loaded["LocalRank"] == 1 and loaded["GlobalRank"] is None and loaded["Mode"] == "DynamicRange"
+    assert (
+        loaded["LocalRank"] == 1
+        and loaded["GlobalRank"] is None
+        and loaded["Mode"] == "DynamicRange"
+    )
     assert loaded["Nodes"][Q]["inputs"][0].dtype == np.float32
     assert np.array_equal(loaded["Nodes"][Q]["inputs"][0], np.array([[0.1]], dtype=np.float32))
-    assert json.loads((tmp_path / files[0]).read_text())["Nodes"][QK] == {"inputs": [[[3.0]], [[4.0]]]}
+    assert json.loads((tmp_path / files[0]).read_text())["Nodes"][QK] == {
+        "inputs": [[[3.0]], [[4.0]]]
+    }
 
 
 def test_equal_content_has_equal_bytes_whatever_the_order(tmp_path):
@@ -298,7 +392,11 @@ def test_scales_are_written_as_numbers(tmp_path):
     )
     write_triple(tmp_path, FileName(prefix="m", method="MAXABS_POW2"), scales)
     node = json.loads((tmp_path / "m_hooks_maxabs_MAXABS_POW2.json").read_text())["Nodes"][Q]
-    assert node == {"inputs": [0.5], "outputs": [[0.25, 1.0]], "params": {"weight": {"0": [0.5, 2.0], "1": [1.0] * 3}}}
+    assert node == {
+        "inputs": [0.5],
+        "outputs": [[0.25, 1.0]],
+        "params": {"weight": {"0": [0.5, 2.0], "1": [1.0] * 3}},
+    }
     assert read(tmp_path, method="MAXABS_POW2").nodes[Q].weight.tolist() == [0.5, 2.0]
 
 
@@ -310,7 +408,9 @@ def test_a_value_that_is_no_maximum_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("params", [5, 0.5, [1], "x", {"weight": 1, "bias": 2}])
 def test_parameters_that_are_no_table_of_a_weight_are_an_input_error(params, tmp_path):
-    (tmp_path / "m_hooks_maxabs.json").write_text(json.dumps(table({Q: {"inputs": [[[1.0]]], "params": params}})))
+    (tmp_path / "m_hooks_maxabs.json").write_text(
+        json.dumps(table({Q: {"inputs": [[[1.0]]], "params": params}}))
+    )
     with pytest.raises(InputError, match="params are"):
         read_triple(TripleFiles(name=NAME, json=tmp_path / "m_hooks_maxabs.json"))
 

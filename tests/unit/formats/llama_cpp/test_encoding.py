@@ -28,7 +28,13 @@ def quantized(weight: torch.Tensor, name: str, *, searched: bool = True) -> QTen
     """Return a weight rounded to nearest onto scales that lose little, or onto its whole range."""
     scheme, kind = preset(name).weights, BLOCK_TYPES[name]
     importance = torch.ones(weight.shape[1]) if searched else None
-    grids = weight_grids({"w": weight}, scheme, scale_dtype=DTYPES[kind.scale_dtype], importance=importance, either_sign=True)
+    grids = weight_grids(
+        {"w": weight},
+        scheme,
+        scale_dtype=DTYPES[kind.scale_dtype],
+        importance=importance,
+        either_sign=True,
+    )
     return rounded({"w": weight}, grids, scheme)["w"]
 
 
@@ -41,24 +47,33 @@ def test_gguf_knows_the_type_as_it_is_written(name):
     kind = GGMLQuantizationType[name]
     number, block = BLOCKS[name]
     assert (number, (block.elements, block.nbytes)) == (int(kind), gguf.GGML_QUANT_SIZES[kind])
-    assert LLAMA_CPP_PRESETS[name].weights.block_type == name and BLOCK_TYPES[name].elements == block.elements
+    assert (
+        LLAMA_CPP_PRESETS[name].weights.block_type == name
+        and BLOCK_TYPES[name].elements == block.elements
+    )
 
 
 def test_a_block_of_q4_0_worked_by_hand():
     qvalue = torch.tensor([[*range(-8, 8), *range(7, -9, -1)]], dtype=torch.int8)
     weight = QTensor(qvalue=qvalue, scale=torch.tensor([[0.5]]), scheme=preset("Q4_0").weights)
-    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("0038 f0e1d2c3b4a5968778695a4b3c2d1e0f")
+    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex(
+        "0038 f0e1d2c3b4a5968778695a4b3c2d1e0f"
+    )
 
 
 def test_a_block_of_iq4_nl_worked_by_hand():
     points = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
     qvalue = torch.tensor([[*points, *points[::-1]]], dtype=torch.int8)
     weight = QTensor(qvalue=qvalue, scale=torch.tensor([[0.5]]), scheme=preset("IQ4_NL").weights)
-    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("0038 f0e1d2c3b4a5968778695a4b3c2d1e0f")
+    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex(
+        "0038 f0e1d2c3b4a5968778695a4b3c2d1e0f"
+    )
 
 
 def test_values_between_points_of_iq4_nl_go_to_the_nearer_and_from_the_middle_up():
-    values = torch.tensor([[-999.0, -115.6, -115.5, -4.5, -4.6, 0.0, 6.9, 7.0, 100.9, 101.0, 999.0]])
+    values = torch.tensor(
+        [[-999.0, -115.6, -115.5, -4.5, -4.6, 0.0, 6.9, 7.0, 100.9, 101.0, 999.0]]
+    )
     found = affine.quantize(values, torch.ones(1, 1), None, preset("IQ4_NL").weights)
     assert found.tolist() == [[-127, -127, -104, 1, -10, 1, 1, 13, 89, 113, 113]]
 
@@ -70,18 +85,25 @@ def test_a_qvalue_that_is_no_point_of_iq4_nl_is_refused():
 
 
 def test_a_block_of_q5_0_worked_by_hand():
-    qvalue = torch.tensor([[-16, -1, 0, 15, *[-16] * 12, *[-16] * 15, 1]], dtype=torch.int8)  # unsigned 0 15 16 31 0 ... 17
+    # unsigned 0 15 16 31 0 ... 17
+    qvalue = torch.tensor([[-16, -1, 0, 15, *[-16] * 12, *[-16] * 15, 1]], dtype=torch.int8)
     weight = QTensor(qvalue=qvalue, scale=torch.tensor([[-2.0]]), scheme=preset("Q5_0").weights)
-    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("00c0 0c000080 000f000f 0000000000000000 00000010")
+    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex(
+        "00c0 0c000080 000f000f 0000000000000000 00000010"
+    )
 
 
 def test_a_block_of_q8_0_worked_by_hand():
     qvalue = torch.tensor([[-128, 127, *[0] * 29, -1]], dtype=torch.int8)
     weight = QTensor(qvalue=qvalue, scale=torch.tensor([[2.0**-24]]), scheme=preset("Q8_0").weights)
-    assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("0100 807f") + bytes(29) + b"\xff"
+    assert (
+        bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("0100 807f") + bytes(29) + b"\xff"
+    )
 
 
-def fixed(name: str, scale: list[float], minimum: list[float] | None = None, qvalue: int = 0) -> QTensor:
+def fixed(
+    name: str, scale: list[float], minimum: list[float] | None = None, qvalue: int = 0
+) -> QTensor:
     """Return a block of one row whose values are given."""
     scheme, kind = preset(name).weights, BLOCK_TYPES[name]
     scales = torch.tensor([scale])
@@ -92,9 +114,12 @@ def fixed(name: str, scale: list[float], minimum: list[float] | None = None, qva
 
 def test_the_steps_of_q4_k_worked_by_hand():
     steps, minima = [63.0, 1, 2, 3, 33, 62, 17, 16], [0.0, 1, 63, 3, 48, 5, 6, 15]
-    weight = fixed("Q4_K", [0.5 * step for step in steps], [0.25 * step for step in minima], qvalue=15)
-    # scales: 63 with 33 >> 4 on top is bf, 1 with 62 >> 4 is c1, ...; minima: 0 with 48 >> 4 is c0, 1, 63, 3 with nothing;
-    # low halves, of a scale below and of a minimum above: 33 and 48 are 01, 62 and 5 are 5e, 17 and 6 are 61, 16 and 15 are f0
+    weight = fixed(
+        "Q4_K", [0.5 * step for step in steps], [0.25 * step for step in minima], qvalue=15
+    )
+    # scales: 63 with 33 >> 4 on top is bf, 1 with 62 >> 4 is c1, ...; minima: 0 with 48 >> 4 is c0,
+    # 1, 63, 3 with nothing; low halves, of a scale below and of a minimum above: 33 and 48 are 01,
+    # 62 and 5 are 5e, 17 and 6 are 61, 16 and 15 are f0
     expected = bytes.fromhex("0038 0034 bfc14243 c0013f03 015e61f0") + b"\xff" * 128
     assert bytes(encode("w", weight)[0].tolist()) == expected
 
@@ -107,7 +132,10 @@ def test_the_scales_of_q6_k_worked_by_hand():
 
 def test_scales_that_are_no_multiples_are_refused():
     scales = [0.5 * step for step in (63, 1, 2, 3, 33, 62, 17)] + [0.3]
-    with pytest.raises(SchemeError, match=r"w: the scales of a block are no multiples of a float16 by integers of 6 bits"):
+    with pytest.raises(
+        SchemeError,
+        match=r"w: the scales of a block are no multiples of a float16 by integers of 6 bits",
+    ):
         encode("w", fixed("Q4_K", scales, [0.0] * 8))
 
 
@@ -134,14 +162,28 @@ def test_scales_that_a_block_holds_are_left_as_they_are(name, seed, size):
 @pytest.mark.parametrize("name", TYPES)
 def test_searched_scales_lose_less_than_the_whole_range(name):
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(3))
-    errors = [(quantized(weight, name, searched=searched).dequantize() - weight).square().mean() for searched in (True, False)]
+    errors = [
+        (quantized(weight, name, searched=searched).dequantize() - weight).square().mean()
+        for searched in (True, False)
+    ]
     assert errors[0] < (0.98 if name != "Q8_0" else 1.0001) * errors[1]
 
 
 def test_more_bits_lose_less():
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
-    loss = {name: float((quantized(weight, name).dequantize() - weight).square().mean()) for name in TYPES}
-    assert loss["Q8_0"] < loss["Q6_K"] < loss["Q5_K"] < loss["Q4_K"] < loss["Q4_0"] < loss["Q3_K"] < loss["Q2_K"]
+    loss = {
+        name: float((quantized(weight, name).dequantize() - weight).square().mean())
+        for name in TYPES
+    }
+    assert (
+        loss["Q8_0"]
+        < loss["Q6_K"]
+        < loss["Q5_K"]
+        < loss["Q4_K"]
+        < loss["Q4_0"]
+        < loss["Q3_K"]
+        < loss["Q2_K"]
+    )
     assert loss["IQ4_NL"] < 0.9 * loss["Q4_0"]
 
 
@@ -150,7 +192,10 @@ def test_more_bits_lose_less():
 @given(data=st.data())
 def test_ggufs_values_of_any_block_are_ours(name, data):
     rows, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
-    seed, size = data.draw(st.integers(0, 2**31)), data.draw(st.sampled_from([1e-30, 1e-8, 1e-4, 1.0, 300.0]))
+    seed, size = (
+        data.draw(st.integers(0, 2**31)),
+        data.draw(st.sampled_from([1e-30, 1e-8, 1e-4, 1.0, 300.0])),
+    )
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, blocks * BLOCK_TYPES[name].elements, generator=generator) * size
     weight[:, :: data.draw(st.integers(1, 40))] *= data.draw(st.sampled_from([0.0, 1.0, 20.0]))
@@ -161,7 +206,8 @@ def test_ggufs_values_of_any_block_are_ours(name, data):
 @pytest.mark.parametrize("name", TYPES)
 def test_zeros_stay_zeros(name):
     found = quantized(torch.zeros(2, 256), name)
-    largest = 2.0**-24 if BLOCK_TYPES[name].points else 0.0  # the smallest float16 times a point of 1: zero is no point
+    # the smallest float16 times a point of 1: zero is no point
+    largest = 2.0**-24 if BLOCK_TYPES[name].points else 0.0
     assert np.abs(read_back(encode("w", found), name)).max() == largest
 
 
@@ -173,14 +219,20 @@ def test_zeros_rounded_by_their_range_alone_have_the_smallest_scale_of_iq4_nl():
 @pytest.mark.parametrize("name", TYPES)
 def test_a_weight_too_large_for_float16_is_refused(name):
     found = quantized(torch.full((1, 256), 1e9), name)
-    with pytest.raises(SchemeError, match=r"w: (scale -?(inf|nan), it is finite and|a minimum is not finite)"):
+    with pytest.raises(
+        SchemeError, match=r"w: (scale -?(inf|nan), it is finite and|a minimum is not finite)"
+    ):
         encode("w", found)
 
 
 def test_a_scale_that_is_no_float16_and_weights_of_no_type_are_refused():
     qvalue = torch.zeros(1, 32, dtype=torch.int8)
     with pytest.raises(SchemeError, match=r"w: a scale is no float16; quantize the weight again"):
-        encode("w", QTensor(qvalue=qvalue, scale=torch.tensor([[0.1]]), scheme=preset("Q4_0").weights))
+        encode(
+            "w", QTensor(qvalue=qvalue, scale=torch.tensor([[0.1]]), scheme=preset("Q4_0").weights)
+        )
     plain = preset("W8A16").weights
-    with pytest.raises(SchemeError, match=r"w: weights of no type of llama\.cpp's; quantize with one of Q4_0"):
+    with pytest.raises(
+        SchemeError, match=r"w: weights of no type of llama\.cpp's; quantize with one of Q4_0"
+    ):
         encode("w", QTensor(qvalue=qvalue, scale=torch.ones(1, 1), scheme=plain))

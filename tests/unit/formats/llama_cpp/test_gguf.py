@@ -40,7 +40,9 @@ BEGIN = 256  # the next multiple of 32 behind the header's 230 bytes
 
 def write(path: Path, metadata=METADATA, specs=SPECS, data=None) -> Path:
     planned = gguf.layout(metadata, specs)
-    gguf.write(path, planned, lambda info: [bytes(info.nbytes) if data is None else data[info.name]])
+    gguf.write(
+        path, planned, lambda info: [bytes(info.nbytes) if data is None else data[info.name]]
+    )
     return path
 
 
@@ -56,13 +58,19 @@ def test_the_header_is_the_one_worked_by_hand():
 
 def test_the_file_is_the_header_and_padded_tensors(tmp_path):
     path = write(tmp_path / "f", data={"t": bytes(range(24)), "u": b"0123456789"})
-    assert path.read_bytes() == HEADER + bytes(26) + bytes(range(24)) + bytes(8) + b"0123456789" + bytes(22)
+    assert path.read_bytes() == HEADER + bytes(26) + bytes(range(24)) + bytes(
+        8
+    ) + b"0123456789" + bytes(22)
 
 
 def test_a_tensor_is_written_in_pieces_of_any_size(tmp_path):
     data = {"t": bytes(range(24)), "u": b"0123456789"}
     whole = write(tmp_path / "whole", data=data).read_bytes()
-    gguf.write(tmp_path / "pieces", gguf.layout(METADATA, SPECS), lambda info: (bytes([byte]) for byte in data[info.name]))
+    gguf.write(
+        tmp_path / "pieces",
+        gguf.layout(METADATA, SPECS),
+        lambda info: (bytes([byte]) for byte in data[info.name]),
+    )
     assert (tmp_path / "pieces").read_bytes() == whole
 
 
@@ -76,22 +84,37 @@ def numbers(kind):
     bits = int(kind[1:])
     if kind[0] == "f":
         return st.floats(width=bits, allow_nan=False)
-    return st.integers(0, 2**bits - 1) if kind[0] == "u" else st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (
+        st.integers(0, 2**bits - 1)
+        if kind[0] == "u"
+        else st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    )
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-VALUES = {kind: st.booleans() if kind == "bool" else TEXT if kind == "string" else numbers(kind) for kind in gguf.KINDS}
+VALUES = {
+    kind: st.booleans() if kind == "bool" else TEXT if kind == "string" else numbers(kind)
+    for kind in gguf.KINDS
+}
 FIELD = st.sampled_from(sorted(VALUES)).flatmap(
     lambda kind: st.one_of(
-        st.tuples(st.just(kind), VALUES[kind]), st.tuples(st.just(f"[{kind}]"), st.lists(VALUES[kind], max_size=4))
+        st.tuples(st.just(kind), VALUES[kind]),
+        st.tuples(st.just(f"[{kind}]"), st.lists(VALUES[kind], max_size=4)),
     )
 )
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=15)
-TENSOR = st.tuples(st.sampled_from(sorted(gguf.TYPES)), st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+TENSOR = st.tuples(
+    st.sampled_from(sorted(gguf.TYPES)),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
+)
 
 
 @settings(max_examples=60)
-@given(metadata=st.dictionaries(NAMES, FIELD, max_size=5), specs=st.dictionaries(NAMES, TENSOR, max_size=4), seed=st.randoms())
+@given(
+    metadata=st.dictionaries(NAMES, FIELD, max_size=5),
+    specs=st.dictionaries(NAMES, TENSOR, max_size=4),
+    seed=st.randoms(),
+)
 def test_any_metadata_and_tensors_come_back(tmp_path_factory, metadata, specs, seed):
     metadata.pop("general.alignment", None)
     path = tmp_path_factory.mktemp("gguf") / "f"
@@ -104,7 +127,9 @@ def test_any_metadata_and_tensors_come_back(tmp_path_factory, metadata, specs, s
     content = path.read_bytes()
     assert len(content) == planned.nbytes and len(content) % 32 == 0
     for name, info in found.tensors.items():
-        assert info.offset % 32 == 0 and content[info.offset : info.offset + info.nbytes] == data[name]
+        assert (
+            info.offset % 32 == 0 and content[info.offset : info.offset + info.nbytes] == data[name]
+        )
         elements = math.prod(info.shape)
         assert info.nbytes == elements * (4 if info.dtype == "F32" else 2)
 
@@ -189,16 +214,24 @@ def test_damage_is_named(tmp_path, at, new, kind, said):
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_big_endian_file_is_called_so(tmp_path, version):
-    with pytest.raises(UnsupportedError, match="the file is big-endian, little-endian ones are read"):
+    with pytest.raises(
+        UnsupportedError, match="the file is big-endian, little-endian ones are read"
+    ):
         gguf.read_header(changed(write(tmp_path / "f"), 4, struct.pack(">I", version)))
 
 
 def test_a_file_says_which_part_of_a_model_it_is():
     path = Path("f")
-    assert gguf.part_of({}, path) is None and gguf.part_of({"split.count": ("u16", 1), "split.no": ("u16", 0)}, path) is None
+    assert (
+        gguf.part_of({}, path) is None
+        and gguf.part_of({"split.count": ("u16", 1), "split.no": ("u16", 0)}, path) is None
+    )
     assert str(gguf.part_of({"split.count": ("u16", 3), "split.no": ("u16", 1)}, path)) == "2 of 3"
     assert str(gguf.part_of({"split.count": ("i32", 3)}, path)) == "one of 3"
-    for fields in ({"split.count": ("string", "3")}, {"split.count": ("u16", 3), "split.no": ("[u16]", [1])}):
+    for fields in (
+        {"split.count": ("string", "3")},
+        {"split.count": ("u16", 3), "split.no": ("[u16]", [1])},
+    ):
         with pytest.raises(InputError, match=r"f: split\.(count|no) is .*, an integer is needed"):
             gguf.part_of(fields, path)
 
@@ -214,11 +247,15 @@ def test_a_name_that_stands_twice_another_alignment_and_a_longer_file_are_refuse
         gguf.read_header(changed(other, at, b"t"))
     longer = write(tmp_path / "longer")
     longer.write_bytes(longer.read_bytes() + bytes(32))
-    with pytest.raises(InputError, match=f"{BEGIN + 96} bytes where the header describes {BEGIN + 64}"):
+    with pytest.raises(
+        InputError, match=f"{BEGIN + 96} bytes where the header describes {BEGIN + 64}"
+    ):
         gguf.read_header(longer)
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    (tmp_path / "f").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    (tmp_path / "f").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+    )
     with pytest.raises(InputError, match="git-LFS pointer"):
         gguf.read_header(tmp_path / "f")

@@ -32,8 +32,22 @@ LAYER = {  # of one key head of 4
     "mlp.up_proj.weight": (12, 8),
     "mlp.down_proj.weight": (8, 12),
 }
-BLOCK = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
-OUTSIDE = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,), "lm_head.weight": (32, 8)}
+BLOCK = [
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+]
+OUTSIDE = {
+    "model.embed_tokens.weight": (32, 8),
+    "model.norm.weight": (8,),
+    "lm_head.weight": (32, 8),
+}
 YARN = {"factor": 2.0, "original_max_position_embeddings": 32}
 
 
@@ -42,28 +56,46 @@ def llama(**changes):
 
 
 def shapes(layer=LAYER, outside=OUTSIDE, prefix="model.layers"):
-    return {**outside, **{f"{prefix}.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}}
+    return {
+        **outside,
+        **{f"{prefix}.{i}.{name}": shape for i in range(2) for name, shape in layer.items()},
+    }
 
 
 def test_every_tensor_of_a_llama_has_its_name():
     found = {place.name: place.source for place in places(llama(), shapes())}
-    expected = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    expected = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
     expected |= {"output.weight": "lm_head.weight"}
     for i in range(2):
-        expected |= {f"blk.{i}.{a}.weight": f"model.layers.{i}.{b}" for a, b in zip(BLOCK, LAYER, strict=True)}
+        expected |= {
+            f"blk.{i}.{a}.weight": f"model.layers.{i}.{b}"
+            for a, b in zip(BLOCK, LAYER, strict=True)
+        }
     assert found == expected
 
 
 def test_only_queries_and_keys_of_a_llama_change_their_rows():
-    order = {place.name: (place.order, place.heads) for place in places(llama(), shapes()) if place.order != "stored"}
-    assert order == {f"blk.{i}.attn_{x}.weight": ("rotary", heads) for i in range(2) for x, heads in (("q", 2), ("k", 1))}
+    order = {
+        place.name: (place.order, place.heads)
+        for place in places(llama(), shapes())
+        if place.order != "stored"
+    }
+    assert order == {
+        f"blk.{i}.attn_{x}.weight": ("rotary", heads)
+        for i in range(2)
+        for x, heads in (("q", 2), ("k", 1))
+    }
     qwen = Qwen2Config(**SHAPE, num_key_value_heads=1)
     biases = {f"self_attn.{x}_proj.bias": (n,) for x, n in (("q", 8), ("k", 4), ("v", 4))}
     assert {place.order for place in places(qwen, shapes({**LAYER, **biases}))} == {"stored"}
 
 
 def test_rows_of_two_heads_are_interleaved_as_worked_by_hand():
-    # A head's halves (0 1 2 | 3 4 5) become pairs (0 3, 1 4, 2 5); the second head, from 6 on, likewise.
+    # A head's halves (0 1 2 | 3 4 5) become pairs (0 3, 1 4, 2 5); the second head, from 6 on,
+    # likewise.
     place = Place(name="q", source="q", shape=(12, 1), order="rotary", heads=2)
     assert row_order(place).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert rows_at_once(place) == 6
@@ -82,18 +114,27 @@ def test_rotating_neighbours_after_the_permutation_is_rotating_halves_before_it(
     x = torch.randn(heads, 2 * half, generator=generator, dtype=torch.float64)
     angle = torch.randn(half, generator=generator, dtype=torch.float64)
     a, b = x[:, :half], x[:, half:]
-    halves = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=1)  # [heads, d]
-    order = row_order(Place(name="q", source="q", shape=(heads * 2 * half,), order="rotary", heads=heads))
+    # [heads, d]
+    halves = torch.cat(
+        [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=1
+    )
+    order = row_order(
+        Place(name="q", source="q", shape=(heads * 2 * half,), order="rotary", heads=heads)
+    )
     pairs = x.flatten()[order].view(heads, half, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
-    neighbours = torch.stack([even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], dim=-1)
+    neighbours = torch.stack(
+        [even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()], dim=-1
+    )
     assert torch.equal(neighbours.flatten(), halves.flatten()[order])
 
 
 def test_a_tied_head_is_written_once():
     tied = {name: shape for name, shape in OUTSIDE.items() if name != "lm_head.weight"}
     for outside in (tied, OUTSIDE):
-        names = [place.name for place in places(llama(tie_word_embeddings=True), shapes(outside=outside))]
+        names = [
+            place.name for place in places(llama(tie_word_embeddings=True), shapes(outside=outside))
+        ]
         assert "token_embd.weight" in names and "output.weight" not in names
     with pytest.raises(InputError, match="lm_head.weight: not in the checkpoint, llama needs it"):
         places(llama(), shapes(outside=tied))
@@ -103,10 +144,17 @@ def test_biases_follow_their_weights():
     layer = {**LAYER, "self_attn.q_proj.bias": (8,), "mlp.down_proj.bias": (8,)}
     found = {place.name: place for place in places(llama(), shapes(layer))}
     assert found["blk.1.attn_q.bias"] == Place(
-        name="blk.1.attn_q.bias", source="model.layers.1.self_attn.q_proj.bias", shape=(8,), order="rotary", heads=2
+        name="blk.1.attn_q.bias",
+        source="model.layers.1.self_attn.q_proj.bias",
+        shape=(8,),
+        order="rotary",
+        heads=2,
     )
     assert found["blk.0.ffn_down.bias"].order == "stored"
-    with pytest.raises(InputError, match=r"model.layers.0.self_attn.q_proj.bias: not in the checkpoint, qwen2 needs it"):
+    with pytest.raises(
+        InputError,
+        match=r"model.layers.0.self_attn.q_proj.bias: not in the checkpoint, qwen2 needs it",
+    ):
         places(Qwen2Config(**SHAPE, num_key_value_heads=1), shapes())
 
 
@@ -115,7 +163,9 @@ def test_the_norms_of_qwen3s_heads_and_what_its_architecture_lacks():
     layer = {**LAYER, "self_attn.q_norm.weight": (4,), "self_attn.k_norm.weight": (4,)}
     found = {place.name for place in places(config, shapes(layer))}
     assert {"blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight"} <= found
-    with pytest.raises(UnsupportedError, match=r"self_attn.o_proj.bias: llama.cpp's qwen3 has no such bias"):
+    with pytest.raises(
+        UnsupportedError, match=r"self_attn.o_proj.bias: llama.cpp's qwen3 has no such bias"
+    ):
         places(config, shapes({**layer, "self_attn.o_proj.bias": (8,)}))
 
 
@@ -129,21 +179,36 @@ def test_a_neox_has_biases_everywhere_and_three_parts_in_one():
         "mlp.dense_4h_to_h": (8, 12),
     }
     layer = {
-        f"{name}.{part}": shape[: 1 if part == "bias" else 2] for name, shape in layer.items() for part in ("weight", "bias")
+        f"{name}.{part}": shape[: 1 if part == "bias" else 2]
+        for name, shape in layer.items()
+        for part in ("weight", "bias")
     }
-    layer |= {"attention.rotary_emb.inv_freq": (1,), "attention.masked_bias": (), "attention.bias": (1, 1, 64, 64)}
+    layer |= {
+        "attention.rotary_emb.inv_freq": (1,),
+        "attention.masked_bias": (),
+        "attention.bias": (1, 1, 64, 64),
+    }
     outside = {"gpt_neox.embed_in.weight": (32, 8), "embed_out.weight": (32, 8)}
     outside |= {"gpt_neox.final_layer_norm.weight": (8,), "gpt_neox.final_layer_norm.bias": (8,)}
-    found = {place.name: place for place in places(GPTNeoXConfig(**SHAPE), shapes(layer, outside, "gpt_neox.layers"))}
+    found = {
+        place.name: place
+        for place in places(GPTNeoXConfig(**SHAPE), shapes(layer, outside, "gpt_neox.layers"))
+    }
     assert len(found) == 2 * 12 + 4
     assert found["blk.1.attn_qkv.weight"].order == found["blk.1.attn_qkv.bias"].order == "fused"
-    assert found["blk.0.ffn_up.bias"].shape == (12,) and found["output_norm.bias"].source == "gpt_neox.final_layer_norm.bias"
+    assert (
+        found["blk.0.ffn_up.bias"].shape == (12,)
+        and found["output_norm.bias"].source == "gpt_neox.final_layer_norm.bias"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model.layers.1.mlp.up_proj.weight": None}, "model.layers.1.mlp.up_proj.weight: not in the checkpoint"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": None},
+            "model.layers.1.mlp.up_proj.weight: not in the checkpoint",
+        ),
         (
             {"model.layers.1.mlp.up_proj.weight": (12, 7)},
             r"up_proj.weight: \[12, 7\] in the checkpoint, config.json says \[12, 8\]",
@@ -152,7 +217,10 @@ def test_a_neox_has_biases_everywhere_and_three_parts_in_one():
             {"model.layers.2.mlp.up_proj.weight": (12, 8)},
             "model.layers.2.mlp.up_proj.weight: in the checkpoint, llama has no place",
         ),
-        ({"model.embed_tokens.weight": (33, 8)}, r"\[33, 8\] in the checkpoint, config.json says \[32, 8\]"),
+        (
+            {"model.embed_tokens.weight": (33, 8)},
+            r"\[33, 8\] in the checkpoint, config.json says \[32, 8\]",
+        ),
     ],
 )
 def test_a_tensor_too_many_too_few_or_too_large_is_named(change, said):
@@ -162,7 +230,9 @@ def test_a_tensor_too_many_too_few_or_too_large_is_named(change, said):
 
 
 def test_the_sizes_of_a_llama_are_told():
-    config = llama(rms_norm_eps=1e-6, rope_parameters={"rope_theta": 500000.0, "rope_type": "default"})
+    config = llama(
+        rms_norm_eps=1e-6, rope_parameters={"rope_theta": 500000.0, "rope_type": "default"}
+    )
     assert metadata(config) == {
         "general.architecture": ("string", "llama"),
         "llama.context_length": ("u32", 64),
@@ -182,19 +252,39 @@ def test_the_sizes_of_a_llama_are_told():
 
 
 def test_what_the_other_families_say_besides():
-    neox = metadata(GPTNeoXConfig(**SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3, use_parallel_residual=False))
-    assert neox["gptneox.rope.dimension_count"] == ("u32", 2) and neox["gptneox.use_parallel_residual"] == ("bool", False)
+    neox = metadata(
+        GPTNeoXConfig(**SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3, use_parallel_residual=False)
+    )
+    assert neox["gptneox.rope.dimension_count"] == ("u32", 2) and neox[
+        "gptneox.use_parallel_residual"
+    ] == ("bool", False)
     assert neox["gptneox.attention.layer_norm_epsilon"] == ("f32", 1e-3)
     assert neox["gptneox.attention.head_count_kv"] == ("u32", 2)
-    assert metadata(MistralConfig(**SHAPE, num_key_value_heads=1, sliding_window=16))["llama.context_length"] == ("u32", 16)
-    assert metadata(MistralConfig(**SHAPE, num_key_value_heads=1, sliding_window=None))["llama.context_length"] == ("u32", 64)
-    assert metadata(Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=6))["qwen3.attention.key_length"] == ("u32", 6)
-    linear = metadata(llama(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}))
-    assert linear["llama.rope.scaling.type"] == ("string", "linear") and linear["llama.rope.scaling.factor"] == ("f32", 2.0)
+    assert metadata(MistralConfig(**SHAPE, num_key_value_heads=1, sliding_window=16))[
+        "llama.context_length"
+    ] == ("u32", 16)
+    assert metadata(MistralConfig(**SHAPE, num_key_value_heads=1, sliding_window=None))[
+        "llama.context_length"
+    ] == ("u32", 64)
+    assert metadata(Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=6))[
+        "qwen3.attention.key_length"
+    ] == ("u32", 6)
+    linear = metadata(
+        llama(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0})
+    )
+    assert linear["llama.rope.scaling.type"] == ("string", "linear") and linear[
+        "llama.rope.scaling.factor"
+    ] == ("f32", 2.0)
 
 
 def test_llama_3s_factors_give_transformers_frequencies():
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 8192
     config = llama(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config)
@@ -210,9 +300,24 @@ def test_llama_3s_factors_give_transformers_frequencies():
     [
         (llama(hidden_act="gelu"), "hidden_act 'gelu', llama.cpp computes 'silu' for llama"),
         (llama(head_dim=3), "heads of 3, llama.cpp rotates pairs"),
-        (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}), "rope_type 'yarn'"),
-        (llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary"),
-        (SimpleNamespace(model_type="gemma2"), "model_type 'gemma2' has no architecture in GGUF here"),
+        (
+            llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}),
+            "rope_type 'yarn'",
+        ),
+        (
+            llama(
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            ),
+            "partial_rotary",
+        ),
+        (
+            SimpleNamespace(model_type="gemma2"),
+            "model_type 'gemma2' has no architecture in GGUF here",
+        ),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(config, said):

@@ -32,7 +32,11 @@ def merge(triples, groups, **options) -> list[Triple]:
 
 
 def inputs(triple: Triple) -> list[float]:
-    return [triple.nodes[Q].inputs[0].item(), triple.nodes[Q].outputs[0].item(), triple.nodes[Q].weight.item()]
+    return [
+        triple.nodes[Q].inputs[0].item(),
+        triple.nodes[Q].outputs[0].item(),
+        triple.nodes[Q].weight.item(),
+    ]
 
 
 EIGHT = {index: rank(index) for index in range(8)}
@@ -43,7 +47,11 @@ EIGHT = {index: rank(index) for index in range(8)}
     [
         ([range(8)], [[7, 10, 2]], [-1]),
         ([range(4), range(4, 8)], [[3, 10, 2], [7, 6, 2]], [0, 1]),
-        ([[0, 7], [1, 6], [2, 5], [3, 4]], [[7, 10, 1], [6, 9, 1], [5, 8, 2], [4, 7, 1]], [0, 1, 2, 3]),
+        (
+            [[0, 7], [1, 6], [2, 5], [3, 4]],
+            [[7, 10, 1], [6, 9, 1], [5, 8, 2], [4, 7, 1]],
+            [0, 1, 2, 3],
+        ),
         ([[index] for index in range(8)], [[i, 10 - i, i % 3] for i in range(8)], list(range(8))),
     ],
 )
@@ -70,7 +78,10 @@ def test_sample_counts_are_added_where_every_rank_has_one():
     assert merge({0: rank(1, samples=3), 1: rank(2)}, [[0, 1]])[0].samples is None
 
 
-@pytest.mark.parametrize("groups", [[[0, 1, 2]], [[0, 1, 2, 2]], [[0, 1], [1, 2], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 9]]])
+@pytest.mark.parametrize(
+    "groups",
+    [[[0, 1, 2]], [[0, 1, 2, 2]], [[0, 1], [1, 2], [2, 3]], [[0, 1, 2], [3]], [[0, 1, 2, 9]]],
+)
 def test_groups_that_miss_repeat_or_differ_are_refused(groups):
     with pytest.raises(UsageError):
         unify_triples({index: EIGHT[index] for index in range(4)}, groups)
@@ -80,7 +91,9 @@ def test_groups_that_miss_repeat_or_differ_are_refused(groups):
 def test_a_node_on_one_rank_alone_is_refused_with_node_and_rank(where):
     ranks = {index: rank(index) for index in range(3)}
     ranks[where] = Triple(nodes={**ranks[where].nodes, EXPERT: Node(inputs=(cell(1),))})
-    with pytest.raises(InputError, match=rf"node {EXPERT}: on rank {where}, not on rank {1 if where == 0 else 0}"):
+    with pytest.raises(
+        InputError, match=rf"node {EXPERT}: on rank {where}, not on rank {1 if where == 0 else 0}"
+    ):
         unify_triples(ranks, [[0, 1, 2]])
     ranks = {index: rank(index) for index in range(3)}
     ranks[where] = Triple(nodes={Q: ranks[where].nodes[Q]})
@@ -90,7 +103,9 @@ def test_a_node_on_one_rank_alone_is_refused_with_node_and_rank(where):
 
 def test_ranks_that_looked_at_other_modules_are_refused():
     with pytest.raises(InputError, match="module lm_head: on rank 1, not on rank 0"):
-        unify_triples({0: rank(1, modules=(Q, QK)), 1: rank(1, modules=(Q, QK, "lm_head"))}, [[0, 1]])
+        unify_triples(
+            {0: rank(1, modules=(Q, QK)), 1: rank(1, modules=(Q, QK, "lm_head"))}, [[0, 1]]
+        )
 
 
 def test_arrays_of_other_shapes_are_refused_with_node_and_rank():
@@ -105,7 +120,13 @@ def test_a_maximum_per_channel_is_merged_between_copies_and_refused_between_part
 
     def one(first: float, second: float, weight: float) -> Triple:
         wide = (torch.tensor([[first], [second]]),)
-        return Triple(nodes={Q: Node(**{"inputs": (cell(1),), "outputs": (cell(1),), part: wide}, weight=cell(weight))})
+        return Triple(
+            nodes={
+                Q: Node(
+                    **{"inputs": (cell(1),), "outputs": (cell(1),), part: wide}, weight=cell(weight)
+                )
+            }
+        )
 
     (merged,) = merge({0: one(1, 5, 3), 1: one(4, 2, 3)}, [[0, 1]])
     assert getattr(merged.nodes[Q], part)[0].tolist() == [[4], [5]]
@@ -116,7 +137,10 @@ def test_a_maximum_per_channel_is_merged_between_copies_and_refused_between_part
 
 
 def test_weights_per_channel_of_parts_are_refused():
-    ranks = {i: Triple(nodes={Q: Node(inputs=(cell(1),), weight=torch.tensor([[1.0], [2.0 + i]]))}) for i in range(2)}
+    ranks = {
+        i: Triple(nodes={Q: Node(inputs=(cell(1),), weight=torch.tensor([[1.0], [2.0 + i]]))})
+        for i in range(2)
+    }
     with pytest.raises(UnsupportedError, match=rf"{Q}: weight has a maximum per channel"):
         unify_triples(ranks, [[0, 1]])
 
@@ -132,7 +156,11 @@ DOWN = "l.0.mlp.down_proj"
 
 
 def summand(weight: float, *outputs: float, node: str = DOWN) -> Triple:
-    return Triple(nodes={node: Node(inputs=(cell(1),), outputs=tuple(map(cell, outputs)), weight=cell(weight))})
+    return Triple(
+        nodes={
+            node: Node(inputs=(cell(1),), outputs=tuple(map(cell, outputs)), weight=cell(weight))
+        }
+    )
 
 
 def test_outputs_that_were_seen_before_the_sum_over_cards_are_bounded_by_the_sum_of_their_maxima():
@@ -170,13 +198,17 @@ def test_the_bound_is_not_below_the_exact_sum(values):
     ranks = {index: summand(index + 1, value) for index, value in enumerate(values)}
     (found,) = merge(ranks, [list(ranks)])
     exact = sum(Fraction(value) for value in values)
-    assert exact <= Fraction(found.nodes[DOWN].outputs[0].item()) <= exact * (1 + Fraction(1, 2**22))
+    assert (
+        exact <= Fraction(found.nodes[DOWN].outputs[0].item()) <= exact * (1 + Fraction(1, 2**22))
+    )
 
 
 def test_who_set_a_maximum_and_who_looks_unlike_the_others_is_told():
     (found,) = unify_triples({0: rank(1), 1: rank(1.5), 2: rank(40)}, [[0, 1, 2]])
     assert found.account.maxima[f"{Q}|input 0"] == 2 and found.account.maxima[f"{QK}|input 0"] == 0
-    assert {(one.key, one.rank, one.median) for one in found.account.outliers} >= {(f"{Q}|input 0", 2, 1.5)}
+    assert {(one.key, one.rank, one.median) for one in found.account.outliers} >= {
+        (f"{Q}|input 0", 2, 1.5)
+    }
     assert found.ranks == (0, 1, 2) and found.missing == ()
 
 
@@ -185,7 +217,10 @@ def test_a_missing_card_is_refused_unless_every_card_holds_a_copy_and_somebody_a
     with pytest.raises(InputError, match="no file of rank 1 of 4; give every rank"):
         unify_triples(copies, [[0, 1], [2, 3]], world=4)
     found = unify_triples(copies, [[0, 1], [2, 3]], world=4, allow_missing=True)
-    assert [one.ranks for one in found] == [(0,), (2, 3)] and [one.missing for one in found] == [(1,), ()]
+    assert [one.ranks for one in found] == [(0,), (2, 3)] and [one.missing for one in found] == [
+        (1,),
+        (),
+    ]
     parts = {0: rank(1), 2: rank(2), 3: rank(3)}
     with pytest.raises(InputError, match="rank 1 of 4, and the others hold parts of the model"):
         unify_triples(parts, [[0, 1], [2, 3]], world=4, allow_missing=True)
@@ -196,6 +231,8 @@ def test_a_missing_card_is_refused_unless_every_card_holds_a_copy_and_somebody_a
 
 
 def test_scales_are_never_merged():
-    scales = Triple(nodes={Q: Node(inputs=(torch.tensor(1.0),), weight=torch.tensor([1.0, 2.0]))}, mode=SCALES)
+    scales = Triple(
+        nodes={Q: Node(inputs=(torch.tensor(1.0),), weight=torch.tensor([1.0, 2.0]))}, mode=SCALES
+    )
     with pytest.raises(InputError, match="rank 1: holds scales"):
         unify_triples({0: rank(0), 1: scales}, [[0, 1]])

@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.errors import UsageError
-from quantflow.measuring.merging.grouping import arrange, check_groups, consecutive_groups, parse_groups
+from quantflow.measuring.merging.grouping import (
+    arrange,
+    check_groups,
+    consecutive_groups,
+    parse_groups,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,14 +45,24 @@ def test_groups_read_as_people_write_them(text, world, groups):
         (["0123", "45"], 6, r"groups of 2 and 4 ranks; give every group as many ranks"),
         ([], 2, r"groups of 2 ranks: missing 0, 1"),
         ([""], 2, r"missing 0, 1"),
-        (["a"], 2, r"group 'a': 'a' is neither a rank nor a range of ranks; write ranks as .*, and digits alone as 0123"),
+        (
+            ["a"],
+            2,
+            r"group 'a': 'a' is neither a rank nor a range of ranks; write ranks as .*, and "
+            r"digits alone as 0123",
+        ),
         (["0,,1"], 2, r"group '0,,1': '' is neither"),
         (["0-1-2"], 3, r"'0-1-2' is neither"),
         (["3-0"], 4, r"'3-0' is neither"),
         (["-1"], 2, r"'-1' is neither"),
         (["0,1.5"], 2, r"'1\.5' is neither"),
         (["²"], 3, r"'²' is neither"),
-        (["01", "23"], 12, r"group '01': '01' is neither a rank nor a range of ranks; write ranks as 0,1,2,3 or 0-3$"),
+        (
+            ["01", "23"],
+            12,
+            r"group '01': '01' is neither a rank nor a range of ranks; write ranks as 0,1,2,3 or "
+            r"0-3$",
+        ),
         (["0-" + "9" * 5000], 4, r"is neither"),
     ],
 )
@@ -78,13 +93,19 @@ def test_every_partition_reads_back_in_every_way_of_writing_it(size, count, data
     world = size * count
     order = data.draw(st.permutations(range(world)))
     groups = [order[first : first + size] for first in range(0, world, size)]
-    text = [written(group, data.draw(st.sampled_from(["digits", "ranges", "commas"])), world=world) for group in groups]
+    text = [
+        written(group, data.draw(st.sampled_from(["digits", "ranges", "commas"])), world=world)
+        for group in groups
+    ]
     assert parse_groups(text, world) == [sorted(group) for group in groups]
     assert parse_groups([" ".join(text)], world) == [sorted(group) for group in groups]
 
 
 @settings(max_examples=100)
-@given(text=st.lists(st.text(alphabet="0123456789,- ab", max_size=8), max_size=4), world=st.integers(1, 14))
+@given(
+    text=st.lists(st.text(alphabet="0123456789,- ab", max_size=8), max_size=4),
+    world=st.integers(1, 14),
+)
 def test_any_text_gives_groups_that_cover_every_rank_once_or_a_usage_error(text, world):
     try:
         groups = parse_groups(text, world)
@@ -115,7 +136,9 @@ def test_so_many_groups_are_of_neighbouring_ranks(count, world, groups):
 @pytest.mark.parametrize(("count", "world"), [(3, 4), (0, 4), (-1, 4), (8, 4), (5, 12)])
 def test_so_many_groups_that_do_not_divide_are_refused_with_what_does(count, world):
     divisors = {4: "1, 2, 4", 12: "1, 2, 3, 4, 6, 12"}[world]
-    with pytest.raises(UsageError, match=rf"{world} ranks into {count} groups of one size; use one of {divisors}"):
+    with pytest.raises(
+        UsageError, match=rf"{world} ranks into {count} groups of one size; use one of {divisors}"
+    ):
         consecutive_groups(count, world)
 
 
@@ -152,13 +175,42 @@ def test_groups_of_neighbouring_cards_are_a_smaller_mesh(groups, tp, mesh, rows)
             r"group 0 \(0, 2\): takes cards 0, 2 of the 4 that hold one model, 0 to 1 are due; "
             r"give neighbouring ranks, in order, such as 0,1 2,3",
         ),
-        ([[2, 3], [0, 1]], 4, r"group 0 \(2, 3\): takes cards 2, 3 of the 4 that hold one model, 0 to 1 are due"),
-        ([[0, 3], [1, 2]], 2, r"group 0 \(0, 3\): holds cards 0 of replica 0 and 1 of replica 1 \(tp=2\); take the same"),
-        ([[0, 1, 2], [3, 4, 5]], 2, r"group 0 \(0, 1, 2\): holds cards 0, 1 of replica 0 and 0 of replica 1"),
-        ([[0, 1, 2, 3], [4, 5, 10, 11], [6, 7, 8, 9]], 6, r"group 0 .*: takes cards 0, 1, 2, 3 .*, 4 do not divide 6"),
-        ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]], 6, r"group 1 .*: holds cards 4, 5 of replica 0 and 0, 1 of replica 1"),
-        ([[0, 1], [2, 4], [3, 5], [6, 7]], 2, r"group 1 \(2, 4\): takes cards 0 of the 2 .*, 0 to 1 are due"),
-        ([[0, 2], [5, 7], [4, 6], [1, 3]], 2, r"group 1 \(5, 7\): takes replicas 2, 3 of the model, the group before it 0, 1"),
+        (
+            [[2, 3], [0, 1]],
+            4,
+            r"group 0 \(2, 3\): takes cards 2, 3 of the 4 that hold one model, 0 to 1 are due",
+        ),
+        (
+            [[0, 3], [1, 2]],
+            2,
+            r"group 0 \(0, 3\): holds cards 0 of replica 0 and 1 of replica 1 \(tp=2\); take the "
+            r"same",
+        ),
+        (
+            [[0, 1, 2], [3, 4, 5]],
+            2,
+            r"group 0 \(0, 1, 2\): holds cards 0, 1 of replica 0 and 0 of replica 1",
+        ),
+        (
+            [[0, 1, 2, 3], [4, 5, 10, 11], [6, 7, 8, 9]],
+            6,
+            r"group 0 .*: takes cards 0, 1, 2, 3 .*, 4 do not divide 6",
+        ),
+        (
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]],
+            6,
+            r"group 1 .*: holds cards 4, 5 of replica 0 and 0, 1 of replica 1",
+        ),
+        (
+            [[0, 1], [2, 4], [3, 5], [6, 7]],
+            2,
+            r"group 1 \(2, 4\): takes cards 0 of the 2 .*, 0 to 1 are due",
+        ),
+        (
+            [[0, 2], [5, 7], [4, 6], [1, 3]],
+            2,
+            r"group 1 \(5, 7\): takes replicas 2, 3 of the model, the group before it 0, 1",
+        ),
     ],
 )
 def test_groups_that_no_card_would_hold_are_refused_with_the_cards(groups, tp, message):

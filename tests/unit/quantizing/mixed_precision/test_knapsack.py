@@ -54,18 +54,25 @@ def test_the_frontier_of_two_groups_worked_by_hand():
 
 def test_either_number_can_be_the_one_that_is_limited():
     swapped = [[(b, a) for a, b in options] for options in (SENSITIVE, PATIENT)]
-    assert least(swapped, 11.0) == (1, 1)  # 8 bits are the fewest with a cost of at most 11; (8, 2) costs 4 and takes 10
+    # 8 bits are the fewest with a cost of at most 11; (8, 2) costs 4 and takes 10
+    assert least(swapped, 11.0) == (1, 1)
     assert least(swapped, 4.0) == (2, 0)
     assert least(swapped, 0.0) == (2, 2)
 
 
 def test_between_corners_of_the_hull_the_best_combination_is_found_where_steps_along_it_do_not_fit():
-    # From (0, 0) the best step per unit, 30 for 6, does not fit into 5, and after it nothing does; 20 for 5 does.
+    # From (0, 0) the best step per unit, 30 for 6, does not fit into 5, and after it nothing does;
+    # 20 for 5 does.
     items = [[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 1.0), (1, 0.0)]]
     assert least(items, 5) == (0, 1, 0)
     assert least(items, 6) == (1, 0, 0)
-    # The steepest step takes 6 of 10, beside which neither of the others fits; these two together save more.
-    assert least([[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 19.0), (5, 0.0)]], 10) == (0, 1, 1)
+    # The steepest step takes 6 of 10, beside which neither of the others fits; these two together
+    # save more.
+    assert least([[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 19.0), (5, 0.0)]], 10) == (
+        0,
+        1,
+        1,
+    )
 
 
 def test_an_option_that_is_on_no_hull_can_be_the_best():
@@ -107,7 +114,8 @@ def by_dynamic_programming(items, limit):
     least_cost = [0.0] * (limit + 1)
     for options in items:
         least_cost = [
-            min((least_cost[bits - a] + b for a, b in options if a <= bits), default=math.inf) for bits in range(limit + 1)
+            min((least_cost[bits - a] + b for a, b in options if a <= bits), default=math.inf)
+            for bits in range(limit + 1)
         ]
     return least_cost[limit]
 
@@ -120,7 +128,11 @@ def test_forty_items_cost_what_dynamic_programming_finds(seed, share):
     items = []
     for _ in range(40):
         weights, sensitivity = generator.randint(1, 6), generator.lognormvariate(0, 2)
-        options = [(weights * bits + generator.randint(0, 2), sensitivity * 4.0**-bits) for bits in range(2, 10) for _ in "ab"]
+        options = [
+            (weights * bits + generator.randint(0, 2), sensitivity * 4.0**-bits)
+            for bits in range(2, 10)
+            for _ in "ab"
+        ]
         items.append([(a, b * generator.uniform(0.7, 1.3)) for a, b in options])
     fewest, most = (sum(pick(a for a, _ in options) for options in items) for pick in (min, max))
     limit = int(fewest + share * (most - fewest))
@@ -145,15 +157,25 @@ def test_a_large_model_is_chosen_for_within_seconds_and_nearly_as_well_as_the_hu
     generator = random.Random(0)
     items = []
     for _ in range(320):
-        weights, sensitivity = generator.choice([4096, 11008, 14336]) * 4096, generator.lognormvariate(0, 2)
+        weights, sensitivity = (
+            generator.choice([4096, 11008, 14336]) * 4096,
+            generator.lognormvariate(0, 2),
+        )
         widths = [bits + 16 / size for bits in (2, 3, 4, 5, 6) for size in (32, 64, 128)] + [8.1]
-        items.append([(int(weights * w), weights * sensitivity * 4.0**-w * generator.uniform(0.8, 1.2)) for w in widths])
+        items.append(
+            [
+                (int(weights * w), weights * sensitivity * 4.0**-w * generator.uniform(0.8, 1.2))
+                for w in widths
+            ]
+        )
     limit = int(4.25 * sum(min(a for a, _ in options) for options in items) / 2.125)
     begin = time.process_time()  # not the clock's: the machine may be busy
     limited, small = sums(items, least(items, limit))
     assert time.process_time() - begin < 10
     corners = [sums(items, picks) for picks in frontier(items)]
-    (a1, b1), (a2, b2) = next((left, right) for left, right in itertools.pairwise(corners) if left[0] <= limit < right[0])
+    (a1, b1), (a2, b2) = next(
+        (left, right) for left, right in itertools.pairwise(corners) if left[0] <= limit < right[0]
+    )
     bound = b1 + (b2 - b1) * (limit - a1) / (a2 - a1)
     assert limited <= limit
     assert bound <= small * (1 + 1e-12)

@@ -9,7 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from quantflow.core.scheme import PRESETS, with_group_size
 
 TINY = Path(__file__).resolve().parents[4] / "examples/tiny-llama"
-SCHEMES = {"W8A8": PRESETS["W8A8"], "W4A16": with_group_size(PRESETS["W4A16"], 32), "FP8": PRESETS["FP8_DYNAMIC"]}
+SCHEMES = {
+    "W8A8": PRESETS["W8A8"],
+    "W4A16": with_group_size(PRESETS["W4A16"], 32),
+    "FP8": PRESETS["FP8_DYNAMIC"],
+}
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,9 @@ PROMPT = "class Stack:\n    def"
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        ROOT / "examples/tiny-llama", dtype=torch.float32
+    ).eval()
 
 
 @pytest.fixture
@@ -30,7 +32,9 @@ def engine(model, tokenizer):
 
 
 def request(tokenizer, text=PROMPT, **options) -> BatchRequest:
-    return BatchRequest(input_ids=tuple(tokenizer(text)["input_ids"]), **{"max_new_tokens": 8} | options)
+    return BatchRequest(
+        input_ids=tuple(tokenizer(text)["input_ids"]), **{"max_new_tokens": 8} | options
+    )
 
 
 def test_tokens_are_those_of_generate(engine, model, tokenizer):
@@ -43,10 +47,17 @@ def test_tokens_are_those_of_generate(engine, model, tokenizer):
 
 
 def test_sampled_tokens_are_those_of_generate_with_the_same_seed(engine, model, tokenizer):
-    sampling, rules = Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=7), Rules(repetition_penalty=1.2)
+    sampling, rules = (
+        Sampling(temperature=0.9, top_k=20, top_p=0.95, seed=7),
+        Rules(repetition_penalty=1.2),
+    )
     asked = request(tokenizer, sampling=sampling, rules=rules)
-    expected = generate(model, torch.tensor([asked.input_ids]), max_new_tokens=8, sampling=sampling, rules=rules)
-    assert [event.id for event in engine.submit(asked)] == expected[0, len(asked.input_ids) :].tolist()
+    expected = generate(
+        model, torch.tensor([asked.input_ids]), max_new_tokens=8, sampling=sampling, rules=rules
+    )
+    assert [event.id for event in engine.submit(asked)] == expected[
+        0, len(asked.input_ids) :
+    ].tolist()
 
 
 def test_logprobs_are_those_of_the_whole_text(engine, model, tokenizer):
@@ -63,7 +74,9 @@ def test_logprobs_are_those_of_the_whole_text(engine, model, tokenizer):
     assert [token.id for token in stream.prompt] == list(asked.input_ids)
     best = log_p[len(asked.input_ids) - 1].topk(3)
     assert [token.id for token in events[0].top] == best.indices.tolist()
-    assert [token.logprob for token in events[0].top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert [token.logprob for token in events[0].top] == pytest.approx(
+        best.values.tolist(), abs=1e-4
+    )
 
 
 def test_prompt_logprobs_of_a_text_alone(engine, tokenizer):
@@ -128,14 +141,22 @@ def test_an_exception_of_a_row_is_the_rows_alone(engine, tokenizer):
 
 
 def test_a_cancelled_request_ends_and_frees_its_place(engine, tokenizer):
-    stream, other = engine.submit(request(tokenizer, max_new_tokens=100)), engine.submit(request(tokenizer))
+    stream, other = (
+        engine.submit(request(tokenizer, max_new_tokens=100)),
+        engine.submit(request(tokenizer)),
+    )
     events = iter(stream)
     next(events)
     stream.cancel()
     assert list(events)[-1].finish == FinishReason.CANCELLED
     assert list(other)[-1].finish == FinishReason.LENGTH
     counters = engine.counters()
-    assert (counters.cancelled, counters.finished, counters.running, counters.pool.used) == (1, 1, 0, 0)
+    assert (counters.cancelled, counters.finished, counters.running, counters.pool.used) == (
+        1,
+        1,
+        0,
+        0,
+    )
 
 
 def test_events_reach_an_event_loop(engine, tokenizer):
@@ -151,7 +172,9 @@ def test_events_reach_an_event_loop(engine, tokenizer):
 
 
 def test_one_too_many_is_refused_at_once(model, tokenizer):
-    with Engine(TransformersDecoder(model), limits=BatchLimits(max_concurrent_requests=1)) as engine:
+    with Engine(
+        TransformersDecoder(model), limits=BatchLimits(max_concurrent_requests=1)
+    ) as engine:
         stream = engine.submit(request(tokenizer, max_new_tokens=200))
         with pytest.raises(OverloadedError, match="1 requests wait or run, 1 may"):
             engine.submit(request(tokenizer))
@@ -221,7 +244,10 @@ def test_what_the_limits_do_not_allow_is_refused(engine, tokenizer, options, tol
         engine.submit(request(tokenizer, **options))
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"top_n": -1}, {"stop": ("",)}, {"logit_bias": {3: float("nan")}}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_new_tokens": 0}, {"top_n": -1}, {"stop": ("",)}, {"logit_bias": {3: float("nan")}}],
+)
 def test_what_no_engine_can_run_is_refused(tokenizer, options):
     with pytest.raises(UsageError):
         request(tokenizer, **options)

@@ -15,10 +15,15 @@ from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
 
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None, reason="our kernels do not run here"
+    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    reason="our kernels do not run here",
 )
 SMALL = BatchLimits(
-    max_batch_size=8, max_total_tokens=128, max_batch_total_tokens=512, max_concurrent_requests=64, prefill_chunk=32
+    max_batch_size=8,
+    max_total_tokens=128,
+    max_batch_total_tokens=512,
+    max_concurrent_requests=64,
+    prefill_chunk=32,
 )
 
 
@@ -45,7 +50,9 @@ class Exploding:
 def request(draw: random.Random, **options) -> BatchRequest:
     ids = tuple(draw.randrange(4, 4000) for _ in range(draw.choice([1, 20, 33, 90])))
     sampling = Sampling(seed=draw.randrange(99)) if draw.random() < 0.5 else None
-    return BatchRequest(input_ids=ids, max_new_tokens=draw.randrange(1, 38), sampling=sampling, **options)
+    return BatchRequest(
+        input_ids=ids, max_new_tokens=draw.randrange(1, 38), sampling=sampling, **options
+    )
 
 
 def torment(engine: Engine, count: int, *, seed: int) -> None:
@@ -72,7 +79,11 @@ def torment(engine: Engine, count: int, *, seed: int) -> None:
         mask = Exploding(draw.randrange(5)) if draw.random() < 0.1 else None
         patience = draw.randrange(12) if draw.random() < 0.7 else None
         places.acquire()
-        threads.append(threading.Thread(target=one, args=(request(draw, mask=mask), patience, draw.random() * 0.01)))
+        threads.append(
+            threading.Thread(
+                target=one, args=(request(draw, mask=mask), patience, draw.random() * 0.01)
+            )
+        )
         threads[-1].start()
     for thread in threads:
         thread.join(60)
@@ -118,13 +129,15 @@ def test_a_cancelled_row_is_free_before_the_next_step(decoder):
         at = len(steps)
         assert list(events)[-1].finish == FinishReason.CANCELLED
         list(other)
-        assert all(running == 1 for running in steps[at + 1 :])  # the step that was running may still have had it
+        # the step that was running may still have had it
+        assert all(running == 1 for running in steps[at + 1 :])
 
 
 def test_an_engine_that_is_killed_tells_everybody_and_takes_no_more(decoder):
     engine = Engine(decoder, limits=SMALL)
     calls, forward = [], decoder.forward_rows
-    submitted = threading.Event()  # none may be refused because the engine failed before all were in
+    # none may be refused because the engine failed before all were in
+    submitted = threading.Event()
 
     def killed(*arguments, **options):
         calls.append(None)
@@ -134,7 +147,9 @@ def test_an_engine_that_is_killed_tells_everybody_and_takes_no_more(decoder):
         return forward(*arguments, **options)
 
     decoder.forward_rows = killed
-    streams = [engine.submit(BatchRequest(input_ids=(5, 6, 7), max_new_tokens=100)) for _ in range(20)]
+    streams = [
+        engine.submit(BatchRequest(input_ids=(5, 6, 7), max_new_tokens=100)) for _ in range(20)
+    ]
     submitted.set()
     assert {list(stream)[-1].finish for stream in streams} == {FinishReason.ERROR}
     assert isinstance(engine.failed, MemoryError)
@@ -145,7 +160,10 @@ def test_an_engine_that_is_killed_tells_everybody_and_takes_no_more(decoder):
 
 def test_more_than_the_pool_holds_waits_and_is_served(decoder):
     with Engine(decoder, limits=SMALL) as engine:
-        streams = [engine.submit(BatchRequest(input_ids=(i + 4,) * 100, max_new_tokens=28)) for i in range(30)]
+        streams = [
+            engine.submit(BatchRequest(input_ids=(i + 4,) * 100, max_new_tokens=28))
+            for i in range(30)
+        ]
         most = 0
         for stream in streams:
             assert len(list(stream)) == 28
@@ -154,7 +172,9 @@ def test_more_than_the_pool_holds_waits_and_is_served(decoder):
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_both_numbers(decoder):
-    with pytest.raises(ResourceError, match="kv memory of 1000 bytes: 0 tokens for 8 rows, 512 are asked for"):
+    with pytest.raises(
+        ResourceError, match="kv memory of 1000 bytes: 0 tokens for 8 rows, 512 are asked for"
+    ):
         Engine(decoder, limits=SMALL, kv_memory=1000)
 
 

@@ -17,7 +17,8 @@ from quantflow.runtime.load import load
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "quantflow/errors.py").read_text()
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None, reason="our kernels do not run here"
+    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    reason="our kernels do not run here",
 )
 
 
@@ -32,12 +33,19 @@ def requests(tokenizer, count: int, *, seed: int) -> list[BatchRequest]:
         ids = (system + own if draw.random() < 0.4 else own)[:300]
         rules = Rules()
         if draw.random() < 0.3:
-            rules = Rules(repetition_penalty=1.3, frequency_penalty=0.5, no_repeat_ngram_size=3, bad_words=((5, 7), (11,)))
+            rules = Rules(
+                repetition_penalty=1.3,
+                frequency_penalty=0.5,
+                no_repeat_ngram_size=3,
+                bad_words=((5, 7), (11,)),
+            )
         made.append(
             BatchRequest(
                 input_ids=tuple(ids),
                 max_new_tokens=draw.choice([1, 5, 20, 40]),
-                sampling=Sampling(temperature=0.8, top_k=30, top_p=0.9, seed=index) if draw.random() < 0.4 else None,
+                sampling=Sampling(temperature=0.8, top_k=30, top_p=0.9, seed=index)
+                if draw.random() < 0.4
+                else None,
                 rules=replace(rules, min_new_tokens=draw.choice([0, 4])),
                 logit_bias={draw.randrange(100): 4.0} if draw.random() < 0.2 else {},
                 ends=(draw.randrange(400),) if draw.random() < 0.5 else (),
@@ -61,21 +69,30 @@ def alone(decoder, tokenizer, request: BatchRequest):
 def together(decoder, tokenizer, asked: list[BatchRequest], *, seed: int, **limits):
     """Return the same of many at once, submitted in any order, and the engine's counters."""
     order = random.Random(seed).sample(range(len(asked)), len(asked))
-    limits = BatchLimits(**{"max_concurrent_requests": len(asked), "max_total_tokens": 400} | limits)
+    limits = BatchLimits(
+        **{"max_concurrent_requests": len(asked), "max_total_tokens": 400} | limits
+    )
     with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
         streams = {index: engine.submit(asked[index]) for index in order}
         events = {index: list(stream) for index, stream in streams.items()}
-        return [(events[index], streams[index].prompt) for index in range(len(asked))], engine.counters()
+        return [
+            (events[index], streams[index].prompt) for index in range(len(asked))
+        ], engine.counters()
 
 
 @pytest.mark.parametrize(
-    ("scheme", "kv_cache"), [("W8A8", "bfloat16"), ("W4A16", "int8"), ("FP8", "float8"), ("W8A8", "float32")]
+    ("scheme", "kv_cache"),
+    [("W8A8", "bfloat16"), ("W4A16", "int8"), ("FP8", "float8"), ("W8A8", "float32")],
 )
-def test_a_request_gets_the_same_bits_alone_and_in_any_company(folders, tokenizer, scheme, kv_cache):
+def test_a_request_gets_the_same_bits_alone_and_in_any_company(
+    folders, tokenizer, scheme, kv_cache
+):
     decoder = load(folders(scheme), decoder="lean", kv_cache=kv_cache, dtype=torch.bfloat16).decoder
     asked = requests(tokenizer, 20, seed=1)
     by_themselves = [alone(decoder, tokenizer, request) for request in asked]
-    for seed, limits in enumerate([{"prefill_chunk": 7, "max_batch_size": 6}, {"prefill_chunk": 100}]):
+    for seed, limits in enumerate(
+        [{"prefill_chunk": 7, "max_batch_size": 6}, {"prefill_chunk": 100}]
+    ):
         in_company, counters = together(decoder, tokenizer, asked, seed=seed, **limits)
         assert in_company == by_themselves
         assert counters.pool.used == counters.running == counters.waiting == 0
@@ -84,11 +101,15 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(folders, tokenize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16", "FP8"])
-def test_two_hundred_requests_get_the_same_bits_alone_and_in_any_company(folders, tokenizer, scheme):
+def test_two_hundred_requests_get_the_same_bits_alone_and_in_any_company(
+    folders, tokenizer, scheme
+):
     decoder = load(folders(scheme), decoder="lean", dtype=torch.bfloat16).decoder
     asked = requests(tokenizer, 200, seed=2)
     by_themselves = [alone(decoder, tokenizer, request) for request in asked]
-    for seed, limits in enumerate([{"prefill_chunk": 16}, {"prefill_chunk": 300, "max_batch_size": 150}]):
+    for seed, limits in enumerate(
+        [{"prefill_chunk": 16}, {"prefill_chunk": 300, "max_batch_size": 150}]
+    ):
         assert together(decoder, tokenizer, asked, seed=seed, **limits)[0] == by_themselves
 
 
@@ -97,7 +118,12 @@ def test_guesses_save_steps_and_change_no_bit(folders, tokenizer):
     ids = tuple(tokenizer("self.name = name\n" * 12)["input_ids"])
     found = []
     for lookup in (None, Lookup(tokens=5)):
-        asked = BatchRequest(input_ids=ids, max_new_tokens=40, lookup=lookup, sampling=Sampling(temperature=0.3, seed=1))
+        asked = BatchRequest(
+            input_ids=ids,
+            max_new_tokens=40,
+            lookup=lookup,
+            sampling=Sampling(temperature=0.3, seed=1),
+        )
         with Engine(decoder, limits=BatchLimits(max_total_tokens=400, max_batch_size=4)) as engine:
             found.append((list(engine.submit(asked)), engine.counters().steps))
     assert found[0][0] == found[1][0]
@@ -105,7 +131,10 @@ def test_guesses_save_steps_and_change_no_bit(folders, tokenizer):
 
 
 def test_an_engine_says_whether_bits_depend_on_what_else_runs(folders):
-    for backend, reason in (("auto", None), ("reference", "reference sums in another order for more tokens")):
+    for backend, reason in (
+        ("auto", None),
+        ("reference", "reference sums in another order for more tokens"),
+    ):
         decoder = load(folders("W8A8"), decoder="lean", backend=backend).decoder
         with Engine(decoder, limits=BatchLimits(max_batch_size=2)) as engine:
             assert engine.why_not_invariant == reason
@@ -121,7 +150,13 @@ def test_tokens_are_those_of_generate(folders, tokenizer):
     found, _ = together(decoder, tokenizer, asked, seed=0, prefill_chunk=11)
     decoder = load(folders("W8A8"), decoder="lean").decoder
     for request, (events, _) in zip(asked, found, strict=True):
-        options = {"sampling": request.sampling, "rules": request.rules, "eos_token_id": request.ends}
+        options = {
+            "sampling": request.sampling,
+            "rules": request.rules,
+            "eos_token_id": request.ends,
+        }
         ids = torch.tensor([request.input_ids])
-        whole = generate(decoder, ids, max_new_tokens=request.max_new_tokens, **options)[0, ids.shape[1] :]
+        whole = generate(decoder, ids, max_new_tokens=request.max_new_tokens, **options)[
+            0, ids.shape[1] :
+        ]
         assert [event.id for event in events] == whole.tolist()

@@ -69,7 +69,10 @@ def test_no_block_is_lost_and_none_is_written_by_two(seed, size):
             lease = Lease()
             pool.take_over(lease, tokens)
             shared = len(lease.blocks)
-            assert all(content[block] == tuple(tokens[: (i + 1) * size]) for i, block in enumerate(lease.blocks))
+            assert all(
+                content[block] == tuple(tokens[: (i + 1) * size])
+                for i, block in enumerate(lease.blocks)
+            )
             pool.grow(lease, len(tokens))
             held = {block for other, _ in rows for block in other.blocks}
             for i, block in enumerate(lease.blocks[shared:], start=shared):

@@ -13,7 +13,10 @@ VALUES = st.sampled_from([-2.5, -1.0, 0.0, 0.1, 0.7, 1.0, 1.7])  # few, so that 
 BIASES = st.sampled_from([float("-inf"), -100.0, -1.0, -0.1, 0.0, 0.3, 1.0, 100.0])
 
 
-@given(logits=st.lists(VALUES, min_size=2, max_size=9), bias=st.dictionaries(st.integers(0, 8), BIASES, max_size=4))
+@given(
+    logits=st.lists(VALUES, min_size=2, max_size=9),
+    bias=st.dictionaries(st.integers(0, 8), BIASES, max_size=4),
+)
 def test_the_choice_with_a_bias_is_the_first_of_the_highest_biased_logits(logits, bias):
     bias = {token: value for token, value in bias.items() if token < len(logits)}
     request = BatchRequest(input_ids=(0,), max_new_tokens=1, logit_bias=bias)

@@ -27,7 +27,9 @@ def adapters(write_adapter, tmp_path_factory):
     """Three adapters of the example model, of different ranks; the last of two linears alone."""
     folder = tmp_path_factory.mktemp("adapters")
     few = dict(list(TINY.items())[1:3])
-    for seed, (name, shapes) in enumerate({"pirate": TINY, "poet": TINY, "few": few}.items(), start=1):
+    for seed, (name, shapes) in enumerate(
+        {"pirate": TINY, "poet": TINY, "few": few}.items(), start=1
+    ):
         write_adapter(folder / name, shapes, seed=seed, rank=2 * seed)
     return {name: folder / name for name in ("pirate", "poet", "few")}
 
@@ -58,7 +60,9 @@ def adapted(folder, adapters, **options):
         ),
     ],
 )
-def test_an_adapter_gives_what_the_merged_weights_give(family, shapes, family_model, write_adapter, tmp_path):
+def test_an_adapter_gives_what_the_merged_weights_give(
+    family, shapes, family_model, write_adapter, tmp_path
+):
     source = family_model(family)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in shapes}
@@ -94,13 +98,20 @@ def test_rows_of_several_adapters_have_the_bits_that_each_has_alone(scheme, fold
         )
         for index in range(16)
     ]
-    same = IDS + tuple(range(40, 70))  # a prefix that rows of one adapter share, and those of another do not
-    asked += [BatchRequest(input_ids=same, max_new_tokens=4, top_n=2, adapter=name) for name in (None, "pirate", "poet", None)]
+    # a prefix that rows of one adapter share, and those of another do not
+    same = IDS + tuple(range(40, 70))
+    asked += [
+        BatchRequest(input_ids=same, max_new_tokens=4, top_n=2, adapter=name)
+        for name in (None, "pirate", "poet", None)
+    ]
     alone = []
     for request in asked:
         with Engine(decoder, limits=BatchLimits(max_batch_size=1, max_total_tokens=128)) as engine:
             alone.append(list(engine.submit(request)))
-    assert alone[-4] == alone[-1] and alone[-4][0].logprob != alone[-3][0].logprob != alone[-2][0].logprob
+    assert (
+        alone[-4] == alone[-1]
+        and alone[-4][0].logprob != alone[-3][0].logprob != alone[-2][0].logprob
+    )
     for limits in ({"prefill_chunk": 9}, {"prefill_chunk": 200, "max_batch_size": 5}):
         order = draw.sample(range(len(asked)), len(asked))
         with Engine(decoder, limits=BatchLimits(max_total_tokens=128, **limits)) as engine:
@@ -109,12 +120,29 @@ def test_rows_of_several_adapters_have_the_bits_that_each_has_alone(scheme, fold
             assert engine.counters().pool.used == 0
 
 
-def test_an_adapter_that_does_not_fit_is_refused_by_the_name_of_its_tensor(folders, write_adapter, tmp_path):
+def test_an_adapter_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
+    folders, write_adapter, tmp_path
+):
     loaded = load(folders("W8A8"), decoder="lean")
     for name, shape, said, kind in (
-        (LAYER.format(0) + "self_attn.k_proj", (512, 512), r"k_proj maps 512 to 256, A \[4, 512\], B \[512, 4\]", InputError),
-        (LAYER.format(9) + "self_attn.k_proj", (256, 512), "layers.9.self_attn.k_proj is no linear of the model", InputError),
-        ("lm_head", (4096, 512), "lm_head: only linears of attention and of an MLP have adapters", UnsupportedError),
+        (
+            LAYER.format(0) + "self_attn.k_proj",
+            (512, 512),
+            r"k_proj maps 512 to 256, A \[4, 512\], B \[512, 4\]",
+            InputError,
+        ),
+        (
+            LAYER.format(9) + "self_attn.k_proj",
+            (256, 512),
+            "layers.9.self_attn.k_proj is no linear of the model",
+            InputError,
+        ),
+        (
+            "lm_head",
+            (4096, 512),
+            "lm_head: only linears of attention and of an MLP have adapters",
+            UnsupportedError,
+        ),
     ):
         write_adapter(tmp_path, {name: shape}, seed=0)
         with pytest.raises(kind, match=said):

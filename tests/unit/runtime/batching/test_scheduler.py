@@ -56,14 +56,19 @@ class Model:
             return []
         while self.waiting and len(self.running) < limits.max_batch_size:
             job = self.head()
-            prefill = sum(other.input_tokens for other in self.running if other.in_prefill) + job.input_tokens
+            prefill = (
+                sum(other.input_tokens for other in self.running if other.in_prefill)
+                + job.input_tokens
+            )
             total = sum(other.total_tokens for other in self.running) + job.total_tokens
             if prefill > limits.max_batch_prefill_tokens or total > limits.max_batch_total_tokens:
                 break
             self.waiting.remove(job)
             self.running.append(job)
             self.passes[job.priority] = 0
-            for lower in {other.priority for other in self.waiting if other.priority < job.priority}:
+            for lower in {
+                other.priority for other in self.waiting if other.priority < job.priority
+            }:
                 self.passes[lower] += 1
             joined.append(job.number)
         self.since = 0 if joined else self.since
@@ -71,7 +76,13 @@ class Model:
 
 
 jobs = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(1, 12), st.sampled_from([0, 0, 0, 1, 5]), st.integers(0, 6), st.booleans()),
+    st.tuples(
+        st.integers(1, 40),
+        st.integers(1, 12),
+        st.sampled_from([0, 0, 0, 1, 5]),
+        st.integers(0, 6),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=40,
 )  # prompt, new tokens, class, steps after the one before, whether it is cancelled
@@ -105,7 +116,11 @@ def test_rows_join_as_the_rules_say_within_the_budgets_in_order_and_all_of_them(
             if cancelled and when + 3 == step and job.number not in ended:
                 scheduler.remove(job)
                 gone = model.waiting if job in model.waiting else model.running
-                if gone is model.waiting and model.waiting and job is next(j for j in gone if j.priority == job.priority):
+                if (
+                    gone is model.waiting
+                    and model.waiting
+                    and job is next(j for j in gone if j.priority == job.priority)
+                ):
                     model.passes[job.priority] = 0
                 gone.remove(job)
                 ended.add(job.number)
@@ -120,7 +135,9 @@ def test_rows_join_as_the_rules_say_within_the_budgets_in_order_and_all_of_them(
         model.since += 1
         assert sum(count for job, count in work if job.in_prefill) <= limits.prefill_chunk
         assert all(count == 1 for job, count in work if not job.in_prefill)
-        assert {job.number for job, _ in work} >= {job.number for job in scheduler.running if not job.in_prefill}
+        assert {job.number for job, _ in work} >= {
+            job.number for job in scheduler.running if not job.in_prefill
+        }
         assert bool(work) == bool(scheduler.running)  # whatever runs gets on
         for job, count in work:
             job.computed += count
@@ -154,14 +171,17 @@ def test_a_lower_class_is_passed_so_often_and_no_more():
 @pytest.mark.parametrize(
     ("now", "expected"),
     [
-        (0.1, ["c", "d", "b", "e", "a"]),  # nobody has waited for 120 ms: the shortest first, of equal ones the first that came
+        # nobody has waited for 120 ms: the shortest first, of equal ones the first that came
+        (0.1, ["c", "d", "b", "e", "a"]),
         (0.125, ["e", "a", "c", "d", "b"]),  # two have, the shorter of them first
         (0.175, ["c", "b", "e", "a", "d"]),
         (1.0, ["c", "d", "b", "e", "a"]),  # all have
     ],
 )
 def test_short_prompts_join_first_but_for_those_that_have_waited(now, expected):
-    limits = BatchLimits(max_batch_size=1, queue_threshold_ms=120).resolved(positions=100, pool_tokens=1000)
+    limits = BatchLimits(max_batch_size=1, queue_threshold_ms=120).resolved(
+        positions=100, pool_tokens=1000
+    )
     scheduler = Scheduler(limits, clock=lambda: now)
     arrivals = {"a": (9, 0.0), "e": (7, 0.0), "b": (5, 0.05), "c": (3, 0.05), "d": (3, 0.06)}
     for name, (tokens, when) in arrivals.items():
@@ -178,9 +198,18 @@ def test_short_prompts_join_first_but_for_those_that_have_waited(now, expected):
     ("given_", "told"),
     [
         ({"max_input_tokens": 10, "max_total_tokens": 10}, "max_input_tokens < max_total_tokens"),
-        ({"max_input_tokens": 10, "max_batch_prefill_tokens": 9}, "max_input_tokens <= max_batch_prefill_tokens"),
-        ({"max_batch_prefill_tokens": 10, "max_batch_total_tokens": 9}, "max_batch_prefill_tokens <= max_batch_total_tokens"),
-        ({"max_total_tokens": 10, "max_batch_total_tokens": 9}, "max_total_tokens <= max_batch_total_tokens"),
+        (
+            {"max_input_tokens": 10, "max_batch_prefill_tokens": 9},
+            "max_input_tokens <= max_batch_prefill_tokens",
+        ),
+        (
+            {"max_batch_prefill_tokens": 10, "max_batch_total_tokens": 9},
+            "max_batch_prefill_tokens <= max_batch_total_tokens",
+        ),
+        (
+            {"max_total_tokens": 10, "max_batch_total_tokens": 9},
+            "max_total_tokens <= max_batch_total_tokens",
+        ),
         ({"max_batch_size": 0}, "max_batch_size=0"),
         ({"queue_threshold_ms": -1}, "queue_threshold_ms=-1"),
         ({"waiting_served_ratio": float("nan")}, "waiting_served_ratio=nan"),
@@ -198,10 +227,16 @@ def test_what_was_not_given_follows_from_the_model_and_its_memory():
     assert (limits.max_batch_prefill_tokens, limits.max_batch_total_tokens) == (2047 + 50, 10_000)
     assert limits.max_batch_size == 64
     assert BatchLimits().resolved(positions=8192, pool_tokens=3000).max_batch_prefill_tokens == 3000
-    several = BatchLimits(max_batch_size=4, max_input_tokens=512).resolved(positions=2048, pool_tokens=10_000)
+    several = BatchLimits(max_batch_size=4, max_input_tokens=512).resolved(
+        positions=2048, pool_tokens=10_000
+    )
     assert (several.max_batch_prefill_tokens, several.max_batch_size) == (4 * 512, 4)
     small = BatchLimits(max_batch_prefill_tokens=100).resolved(positions=2048, pool_tokens=1000)
-    assert (small.max_total_tokens, small.max_input_tokens, small.max_batch_total_tokens) == (1000, 100, 1000)
+    assert (small.max_total_tokens, small.max_input_tokens, small.max_batch_total_tokens) == (
+        1000,
+        100,
+        1000,
+    )
     with pytest.raises(Exception, match="the model has 64 positions"):
         BatchLimits(max_total_tokens=65).resolved(positions=64, pool_tokens=1000)
     with pytest.raises(Exception, match="the pool holds 1000"):

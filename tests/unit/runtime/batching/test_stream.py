@@ -12,9 +12,17 @@ def stream() -> Stream:
 
 def test_readers_of_one_loop_are_woken_by_one_call_and_not_before(monkeypatch):
     async def run():
-        loop, readers, streams, got, calls = asyncio.get_running_loop(), Readers(), [stream() for _ in range(5)], [], []
+        loop, readers, streams, got, calls = (
+            asyncio.get_running_loop(),
+            Readers(),
+            [stream() for _ in range(5)],
+            [],
+            [],
+        )
         call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given)))
+        monkeypatch.setattr(
+            loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given))
+        )
 
         async def read(one):
             async for event in one:

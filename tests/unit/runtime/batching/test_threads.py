@@ -24,7 +24,9 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_whoever_made_an_engine_and_an_engine_that_waits_hold_no_threads_of_loops(two_threads, folders):
+def test_whoever_made_an_engine_and_an_engine_that_waits_hold_no_threads_of_loops(
+    two_threads, folders
+):
     loaded = load(folders("W8A8"), decoder="auto")
     release_threads()
     before = tasks()
@@ -32,7 +34,9 @@ def test_whoever_made_an_engine_and_an_engine_that_waits_hold_no_threads_of_loop
     of_this_thread = tasks() - before
     assert of_this_thread
     with Engine(loaded.decoder) as engine:
-        events = list(engine.submit(BatchRequest(input_ids=tuple(range(1, 40)), max_new_tokens=4, ends=())))
+        events = list(
+            engine.submit(BatchRequest(input_ids=tuple(range(1, 40)), max_new_tokens=4, ends=()))
+        )
         assert len(events) == 4 and engine.counters().steps >= 4
         patience = time.monotonic() + 20
         while len(tasks() - before) > 1 and time.monotonic() < patience:

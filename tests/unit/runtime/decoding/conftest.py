@@ -4,11 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 PAD = 2  # not 0: transformers takes a pad of 0 for none and fills ended beams with the end token
-TEXTS = ["import os\nimport sys\n\ndef main():", "class Stack:\n    def", 'if __name__ == "__main__":\n    for', "return self."]
+TEXTS = [
+    "import os\nimport sys\n\ndef main():",
+    "class Stack:\n    def",
+    'if __name__ == "__main__":\n    for',
+    "return self.",
+]
 
 
 def left_padded(rows: list[list[int]], *, pad: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,7 +31,9 @@ def left_padded(rows: list[list[int]], *, pad: int = PAD) -> tuple[torch.Tensor,
 @pytest.fixture(scope="session")
 def tiny() -> PreTrainedModel:
     """Return examples/tiny-llama."""
-    return AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        ROOT / "examples/tiny-llama", dtype=torch.float32
+    ).eval()
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +59,11 @@ def peer(tiny):
     """Return transformers' own generate, for a batch and its padding."""
 
     def run(ids, padding=None, **options):
-        mask = torch.ones_like(ids) if padding is None else (torch.arange(ids.shape[1]) >= padding[:, None]).long()
+        mask = (
+            torch.ones_like(ids)
+            if padding is None
+            else (torch.arange(ids.shape[1]) >= padding[:, None]).long()
+        )
         options = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": None} | options
         tiny.generation_config.eos_token_id = None
         return tiny.generate(ids, attention_mask=mask, **options)
@@ -60,7 +76,9 @@ class Chain:
 
     positions, device = None, torch.device("cpu")
 
-    def __init__(self, table: dict[int, dict[int, float]], states: list[list[float]] | None = None) -> None:
+    def __init__(
+        self, table: dict[int, dict[int, float]], states: list[list[float]] | None = None
+    ) -> None:
         """Take the probabilities of what follows each token that is ever followed, and a state of every token."""
         self.vocab_size = 1 + max(token for row in table.values() for token in (*row, *table))
         self._logits = torch.full((self.vocab_size, self.vocab_size), -torch.inf)

@@ -50,13 +50,20 @@ def test_a_row_that_has_ended_is_padded_until_all_have(tiny, batch, peer):
     free = generate(tiny, ids, max_new_tokens=NEW, padding=padding)[:, ids.shape[1] :]
     ends = free[:3, 2].tolist() + free[3:, 5].tolist()
     expected = peer(ids, padding, max_new_tokens=NEW, eos_token_id=ends)
-    found = generate(tiny, ids, max_new_tokens=NEW, padding=padding, eos_token_id=ends, pad_token_id=PAD)
+    found = generate(
+        tiny, ids, max_new_tokens=NEW, padding=padding, eos_token_id=ends, pad_token_id=PAD
+    )
     assert torch.equal(found, expected)
     assert found.shape[1] < ids.shape[1] + NEW
     assert (found[:, -1] == PAD).any()
 
 
-SAMPLINGS = [{}, {"temperature": 0.7, "top_k": 30}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 1.5, "typical_p": 0.6}]
+SAMPLINGS = [
+    {},
+    {"temperature": 0.7, "top_k": 30},
+    {"top_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.5, "typical_p": 0.6},
+]
 
 
 @pytest.mark.parametrize("options", SAMPLINGS)
@@ -64,7 +71,9 @@ def test_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, peer, opti
     ids, padding = batch
     whole = {"top_k": 0} | options
     torch.manual_seed(27)
-    expected = peer(ids, padding, max_new_tokens=NEW, do_sample=True, num_return_sequences=2, **whole)
+    expected = peer(
+        ids, padding, max_new_tokens=NEW, do_sample=True, num_return_sequences=2, **whole
+    )
     chosen = Sampling(seed=27, **options)
     found = generate(tiny, ids, max_new_tokens=NEW, padding=padding, sampling=chosen, returned=2)
     assert torch.equal(found, expected)
@@ -72,7 +81,12 @@ def test_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, peer, opti
 
 
 def test_another_seed_draws_other_tokens(tiny, rows):
-    drawn = [generate(tiny, torch.tensor([rows[0]]), max_new_tokens=NEW, sampling=Sampling(seed=s)).tolist() for s in (1, 1, 2)]
+    drawn = [
+        generate(
+            tiny, torch.tensor([rows[0]]), max_new_tokens=NEW, sampling=Sampling(seed=s)
+        ).tolist()
+        for s in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -87,15 +101,25 @@ def test_a_row_ends_where_stop_says(tiny, batch):
     found = generate(tiny, ids, max_new_tokens=NEW, padding=padding, stop=stop)
     assert torch.equal(found, generate(tiny, ids, max_new_tokens=3, padding=padding))
     assert {len(new) for new in asked} == {1, 2, 3}
-    beams = generate(tiny, ids[:1, 1:], max_new_tokens=NEW, stop=lambda new: len(new) == 3, method=Beams(count=2))
+    beams = generate(
+        tiny, ids[:1, 1:], max_new_tokens=NEW, stop=lambda new: len(new) == 3, method=Beams(count=2)
+    )
     assert beams.shape[1] == ids.shape[1] - 1 + 3
 
 
 def test_a_padded_row_in_a_sliding_window_says_what_it_says_alone():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 29}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 29,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = MistralConfig(**sizes, num_key_value_heads=2, sliding_window=6, bos_token_id=None, eos_token_id=None)
+        config = MistralConfig(
+            **sizes, num_key_value_heads=2, sliding_window=6, bos_token_id=None, eos_token_id=None
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * 0.3
@@ -107,10 +131,16 @@ def test_a_padded_row_in_a_sliding_window_says_what_it_says_alone():
 def test_transformers_modules_are_a_decoder_that_shows_hidden_states(tiny):
     decoder = TransformersDecoder(tiny)
     assert isinstance(decoder, Decoder) and isinstance(decoder, HiddenDecoder)
-    assert (decoder.vocab_size, decoder.positions, decoder.device) == (4096, 1024, torch.device("cpu"))
+    assert (decoder.vocab_size, decoder.positions, decoder.device) == (
+        4096,
+        1024,
+        torch.device("cpu"),
+    )
 
 
-def test_a_cache_that_is_cropped_and_reordered_gives_the_logits_of_the_text_that_is_left(tiny, rows, batch):
+def test_a_cache_that_is_cropped_and_reordered_gives_the_logits_of_the_text_that_is_left(
+    tiny, rows, batch
+):
     ids, padding = batch
     decoder = TransformersDecoder(tiny, crops=True)
     with torch.inference_mode():
@@ -129,11 +159,20 @@ def test_a_cache_that_is_cropped_and_reordered_gives_the_logits_of_the_text_that
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"padding": torch.tensor([1])}, r"^padding=tensor\(\[1\]\) of prompts \[4, 12\]; give each row's count"),
-        ({"padding": torch.tensor([0, 1, 2, 12])}, r"^padding=.* of prompts \[4, 12\]; give each row's count, smaller"),
+        (
+            {"padding": torch.tensor([1])},
+            r"^padding=tensor\(\[1\]\) of prompts \[4, 12\]; give each row's count",
+        ),
+        (
+            {"padding": torch.tensor([0, 1, 2, 12])},
+            r"^padding=.* of prompts \[4, 12\]; give each row's count, smaller",
+        ),
         ({"returned": 2}, r"^returned=2: 1 sequences differ; sample, or use as many beams$"),
         ({"returned": 0, "sampling": Sampling()}, r"^returned=0: 0 sequences differ"),
-        ({"stream": print}, r"^stream: more than one sequence grows; stream one prompt, without beams$"),
+        (
+            {"stream": print},
+            r"^stream: more than one sequence grows; stream one prompt, without beams$",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tiny, batch, options, message):

@@ -23,10 +23,19 @@ def ends(tiny, batch) -> list[int]:
 def test_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty, early_stopping):
     ids, padding = (part[:2] for part in batch)
     options = {"num_beams": 3, "length_penalty": length_penalty, "early_stopping": early_stopping}
-    expected = peer(ids, padding, max_new_tokens=NEW, eos_token_id=ends, num_return_sequences=2, **options)
+    expected = peer(
+        ids, padding, max_new_tokens=NEW, eos_token_id=ends, num_return_sequences=2, **options
+    )
     beams = Beams(count=3, length_penalty=length_penalty, early_stopping=early_stopping)
     found = generate(
-        tiny, ids, max_new_tokens=NEW, padding=padding, method=beams, returned=2, eos_token_id=ends, pad_token_id=PAD
+        tiny,
+        ids,
+        max_new_tokens=NEW,
+        padding=padding,
+        method=beams,
+        returned=2,
+        eos_token_id=ends,
+        pad_token_id=PAD,
     )
     assert found.tolist() == expected.tolist()
     assert torch.isin(found[:, ids.shape[1] : -1], torch.tensor(ends)).any()
@@ -42,7 +51,9 @@ def test_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
         ids = torch.tensor([row])
         with torch.no_grad():
             greedy = likelihood(generate(tiny, ids, max_new_tokens=NEW), len(row))
-            best = likelihood(generate(tiny, ids, max_new_tokens=NEW, method=Beams(count=4)), len(row))
+            best = likelihood(
+                generate(tiny, ids, max_new_tokens=NEW, method=Beams(count=4)), len(row)
+            )
         assert best >= greedy - 1e-4
         better += best > greedy + 1e-3
     assert better
@@ -51,7 +62,9 @@ def test_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
 def test_one_beam_is_greedy(tiny, batch):
     ids, padding = batch
     expected = generate(tiny, ids, max_new_tokens=NEW, padding=padding)
-    assert torch.equal(generate(tiny, ids, max_new_tokens=NEW, padding=padding, method=Beams(count=1)), expected)
+    assert torch.equal(
+        generate(tiny, ids, max_new_tokens=NEW, padding=padding, method=Beams(count=1)), expected
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 5])
@@ -59,10 +72,20 @@ def test_sampled_beams_are_those_of_transformers(tiny, batch, peer, ends, seed):
     ids, padding = batch
     options = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
     torch.manual_seed(seed)
-    expected = peer(ids, padding, max_new_tokens=NEW, num_beams=3, do_sample=True, eos_token_id=ends, **options)
+    expected = peer(
+        ids, padding, max_new_tokens=NEW, num_beams=3, do_sample=True, eos_token_id=ends, **options
+    )
     chosen = Sampling(seed=seed, **options)
-    options = {"method": Beams(count=3), "sampling": chosen, "eos_token_id": ends, "pad_token_id": PAD}
-    assert generate(tiny, ids, max_new_tokens=NEW, padding=padding, **options).tolist() == expected.tolist()
+    options = {
+        "method": Beams(count=3),
+        "sampling": chosen,
+        "eos_token_id": ends,
+        "pad_token_id": PAD,
+    }
+    assert (
+        generate(tiny, ids, max_new_tokens=NEW, padding=padding, **options).tolist()
+        == expected.tolist()
+    )
 
 
 def test_rules_apply_to_beams(tiny, rows, peer):
@@ -71,12 +94,19 @@ def test_rules_apply_to_beams(tiny, rows, peer):
     options = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}
     expected = peer(ids, max_new_tokens=NEW, num_beams=3, bad_words_ids=bad, **options)
     rules = Rules(bad_words=tuple(map(tuple, bad)), **options)
-    assert torch.equal(generate(tiny, ids, max_new_tokens=NEW, method=Beams(count=3), rules=rules), expected)
+    assert torch.equal(
+        generate(tiny, ids, max_new_tokens=NEW, method=Beams(count=3), rules=rules), expected
+    )
 
 
 def test_a_padded_row_gives_the_beams_that_it_gives_alone(tiny, rows, batch, ends):
     ids, padding = batch
-    options = {"max_new_tokens": NEW, "method": Beams(count=3), "eos_token_id": ends, "pad_token_id": PAD}
+    options = {
+        "max_new_tokens": NEW,
+        "method": Beams(count=3),
+        "eos_token_id": ends,
+        "pad_token_id": PAD,
+    }
     together = generate(tiny, ids, padding=padding, **options)
     for row, pad, result in zip(rows, padding.tolist(), together.tolist(), strict=True):
         alone = generate(tiny, torch.tensor([row]), **options)[0].tolist()
@@ -85,10 +115,18 @@ def test_a_padded_row_gives_the_beams_that_it_gives_alone(tiny, rows, batch, end
 
 
 def test_several_sequences_are_sorted_and_differ(tiny, rows):
-    found = generate(tiny, torch.tensor([rows[0]]), max_new_tokens=8, method=Beams(count=4), returned=4)
+    found = generate(
+        tiny, torch.tensor([rows[0]]), max_new_tokens=8, method=Beams(count=4), returned=4
+    )
     assert len({tuple(row) for row in found.tolist()}) == 4
     with torch.no_grad():
-        steps = tiny(found).logits[:, :-1].log_softmax(-1).gather(2, found[:, 1:, None])[:, len(rows[0]) - 1 :, 0].sum(1)
+        steps = (
+            tiny(found)
+            .logits[:, :-1]
+            .log_softmax(-1)
+            .gather(2, found[:, 1:, None])[:, len(rows[0]) - 1 :, 0]
+            .sum(1)
+        )
     assert all(a >= b - 1e-4 for a, b in itertools.pairwise(steps.tolist()))
 
 
@@ -108,7 +146,9 @@ def test_values_outside_their_ranges_are_refused(options, message):
 
 def test_more_sequences_than_beams_and_a_stream_of_beams_are_refused(tiny, rows):
     ids = torch.tensor([rows[0]])
-    with pytest.raises(UsageError, match=r"^returned=3: 2 sequences differ; sample, or use as many beams$"):
+    with pytest.raises(
+        UsageError, match=r"^returned=3: 2 sequences differ; sample, or use as many beams$"
+    ):
         generate(tiny, ids, max_new_tokens=2, method=Beams(count=2), returned=3)
     with pytest.raises(UsageError, match=r"^stream: more than one sequence grows; "):
         generate(tiny, ids, max_new_tokens=2, method=Beams(count=2), stream=print)

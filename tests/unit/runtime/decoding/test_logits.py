@@ -29,13 +29,26 @@ def test_filters_are_those_of_transformers(seed, value, least):
     scores, tokens, _ = case(seed)
     options = {"min_tokens_to_keep": least}
     count = int(1 + value * 20)
-    assert torch.equal(logits.top_k(scores, count, least=least), peer.TopKLogitsWarper(count, **options)(tokens, scores))
-    assert torch.equal(logits.top_p(scores, value, least=least), peer.TopPLogitsWarper(value, **options)(tokens, scores))
-    assert torch.equal(logits.min_p(scores, value, least=least), peer.MinPLogitsWarper(value, **options)(tokens, scores))
-    assert torch.equal(logits.typical_p(scores, value, least=least), peer.TypicalLogitsWarper(value, **options)(tokens, scores))
+    assert torch.equal(
+        logits.top_k(scores, count, least=least),
+        peer.TopKLogitsWarper(count, **options)(tokens, scores),
+    )
+    assert torch.equal(
+        logits.top_p(scores, value, least=least),
+        peer.TopPLogitsWarper(value, **options)(tokens, scores),
+    )
+    assert torch.equal(
+        logits.min_p(scores, value, least=least),
+        peer.MinPLogitsWarper(value, **options)(tokens, scores),
+    )
+    assert torch.equal(
+        logits.typical_p(scores, value, least=least),
+        peer.TypicalLogitsWarper(value, **options)(tokens, scores),
+    )
 
 
-@pytest.mark.parametrize("spread", [0.01, 3.0])  # the nucleus of flat logits is longer than what is looked at first
+# the nucleus of flat logits is longer than what is looked at first
+@pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
     scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)) * spread
     found = logits.top_p(scores, 0.9)
@@ -47,17 +60,28 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
 @given(seed=SEEDS, penalty=st.sampled_from([0.5, 1.3, 2.0]), size=st.integers(1, 4))
 def test_penalties_are_those_of_transformers(seed, penalty, size):
     scores, tokens, padding = case(seed)
-    repeated = peer.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=padding)(tokens, scores)
-    assert torch.equal(logits.repetition_penalty(scores, tokens, penalty, padding=padding), repeated)
+    repeated = peer.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=padding)(
+        tokens, scores
+    )
+    assert torch.equal(
+        logits.repetition_penalty(scores, tokens, penalty, padding=padding), repeated
+    )
     expected = peer.NoRepeatNGramLogitsProcessor(size)(tokens, scores)
     assert torch.equal(logits.no_repeat_ngrams(scores, tokens, size, padding=None), expected)
     for row, pad in enumerate(padding.tolist()):  # a padded row is treated as it would be alone
-        alone = peer.NoRepeatNGramLogitsProcessor(size)(tokens[row : row + 1, pad:], scores[row : row + 1])
-        assert torch.equal(logits.no_repeat_ngrams(scores, tokens, size, padding=padding)[row], alone[0])
+        alone = peer.NoRepeatNGramLogitsProcessor(size)(
+            tokens[row : row + 1, pad:], scores[row : row + 1]
+        )
+        assert torch.equal(
+            logits.no_repeat_ngrams(scores, tokens, size, padding=padding)[row], alone[0]
+        )
 
 
 @settings(max_examples=40)
-@given(seed=SEEDS, words=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=8))
+@given(
+    seed=SEEDS,
+    words=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=8),
+)
 def test_bad_words_are_forbidden_where_transformers_forbids_them(seed, words):
     scores, tokens, padding = case(seed)
     expected = peer.NoBadWordsLogitsProcessor(words)(tokens, scores)
@@ -87,7 +111,9 @@ def test_frequency_and_presence_worked_by_hand():
 
 
 def test_frequency_counts_what_was_generated_and_not_the_prompt():
-    request = Request(input_ids=torch.tensor([[1, 1]]), max_new_tokens=2, rules=Rules(frequency_penalty=1.0))
+    request = Request(
+        input_ids=torch.tensor([[1, 1]]), max_new_tokens=2, rules=Rules(frequency_penalty=1.0)
+    )
     assert allowed(torch.zeros(1, 3), torch.tensor([[1, 1, 2]]), request).tolist() == [[0, 0, -1]]
 
 
@@ -98,7 +124,9 @@ def test_ids_beyond_the_head_are_passed_over():
         logits.frequency_penalty(torch.ones(1, 4), tokens, frequency=0.5, presence=0),
     ):
         assert found.tolist() == [[1, 0.5, 1, 1]]
-    assert logits.no_repeat_ngrams(torch.ones(1, 4), tokens, 1, padding=None).isfinite().tolist() == [[True, False, True, True]]
+    assert logits.no_repeat_ngrams(
+        torch.ones(1, 4), tokens, 1, padding=None
+    ).isfinite().tolist() == [[True, False, True, True]]
 
 
 @pytest.mark.parametrize(
@@ -117,24 +145,32 @@ def test_rules_give_the_tokens_of_transformers(tiny, rows, peer, rules):
     for row in rows:
         ids = torch.tensor([row])
         theirs = {
-            ("bad_words_ids" if k == "bad_words" else k): ([list(w) for w in v] if k == "bad_words" else v)
+            ("bad_words_ids" if k == "bad_words" else k): (
+                [list(w) for w in v] if k == "bad_words" else v
+            )
             for k, v in rules.items()
         }
         expected = peer(ids, max_new_tokens=10, eos_token_id=end, **theirs)
-        assert torch.equal(generate(tiny, ids, max_new_tokens=10, eos_token_id=end, rules=Rules(**rules)), expected)
+        assert torch.equal(
+            generate(tiny, ids, max_new_tokens=10, eos_token_id=end, rules=Rules(**rules)), expected
+        )
 
 
 def test_no_ngram_stands_twice(tiny, batch):
     ids, padding = batch
     plain = generate(tiny, ids, max_new_tokens=24, padding=padding)
-    found = generate(tiny, ids, max_new_tokens=24, padding=padding, rules=Rules(no_repeat_ngram_size=2))
+    found = generate(
+        tiny, ids, max_new_tokens=24, padding=padding, rules=Rules(no_repeat_ngram_size=2)
+    )
 
     def repeats(tokens):
         rows = [row[pad:] for row, pad in zip(tokens.tolist(), padding.tolist(), strict=True)]
         prompts = [row[pad:] for row, pad in zip(ids.tolist(), padding.tolist(), strict=True)]
         pairs = [list(zip(row, row[1:], strict=False)) for row in rows]
         own = [list(zip(row, row[1:], strict=False)) for row in prompts]
-        return sum(len(p) - len(set(p)) - (len(o) - len(set(o))) for p, o in zip(pairs, own, strict=True))
+        return sum(
+            len(p) - len(set(p)) - (len(o) - len(set(o))) for p, o in zip(pairs, own, strict=True)
+        )
 
     assert repeats(plain) > 0
     assert repeats(found) == 0
@@ -142,14 +178,19 @@ def test_no_ngram_stands_twice(tiny, batch):
 
 def test_rules_that_forbid_everything_are_an_error_and_not_a_token(tiny, rows):
     rules = Rules(bad_words=tuple((token,) for token in range(4096)))
-    with pytest.raises(UsageError, match=r"^rules: every token is forbidden after 11 tokens; forbid fewer"):
+    with pytest.raises(
+        UsageError, match=r"^rules: every token is forbidden after 11 tokens; forbid fewer"
+    ):
         generate(tiny, torch.tensor([rows[0]]), max_new_tokens=1, rules=rules)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0; use a positive number; 1 changes nothing"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty=0.0; use a positive number; 1 changes nothing",
+        ),
         ({"frequency_penalty": 2.5}, "frequency_penalty=2.5; use -2 to 2; 0 changes nothing"),
         ({"presence_penalty": math.nan}, "presence_penalty=nan; use -2 to 2; 0 changes nothing"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size=-1; use 0 or more; 0 changes nothing"),
@@ -166,7 +207,11 @@ def test_rules_outside_their_ranges_are_refused(options, message):
 def test_padding_does_not_count_towards_a_least_length():
     rules = Rules(min_length=4)
     request = Request(
-        input_ids=torch.zeros(2, 4).long(), padding=torch.tensor([3, 0]), max_new_tokens=2, rules=rules, ends=(1,)
+        input_ids=torch.zeros(2, 4).long(),
+        padding=torch.tensor([3, 0]),
+        max_new_tokens=2,
+        rules=rules,
+        ends=(1,),
     )
     found = allowed(torch.zeros(2, 3), torch.zeros(2, 4).long(), request)
     assert found.tolist() == [[0, -math.inf, 0], [0, 0, 0]]

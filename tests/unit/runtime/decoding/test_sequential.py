@@ -4,8 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from quantflow.errors import InputError, UsageError
 from quantflow.runtime.decoding import Sampling, distribution, generate
@@ -44,7 +54,9 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 def test_greedy_decoding_equals_transformers_token_for_token(family, length):
     model = random_model(CONFIGS[family])
     ids = prompt(length)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
+    )
     assert len(set(expected[0, length:].tolist())) > 1
     assert torch.equal(generate(model, ids, max_new_tokens=20), expected)
 
@@ -54,7 +66,12 @@ def test_decoding_stops_after_an_end_of_text_token_as_transformers_does(model):
     free = generate(model, ids, max_new_tokens=20)[0, 5:].tolist()
     stop = free[6]
     expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=stop
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=20,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=stop,
     )
     unused = next(token for token in range(61) if token not in free)
     for stops in (stop, [stop], (unused, stop)):
@@ -71,7 +88,9 @@ def test_the_stream_sees_every_new_token_in_order(model):
 
 def test_the_same_seed_draws_the_same_tokens_and_another_seed_others(model):
     def sample(seed: int) -> list[int]:
-        return generate(model, prompt(4), max_new_tokens=30, sampling=Sampling(seed=seed))[0].tolist()
+        return generate(model, prompt(4), max_new_tokens=30, sampling=Sampling(seed=seed))[
+            0
+        ].tolist()
 
     assert sample(1) == sample(1)
     assert len({tuple(sample(seed)) for seed in range(4)}) == 4
@@ -86,7 +105,12 @@ def test_sampling_neither_reads_nor_moves_the_global_generator(model):
 def test_sampling_among_one_token_is_greedy(model):
     ids = prompt(6)
     expected = generate(model, ids, max_new_tokens=12)
-    for sampling in (Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(top_p=1e-9), Sampling(temperature=1e-4)):
+    for sampling in (
+        Sampling(top_k=1),
+        Sampling(top_p=1e-6),
+        Sampling(top_p=1e-9),
+        Sampling(temperature=1e-4),
+    ):
         assert torch.equal(generate(model, ids, max_new_tokens=12, sampling=sampling), expected)
 
 
@@ -95,7 +119,9 @@ def test_probabilities_worked_by_hand():
     assert distribution(logits, Sampling()).tolist() == pytest.approx([0.5, 0.25, 3 / 16, 1 / 16])
     assert distribution(logits, Sampling(top_k=2)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert distribution(logits, Sampling(top_p=0.6)).tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
-    assert distribution(logits, Sampling(temperature=0.5)).tolist() == pytest.approx([64 / 90, 16 / 90, 9 / 90, 1 / 90])
+    assert distribution(logits, Sampling(temperature=0.5)).tolist() == pytest.approx(
+        [64 / 90, 16 / 90, 9 / 90, 1 / 90]
+    )
 
 
 @settings(max_examples=60)
@@ -126,7 +152,9 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 
     counts = torch.zeros(3)
     for seed in range(40):
-        tokens = generate(Constant(), prompt(1), max_new_tokens=60, sampling=Sampling(seed=seed))[0, 1:]
+        tokens = generate(Constant(), prompt(1), max_new_tokens=60, sampling=Sampling(seed=seed))[
+            0, 1:
+        ]
         counts += torch.bincount(tokens, minlength=3)
     # 2400 draws: the standard deviation of a share is at most 0.0102.
     assert torch.allclose(counts / counts.sum(), torch.tensor([0.7, 0.2, 0.1]), atol=0.04)
@@ -136,7 +164,10 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
     ("options", "message"),
     [
         ({"temperature": 0.0}, "temperature=0.0; use a positive number, or greedy decoding"),
-        ({"temperature": float("nan")}, "temperature=nan; use a positive number, or greedy decoding"),
+        (
+            {"temperature": float("nan")},
+            "temperature=nan; use a positive number, or greedy decoding",
+        ),
         ({"top_k": 0}, "top_k=0; use 1 or more"),
         ({"top_p": 0.0}, "top_p=0.0; use 0 < top_p <= 1"),
         ({"top_p": 1.5}, "top_p=1.5; use 0 < top_p <= 1"),
@@ -150,11 +181,16 @@ def test_sampling_values_outside_their_ranges_are_refused(options, message):
 
 def test_prompts_that_cannot_be_decoded_are_refused(model):
     for ids in (prompt(0), prompt(3)[:0], torch.zeros(3, dtype=torch.int64)):
-        with pytest.raises(UsageError, match=r"^input_ids: shape \[.*\], \[B, S\] is decoded; give prompts of a token"):
+        with pytest.raises(
+            UsageError,
+            match=r"^input_ids: shape \[.*\], \[B, S\] is decoded; give prompts of a token",
+        ):
             generate(model, ids, max_new_tokens=1)
     with pytest.raises(UsageError, match=r"^max_new_tokens=0; use 1 or more"):
         generate(model, prompt(3), max_new_tokens=0)
-    with pytest.raises(UsageError, match=r"^prompt of 60 \+ max_new_tokens=5: the model has 64 positions; shorten"):
+    with pytest.raises(
+        UsageError, match=r"^prompt of 60 \+ max_new_tokens=5: the model has 64 positions; shorten"
+    ):
         generate(model, prompt(60), max_new_tokens=5)
     assert generate(model, prompt(60), max_new_tokens=4).shape == (1, 64)
 

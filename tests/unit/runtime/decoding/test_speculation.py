@@ -12,14 +12,21 @@ from quantflow.runtime.decoding.speculation import _confirm, _Finder
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 NEW = 18
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "num_key_value_heads": 2}
 
 
 def small(vocab_size: int, *, seed: int, config=LlamaConfig, **options):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config(**SIZES, vocab_size=vocab_size, **options), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config(**SIZES, vocab_size=vocab_size, **options), dtype=torch.float32
+        )
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * 0.3
     return model.eval()
@@ -41,9 +48,13 @@ class Counting(TransformersDecoder):
 
 def cut(tiny, layers: int):
     """The embedded model with its first layers only: a draft that is often right."""
-    draft = AutoModelForCausalLM.from_config(type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": layers}))
+    draft = AutoModelForCausalLM.from_config(
+        type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": layers})
+    )
     weights = {
-        name: value for name, value in tiny.state_dict().items() if ".layers." not in name or int(name.split(".")[2]) < layers
+        name: value
+        for name, value in tiny.state_dict().items()
+        if ".layers." not in name or int(name.split(".")[2]) < layers
     }
     draft.load_state_dict(weights)
     return draft.float().eval()
@@ -58,8 +69,14 @@ def draft(tiny):
 def heads(tiny):
     """Heads of one random block each."""
     generator = torch.Generator().manual_seed(3)
-    blocks = [(torch.randn(512, 512, generator=generator) * 0.01, torch.zeros(512)) for _ in range(3)]
-    return Medusa(heads=tuple(MedusaHead(blocks=(block,), projection=tiny.lm_head.weight.detach()) for block in blocks))
+    blocks = [
+        (torch.randn(512, 512, generator=generator) * 0.01, torch.zeros(512)) for _ in range(3)
+    ]
+    return Medusa(
+        heads=tuple(
+            MedusaHead(blocks=(block,), projection=tiny.lm_head.weight.detach()) for block in blocks
+        )
+    )
 
 
 def test_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
@@ -83,7 +100,13 @@ def test_tokens_are_those_of_transformers_assisted_generation(tiny, draft, rows,
     draft.generation_config.eos_token_id = None
     expected = peer(ids, max_new_tokens=NEW, assistant_model=draft)
     assert torch.equal(
-        generate(tiny, ids, max_new_tokens=NEW, method=Draft(decoder=TransformersDecoder(draft, crops=True))), expected
+        generate(
+            tiny,
+            ids,
+            max_new_tokens=NEW,
+            method=Draft(decoder=TransformersDecoder(draft, crops=True)),
+        ),
+        expected,
     )
 
 
@@ -95,7 +118,8 @@ def test_the_model_as_its_own_draft_is_always_believed(tiny, rows):
         max_new_tokens=NEW,
         method=Draft(decoder=TransformersDecoder(tiny, crops=True), tokens=5),
     )
-    assert decoder.forwards == 1 + NEW // 6  # the prompt; then five proposals and one token of its own each time
+    # the prompt; then five proposals and one token of its own each time
+    assert decoder.forwards == 1 + NEW // 6
 
 
 def test_an_end_inside_the_proposals_ends_the_text(tiny, rows):
@@ -105,7 +129,14 @@ def test_an_end_inside_the_proposals_ends_the_text(tiny, rows):
     expected = generate(tiny, ids, max_new_tokens=NEW, eos_token_id=end)
     seen: list[int] = []
     draft = TransformersDecoder(tiny, crops=True)
-    found = generate(tiny, ids, max_new_tokens=NEW, eos_token_id=end, method=Draft(decoder=draft), stream=seen.append)
+    found = generate(
+        tiny,
+        ids,
+        max_new_tokens=NEW,
+        eos_token_id=end,
+        method=Draft(decoder=draft),
+        stream=seen.append,
+    )
     assert torch.equal(found, expected)
     assert seen == expected[0, len(rows[0]) :].tolist()
 
@@ -123,8 +154,12 @@ def test_a_lookup_proposes_what_transformers_proposes():
     generator = torch.Generator().manual_seed(0)
     proposed = 0
     for _ in range(60):
-        tokens = torch.randint(5, (1, int(torch.randint(1, 20, (1,), generator=generator))), generator=generator)
-        peer = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=3, max_length=100)
+        tokens = torch.randint(
+            5, (1, int(torch.randint(1, 20, (1,), generator=generator))), generator=generator
+        )
+        peer = PromptLookupCandidateGenerator(
+            num_output_tokens=4, max_matching_ngram_size=3, max_length=100
+        )
         expected = peer.get_candidates(tokens)[0][0, tokens.shape[1] :]
         found, _ = _Finder(Lookup(tokens=4, ngram=3)).propose(tokens, 99, hidden=None)
         assert found.tolist() == expected.tolist()
@@ -137,25 +172,35 @@ def test_a_sliding_window_is_cropped_with_what_lies_before_it():
     other = small(29, seed=2, config=MistralConfig, sliding_window=6)
     ids = torch.randint(29, (1, 9), generator=torch.Generator().manual_seed(1))
     expected = generate(model, ids, max_new_tokens=30)
-    for method in (Draft(decoder=TransformersDecoder(other, crops=True), tokens=4), Lookup(tokens=4)):
+    for method in (
+        Draft(decoder=TransformersDecoder(other, crops=True), tokens=4),
+        Lookup(tokens=4),
+    ):
         assert torch.equal(generate(model, ids, max_new_tokens=30, method=method), expected)
 
 
 @pytest.mark.parametrize("certain", [False, True])
-def test_a_sampled_proposal_is_refused_just_so_often_that_tokens_are_distributed_as_the_models(certain):
+def test_a_sampled_proposal_is_refused_just_so_often_that_tokens_are_distributed_as_the_models(
+    certain,
+):
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(2, 6, generator=generator)  # after the text, and after the proposal
     theirs = torch.randn(1, 6, generator=generator).softmax(-1)
     request = Request(input_ids=torch.zeros(1, 1), max_new_tokens=2, sampling=Sampling())
     first, bonus, draws = torch.zeros(6), torch.zeros(6), 4000
     for _ in range(draws):
-        guess = torch.tensor([2]) if certain else torch.multinomial(theirs[0], 1, generator=generator)
-        taken = _confirm(scores, guess, None if certain else theirs, request=request, generator=generator)
+        guess = (
+            torch.tensor([2]) if certain else torch.multinomial(theirs[0], 1, generator=generator)
+        )
+        taken = _confirm(
+            scores, guess, None if certain else theirs, request=request, generator=generator
+        )
         first[taken[0]] += 1
         if len(taken) == 2:
             bonus[taken[1]] += 1
     own = scores.softmax(-1)
-    # The total variation of 4000 draws among 6 outcomes is 0.015 on average; believing the draft would be off by this:
+    # The total variation of 4000 draws among 6 outcomes is 0.015 on average; believing the draft
+    # would be off by this:
     assert float((own[0] - (theirs[0] if not certain else torch.eye(6)[2])).abs().sum()) / 2 > 0.15
     assert float((first / draws - own[0]).abs().sum()) / 2 < 0.03
     assert float((bonus / bonus.sum() - own[1]).abs().sum()) / 2 < 0.06
@@ -166,7 +211,13 @@ def test_a_sampled_proposal_is_refused_just_so_often_that_tokens_are_distributed
 def test_a_sampled_draft_that_is_the_model_is_always_believed_and_the_seed_decides(tiny, rows):
     def sample(seed):
         method = Draft(decoder=TransformersDecoder(tiny, crops=True), tokens=5)
-        return generate(decoder, torch.tensor([rows[0]]), max_new_tokens=12, method=method, sampling=Sampling(seed=seed))
+        return generate(
+            decoder,
+            torch.tensor([rows[0]]),
+            max_new_tokens=12,
+            method=method,
+            sampling=Sampling(seed=seed),
+        )
 
     decoder = Counting(tiny, crops=True)
     first = sample(1)
@@ -179,13 +230,18 @@ def test_sampling_among_one_token_is_greedy_with_every_kind_of_proposal(tiny, dr
     ids = torch.tensor([rows[0]])
     expected = generate(tiny, ids, max_new_tokens=12)
     for method in (Draft(decoder=TransformersDecoder(draft, crops=True)), Lookup(), heads):
-        assert torch.equal(generate(tiny, ids, max_new_tokens=12, method=method, sampling=Sampling(top_k=1)), expected)
+        assert torch.equal(
+            generate(tiny, ids, max_new_tokens=12, method=method, sampling=Sampling(top_k=1)),
+            expected,
+        )
 
 
 def test_medusa_heads_do_not_change_greedy_tokens(tiny, heads, batch):
     ids, padding = (part[:2] for part in batch)
     expected = generate(tiny, ids, max_new_tokens=NEW, padding=padding)
-    assert torch.equal(generate(tiny, ids, max_new_tokens=NEW, padding=padding, method=heads), expected)
+    assert torch.equal(
+        generate(tiny, ids, max_new_tokens=NEW, padding=padding, method=heads), expected
+    )
 
 
 def test_medusa_heads_that_know_the_future_save_forwards(tiny, rows):
@@ -196,17 +252,26 @@ def test_medusa_heads_that_know_the_future_save_forwards(tiny, rows):
 
     class Oracle(Medusa):
         def propose(self, hidden):
-            here = int((states - hidden).abs().sum(1).argmin())  # the position that the state belongs to
+            # the position that the state belongs to
+            here = int((states - hidden).abs().sum(1).argmin())
             return expected[0, here + 2 : here + 5]
 
     decoder = Counting(tiny, crops=True)
-    assert torch.equal(generate(decoder, ids, max_new_tokens=NEW, method=Oracle(heads=())), expected)
-    assert decoder.forwards == 2 + (NEW - 1 + 3) // 4  # prompt, first token without proposals, then four tokens at a time
+    assert torch.equal(
+        generate(decoder, ids, max_new_tokens=NEW, method=Oracle(heads=())), expected
+    )
+    # prompt, first token without proposals, then four tokens at a time
+    assert decoder.forwards == 2 + (NEW - 1 + 3) // 4
 
 
 def test_medusa_heads_are_read_and_do_what_the_paper_says(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"0.0.linear.weight": (4, 4), "0.0.linear.bias": (4,), "0.1.weight": (7, 4), "1.0.weight": (7, 4)}
+    shapes = {
+        "0.0.linear.weight": (4, 4),
+        "0.0.linear.bias": (4,),
+        "0.1.weight": (7, 4),
+        "1.0.weight": (7, 4),
+    }
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / HEADS_FILE)
     hidden = torch.randn(4, generator=generator)
@@ -236,7 +301,10 @@ def test_a_folder_without_heads_is_refused(tmp_path):
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tiny, rows):
-    with pytest.raises(UsageError, match=r"^draft: a vocabulary of 29, the model's has 4096; use a draft model with the same"):
+    with pytest.raises(
+        UsageError,
+        match=r"^draft: a vocabulary of 29, the model's has 4096; use a draft model with the same",
+    ):
         generate(
             tiny,
             torch.tensor([rows[0]]),
@@ -246,5 +314,12 @@ def test_a_draft_of_another_vocabulary_is_refused(tiny, rows):
 
 
 def test_a_decoder_that_was_not_made_to_crop_says_so(tiny, rows):
-    with pytest.raises(UsageError, match=r"^crop to \d+ positions: the cache has \d+, crops=False; "):
-        generate(TransformersDecoder(tiny), torch.tensor([rows[1] * 3]), max_new_tokens=9, method=Lookup())
+    with pytest.raises(
+        UsageError, match=r"^crop to \d+ positions: the cache has \d+, crops=False; "
+    ):
+        generate(
+            TransformersDecoder(tiny),
+            torch.tensor([rows[1] * 3]),
+            max_new_tokens=9,
+            method=Lookup(),
+        )

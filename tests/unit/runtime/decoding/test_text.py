@@ -33,16 +33,25 @@ def test_half_a_character_is_told_at_the_end_and_not_before(tokenizer):
 
 def test_special_tokens_are_not_text(tokenizer):
     prompt = tokenizer("import")["input_ids"]
-    assert continuation(tokenizer, prompt, [*tokenizer(" os", add_special_tokens=False)["input_ids"], 1]) == " os"
+    assert (
+        continuation(
+            tokenizer, prompt, [*tokenizer(" os", add_special_tokens=False)["input_ids"], 1]
+        )
+        == " os"
+    )
     assert continuation(tokenizer, prompt, []) == ""
 
 
 @pytest.mark.parametrize("strings", [["return"], ["urn se", "nothing"], ["(self"]])
-def test_a_text_ends_with_the_token_that_completes_a_stop_string(tiny, tokenizer, rows, peer, strings):
+def test_a_text_ends_with_the_token_that_completes_a_stop_string(
+    tiny, tokenizer, rows, peer, strings
+):
     ids = torch.tensor([rows[1]])
     free = tokenizer.decode(generate(tiny, ids, max_new_tokens=40)[0, len(rows[1]) :])
     string = strings[0] if strings[0] in free else free[10:16]
-    expected = peer(ids, max_new_tokens=40, stop_strings=[string, *strings[1:]], tokenizer=tokenizer)
+    expected = peer(
+        ids, max_new_tokens=40, stop_strings=[string, *strings[1:]], tokenizer=tokenizer
+    )
     found = generate(tiny, ids, max_new_tokens=40, stop=stop_at(tokenizer, [string, *strings[1:]]))
     assert torch.equal(found, expected)
     assert found.shape[1] < ids.shape[1] + 40

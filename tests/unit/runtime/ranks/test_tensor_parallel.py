@@ -23,10 +23,22 @@ from quantflow.runtime.load import load
 from quantflow.runtime.ranks.leader import Leader, follow
 from quantflow.runtime.ranks.tensor_parallel import Ranks, spans_of
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 97, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "eos_token_id": 2,
+}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-LLAMA = LlamaConfig(**SIZES, head_dim=32, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
-WIDE = LlamaConfig(**SIZES | {"hidden_size": 512, "intermediate_size": 640}, head_dim=128, architectures=["LlamaForCausalLM"])
+LLAMA = LlamaConfig(
+    **SIZES, head_dim=32, tie_word_embeddings=False, architectures=["LlamaForCausalLM"]
+)
+WIDE = LlamaConfig(
+    **SIZES | {"hidden_size": 512, "intermediate_size": 640},
+    head_dim=128,
+    architectures=["LlamaForCausalLM"],
+)
 WHOLE = SIZES | {"intermediate_size": 512, "architectures": ["LlamaForCausalLM"]}
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
 FAMILIES = {
@@ -42,7 +54,8 @@ FAMILIES = {
     "norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
 }  # fmt: skip
 exact = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None or native.why_not(operations.SOURCE, needs=()) is not None,
+    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None
+    or native.why_not(operations.SOURCE, needs=()) is not None,
     reason="bits are promised of our own kernels",
 )
 
@@ -91,12 +104,16 @@ def walk(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def equal(found, expected):
-    return len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(
+        torch.equal(*pair) for pair in zip(found, expected, strict=True)
+    )
 
 
 @exact
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_every_family_have_the_bits_of_one_process(family, tmp_path, make_artifact, shared):
+def test_logits_of_every_family_have_the_bits_of_one_process(
+    family, tmp_path, make_artifact, shared
+):
     make_artifact(tmp_path, FAMILIES[family], W4A16)
     expected = alone(tmp_path, walk)
     for world in (1, 7) if family == "seven to a head" else (1, 2, 4):
@@ -105,7 +122,19 @@ def test_logits_of_every_family_have_the_bits_of_one_process(family, tmp_path, m
 
 @exact
 @pytest.mark.parametrize(
-    "name", ["W8A8", "W8A8_STATIC", "W8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W3A16_ASYM", "W4A8"]
+    "name",
+    [
+        "W8A8",
+        "W8A8_STATIC",
+        "W8A16",
+        "FP8",
+        "FP8_DYNAMIC",
+        "FP8_BLOCK",
+        "W4A16",
+        "W4A16_ASYM",
+        "W3A16_ASYM",
+        "W4A8",
+    ],
 )
 def test_logits_of_every_scheme_have_the_bits_of_one_process(name, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, WIDE, PRESETS[name])
@@ -116,9 +145,13 @@ def test_logits_of_every_scheme_have_the_bits_of_one_process(name, tmp_path, mak
 
 
 @exact
-def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_process(tmp_path, make_artifact, shared):
+def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_process(
+    tmp_path, make_artifact, shared
+):
     def scheme_of(name):
-        return {"v_proj": None, "k_proj": PRESETS["W8A8"], "up_proj": None}.get(name.rpartition(".")[2], W4A16)
+        return {"v_proj": None, "k_proj": PRESETS["W8A8"], "up_proj": None}.get(
+            name.rpartition(".")[2], W4A16
+        )
 
     make_artifact(tmp_path, FAMILIES["a tied head, one layer slides"], scheme_of)
     expected = alone(tmp_path, walk)
@@ -133,9 +166,14 @@ def test_every_cache_is_cut_with_its_heads(kind, tmp_path, make_artifact, shared
     assert equal(shared(tmp_path, 4, walk, kv_cache=kind), expected)
 
 
-def test_without_our_own_kernels_logits_are_those_of_one_process_within_rounding(tmp_path, make_artifact, shared):
+def test_without_our_own_kernels_logits_are_those_of_one_process_within_rounding(
+    tmp_path, make_artifact, shared
+):
     make_artifact(tmp_path, LLAMA, W4A16)
-    found, expected = shared(tmp_path, 2, walk, backend="reference"), alone(tmp_path, walk, backend="reference")
+    found, expected = (
+        shared(tmp_path, 2, walk, backend="reference"),
+        alone(tmp_path, walk, backend="reference"),
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-6, rtol=2e-6)
 
@@ -144,13 +182,17 @@ def test_without_our_own_kernels_logits_are_those_of_one_process_within_rounding
 def test_every_way_to_generate_gives_the_tokens_of_one_process(tmp_path, make_artifact, shared):
     make_artifact(tmp_path / "model", LLAMA, W4A16)
     make_artifact(
-        tmp_path / "draft", LlamaConfig(**SIZES | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"]), W4A16
+        tmp_path / "draft",
+        LlamaConfig(**SIZES | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"]),
+        W4A16,
     )
     prompts, padding = ids(3, 12, 0), torch.tensor([0, 4, 1])
 
     def every(decoder):
         def say(**options):
-            return generate(decoder, prompts, padding=padding, max_new_tokens=12, eos_token_id=(), **options)
+            return generate(
+                decoder, prompts, padding=padding, max_new_tokens=12, eos_token_id=(), **options
+            )
 
         draft = LeanDecoder(open_artifact(tmp_path / "draft", verify=False))
         return [
@@ -163,11 +205,14 @@ def test_every_way_to_generate_gives_the_tokens_of_one_process(tmp_path, make_ar
         ]
 
     expected = alone(tmp_path / "model", every)
-    assert len({tuple(found.flatten().tolist()) for found in expected}) >= 3  # not one sentence six times
+    # not one sentence six times
+    assert len({tuple(found.flatten().tolist()) for found in expected}) >= 3
     assert equal(shared(tmp_path / "model", 2, every), expected)
 
 
-def test_a_rank_reads_and_holds_its_rows_and_norms_alone(tmp_path, make_artifact, monkeypatch, among):
+def test_a_rank_reads_and_holds_its_rows_and_norms_alone(
+    tmp_path, make_artifact, monkeypatch, among
+):
     make_artifact(tmp_path, WIDE, W4A16)
     counted = {}
     fill = reading._fill
@@ -182,42 +227,56 @@ def test_a_rank_reads_and_holds_its_rows_and_norms_alone(tmp_path, make_artifact
         counted[threading.get_ident()] = 0  # a thread whose rank is done may be given another one
         ranks = Ranks(open_artifact(tmp_path, verify=False), wire)
         LeanDecoder(ranks.artifact, ranks=ranks)
-        return counted[threading.get_ident()], sum(info.nbytes for info in ranks.artifact.checkpoint.infos.values())
+        return counted[threading.get_ident()], sum(
+            info.nbytes for info in ranks.artifact.checkpoint.infos.values()
+        )
 
     infos = open_artifact(tmp_path, verify=False).checkpoint.infos
     whole = sum(info.nbytes for info in infos.values())
     norms = sum(info.nbytes for name, info in infos.items() if "norm" in name)
     shapes = sum(info.nbytes for name, info in infos.items() if name.endswith("weight_shape"))
-    heads = sum(info.nbytes for name, info in infos.items() if "k_proj" in name or "v_proj" in name) - shapes * 2 / 7
-    vocabulary = 512 * 4 * 2  # a row of the embedding and of the head, which 97 rows cannot be shared without
+    heads = (
+        sum(info.nbytes for name, info in infos.items() if "k_proj" in name or "v_proj" in name)
+        - shapes * 2 / 7
+    )
+    # a row of the embedding and of the head, which 97 rows cannot be shared without
+    vocabulary = 512 * 4 * 2
     for world, copies in ((2, 1), (4, 2)):
         counted.clear()
         for read, held in among(world, load):
-            expected = (whole - norms - shapes - heads) / world + heads * copies / world + norms + shapes
+            expected = (
+                (whole - norms - shapes - heads) / world + heads * copies / world + norms + shapes
+            )
             assert read == held and abs(held - expected) <= vocabulary, (world, held, expected)
 
 
 @pytest.mark.parametrize(
     ("config", "scheme", "world", "told"),
     [
-        (LLAMA, W4A16, 3, "3 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 or 4 ranks"),
-        (LLAMA, W4A16, 8, "8 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 or 4 ranks"),
+        (LLAMA, W4A16, 3, "3 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 "
+                          "or 4 ranks"),
+        (LLAMA, W4A16, 8, "8 ranks: 4 heads, 2 of keys and values, do not go whole; use 1 or 2 "
+                          "or 4 ranks"),
         (
             LlamaConfig(**WHOLE | {"hidden_size": 128}, head_dim=128),
             PRESETS["FP8_BLOCK"], 2,
-            "2 ranks: model.layers.0.self_attn.o_proj: 128 rows are not cut within 128, a rank would have 0 from 0 on; "
+            "2 ranks: model.layers.0.self_attn.o_proj: 128 rows are not cut within 128, a rank "
+            "would have 0 from 0 on; "
             "use 1 ranks",
         ),
         (
             LlamaConfig(**WHOLE | {"hidden_size": 512}, head_dim=64),
             PRESETS["FP8_BLOCK"], 4,
-            "4 ranks: model.layers.0.self_attn.q_proj: 256 rows are not cut within 128, a rank would have 64 from 0 on; "
+            "4 ranks: model.layers.0.self_attn.q_proj: 256 rows are not cut within 128, a rank "
+            "would have 64 from 0 on; "
             "use 1 ranks",
         ),
     ],
     ids=["heads", "more than heads", "blocks of o_proj", "blocks of heads"],
 )  # fmt: skip
-def test_what_does_not_go_whole_is_refused_with_the_numbers_that_do(config, scheme, world, told, tmp_path, make_artifact):
+def test_what_does_not_go_whole_is_refused_with_the_numbers_that_do(
+    config, scheme, world, told, tmp_path, make_artifact
+):
     make_artifact(tmp_path, config, scheme)
     with pytest.raises(UsageError) as refused:
         spans_of(open_artifact(tmp_path), world)
@@ -227,10 +286,12 @@ def test_what_does_not_go_whole_is_refused_with_the_numbers_that_do(config, sche
 def test_rows_that_do_not_divide_are_shared_in_whole_blocks(tmp_path, make_artifact):
     make_artifact(tmp_path, WIDE, PRESETS["FP8_BLOCK"])
     spans = spans_of(open_artifact(tmp_path), 4)
-    assert spans["model.layers.0.mlp.gate_proj"] == [(0, 128), (128, 128), (256, 128), (384, 256)]  # five blocks of 128
+    # five blocks of 128
+    assert spans["model.layers.0.mlp.gate_proj"] == [(0, 128), (128, 128), (256, 128), (384, 256)]
     assert spans["model.layers.1.mlp.up_proj"] == spans["model.layers.0.mlp.gate_proj"]
     assert spans["lm_head"] == [(0, 24), (24, 24), (48, 24), (72, 25)]  # 97 tokens
-    assert spans["model.layers.0.self_attn.v_proj"] == [(0, 128), (0, 128), (128, 128), (128, 128)]  # two heads on four ranks
+    # two heads on four ranks
+    assert spans["model.layers.0.self_attn.v_proj"] == [(0, 128), (0, 128), (128, 128), (128, 128)]
 
 
 def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact, meeting):
@@ -286,11 +347,15 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact, a
     assert len(list((tmp_path / "artifact-packed").iterdir())) == 3
 
 
-def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(tmp_path, make_artifact, meeting):
+def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(
+    tmp_path, make_artifact, meeting
+):
     config = LlamaConfig(**SIZES, hidden_act="tanh", architectures=["LlamaForCausalLM"])
     make_artifact(tmp_path, config, W4A16)
     wire = meeting(0, 2)
-    with pytest.raises(UnsupportedError, match="the lean decoder: it knows the activations .*, not tanh"):
+    with pytest.raises(
+        UnsupportedError, match="the lean decoder: it knows the activations .*, not tanh"
+    ):
         load(tmp_path, decoder="auto", wire=wire)
     with pytest.raises(UsageError, match="2 ranks: decoder transformers on cpu"):
         load(tmp_path, decoder="transformers", wire=wire)
@@ -312,7 +377,9 @@ class Recorder:
         self.calls.append(("forward", input_ids.tolist(), options))
 
     def forward_hidden(self, input_ids, *, padding):
-        self.calls.append(("forward_hidden", input_ids.tolist(), None if padding is None else padding.tolist()))
+        self.calls.append(
+            ("forward_hidden", input_ids.tolist(), None if padding is None else padding.tolist())
+        )
 
     def keep(self, rows):
         self.calls.append(("keep", rows.tolist()))
@@ -346,7 +413,9 @@ class Said:
     kept=st.lists(st.integers(0, 2**40), min_size=1, max_size=130),
     length=st.integers(0, 2**40),
 )
-def test_what_follows_is_asked_the_same_as_what_leads(rows, columns, padded, last_only, kept, length):
+def test_what_follows_is_asked_the_same_as_what_leads(
+    rows, columns, padded, last_only, kept, length
+):
     wire, first, second = Said(), Recorder(), Recorder()
     leader = Leader(first, wire)
     tokens = torch.arange(rows * columns).view(rows, columns) + 2**33
