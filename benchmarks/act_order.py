@@ -22,10 +22,10 @@ from _alone import alone
 from _report import table
 from _synthetic import SHAPES, make_checkpoint
 from _turns import timed_in_turns
+from quantflow.api import export, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantflow.api import export, quantize
 from quantflow.formats import LAYOUTS
 from quantflow.planning.recipe import Export, Quantize
 from quantflow.runtime.artifact import open_folder
@@ -121,7 +121,7 @@ def made(work: Path, size: str) -> dict[str, Path]:
             make_checkpoint(model, SHAPES[size], seed=0, tokenizer=TOKENIZER)
             export(
                 quantize(
-                    model, quantized, artifact=Quantize(name=size, scheme="W4A16", algorithm="rtn")
+                    model, quantized, entry=Quantize(name=size, scheme="W4A16", algorithm="rtn")
                 ).folder,
                 artifact,
             )

@@ -18,9 +18,9 @@ import torch
 from _alone import alone
 from _report import table
 from _turns import timed_in_turns
+from quantflow.api import export, quantize
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from quantflow.api import export, quantize
 from quantflow.planning.recipe import Quantize
 from quantflow.runtime.load import load
 
@@ -129,9 +129,7 @@ def artifact(family: str, work: Path) -> Path:
         )
         model.save_pretrained(Path(place) / "model")
         entry = Quantize(name=family, scheme="W4A16", algorithm="rtn")
-        quantized = quantize(
-            Path(place) / "model", Path(place) / "quantized", artifact=entry
-        ).folder
+        quantized = quantize(Path(place) / "model", Path(place) / "quantized", entry=entry).folder
         export(quantized, folder)
     return folder
 

@@ -266,7 +266,7 @@ def _by_name(folder: Path) -> None:
         QuantflowError: it cannot be.
     """
     entry = Quantize(name="x", scheme="W4A16", algorithm="rtn", linears=("re:.*[.][0-9]+[.].*",))
-    quantflow.quantize(folder / "model", folder / "named", artifact=entry)
+    quantflow.quantize(folder / "model", folder / "named", entry=entry)
     _exported(folder / "named", folder / "named-artifact", model=folder / "model")
 
 
@@ -315,7 +315,7 @@ def _through(folder: Path, scheme: str) -> None:
         folder / f"plain-{scheme}",
     )
     entry = Quantize(name="x", scheme=scheme)
-    quantflow.quantize(folder / "model", quantized, artifact=entry, measurement=folder / "1")
+    quantflow.quantize(folder / "model", quantized, entry=entry, measurement=folder / "1")
     _exported(quantized, artifact, model=folder / "model")
     if scheme.endswith("A16"):  # once for a type
         _write_text(folder / "heldout.jsonl", HELD_OUT, seed=2)

@@ -1,6 +1,6 @@
 """What the library tells while it works, as a protocol: who calls it decides what becomes of it.
 
-The command line shows a live line and writes a log (stages/cli/progress_line.py). A program gives
+The command line shows a live line and writes a log (quantflow/reporting/progress_line.py). A program gives
 nothing and gets `SILENT`, or gives an object of its own with these five methods.
 """
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.benching.bench_job import PERCENTILES, BenchJob, KernelJob
 from quantflow.errors import UsageError
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import show, table
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.spelling import BENCH, spelled
 
 
@@ -54,11 +53,11 @@ def command(
     if artifact is None and not kernels:
         raise UsageError("bench: nothing to time", "give an artifact, or --kernels")
     if artifact is None:
-        result = api.bench_kernels(KernelJob(**job_values("bench", KernelJob, options)))
+        result = KernelJob(**job_values("bench", KernelJob, options)).run()
         show(result, as_json=as_json, text=kernel_text(result))
         return
     job = BenchJob(artifact=Path(artifact), **job_values("bench", BenchJob, options))
-    timed = api.bench(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
+    timed = job.run(ProgressLine(quiet=quiet, bars=bars_wanted()))
     if timed is not None:  # otherwise rank 0 has it
         show(timed, as_json=as_json, text=latency_text(timed))
 

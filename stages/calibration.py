@@ -11,12 +11,11 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.measuring.continue_job import ContinueJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import outline, show
-from quantflow.stages.cli.progress_line import ProgressLine
 
 
 @click.group("calibration")
@@ -35,7 +34,9 @@ def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_s
     \b
     Example: quantflow calibration inspect text.jsonl --tokenizer ./llama
     """
-    summary = api.inspect_calibration(file, tokenizer=tokenizer, sequence_length=sequence_length)
+    from quantflow.measuring.text_inspection import inspect_text  # here: it imports torch
+
+    summary = inspect_text(file, tokenizer=Path(tokenizer), sequence_length=sequence_length)
     show(summary, as_json=as_json, text=outline(summary))
 
 
@@ -62,6 +63,6 @@ def continued(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     job = ContinueJob(
         model=Path(model), output=output, **job_values("continue", ContinueJob, options)
     )
-    result = api.continue_prompts(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
+    result = job.run(ProgressLine(quiet=quiet, bars=bars_wanted()))
     counts = f"{result['prompt_tokens']} prompt tokens and {result['new_tokens']} new ones in {result['sequences']} sequences"
     show(result, as_json=as_json, text=f"{result['file']}: {counts}")

@@ -16,13 +16,12 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import QuantflowError
+from quantflow.reporting.progress_line import ProgressLine
+from quantflow.reporting.signals import Interrupted
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values
-from quantflow.stages.cli.progress_line import ProgressLine
-from quantflow.stages.cli.signals import Interrupted
 
 HELP = (
     "/system TEXT sets the system message, /reset begins anew, /exit ends; Ctrl-C stops an answer"
@@ -49,7 +48,7 @@ def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> N
         artifact=None if artifact is None else Path(artifact),
         **job_values("chat", ChatJob, options),
     )
-    partner = api.conversation(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
+    partner = job.partner(ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
         if not quiet:
             click.echo(f"{partner.name}. {HELP}.", err=True)

@@ -6,15 +6,14 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.files.diff import diff
 from quantflow.files.manifest import MANIFEST_NAME, read_manifest
 from quantflow.files.verify import verify
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import show, table
-from quantflow.stages.cli.progress_line import ProgressLine
 
 _COLUMNS = ("tensor", "verdict", "first", "second", "largest", "relative", "changed")
 
@@ -64,7 +63,15 @@ def command(
             verify(Path(folder))
     if values:
         progress = ProgressLine(quiet=as_json, bars=bars_wanted())
-        found = api.diff_values(left, right, text=text, tokens=tokens, progress=progress)
+        from quantflow.validating.folder_diff import FolderDiffJob  # here: it imports torch
+
+        job = FolderDiffJob(
+            left=Path(left),
+            right=Path(right),
+            text=None if text is None else Path(text),
+            tokens=tokens,
+        )
+        found = job.run(progress)
         show(found, as_json=as_json, text=_values_text(found))
         return
     differences = diff(read_manifest(Path(left)), read_manifest(Path(right)))

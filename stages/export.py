@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.distributed.launch import speaks
+from quantflow.exporting.job import ExportJob
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import (
     FOLDER,
@@ -22,7 +22,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.output import reporting, show, show_job
 from quantflow.stages.cli.quant_config_layer import given_config
 
 
@@ -62,21 +62,21 @@ def command(
     config = given_config("export", shared["quant_config"], quiet=shared["quiet"])
     flags, _ = recipe_flags("export", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": model or "unused", **flags}))
-    words: dict[str, Any] = {
-        "quantized": quantized,
-        "output": output,
-        "options": values.export,
-        "model": model,
-        "revision": values.revision,
-        "quant_config": config,
-        "keep_originals": shared["keep_orig"],
-        "resources": values.resources,
-        "force": shared["force"],
-    }
+    job = ExportJob(
+        source=Path(quantized),
+        output=output,
+        options=values.export,
+        model=None if model is None else Path(model),
+        revision=values.revision,
+        quant_config=config,
+        keep_originals=shared["keep_orig"],
+        resources=values.resources,
+        force=shared["force"],
+    )
     if shared["dry_run"]:
-        show_call(words, as_json=shared["as_json"])
+        show_job(job, as_json=shared["as_json"])
         return
     with reporting(shared, output) as progress:
-        folder = api.export(**words, progress=progress).folder
+        folder = job.run(progress).folder
     if speaks():
         show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))

@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.stages.cli.options import offline, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import show, table
+from quantflow.validating import tables
+from quantflow.validating.job import GateJob, ValidateResult
 
 
 @click.command("gate")
@@ -36,29 +37,30 @@ def command(
 ) -> None:
     """Judge VALIDATION, a validation.json or its folder, without the model; exits 4 as validate does.
 
-    \b Example: quantflow gate new-validation --previous old-validation --gate limits.yaml --junit
-    gate.xml
+    \b
+    Example: quantflow gate new-validation --previous old-validation --gate limits.yaml \\
+               --junit gate.xml
     """
     flags, _ = recipe_flags("gate", shared)
-    result = api.gate(
-        validation,
-        previous=previous,
+    result = GateJob(
+        validation=Path(validation),
+        previous=None if previous is None else Path(previous),
         gate=flags.get("validate.gate"),
         allow_inconclusive=flags.get("validate.allow_inconclusive"),
-    )
+    ).run()
     show(result.values, as_json=as_json, text=verdicts(result))
     if junit is not None:
-        api.write_junit(junit, result)
+        tables.write_junit(junit, result)
     result.raise_for_verdict(allow_inconclusive=bool(result.values["allow_inconclusive"]))
 
 
-def verdicts(result: api.ValidateResult) -> str:
-    """Return the tables of a validation: the gate's, then of the older artifact, of tasks, and where the loss is."""
-    tables = (
-        api.verdict_table([result]),
-        api.regression_table(result),
-        api.task_table(result),
-        api.diagnosis_table(result),
+def verdicts(result: ValidateResult) -> str:
+    """Tables of a validation: the gate's, the older artifact's, the tasks', and where the loss is."""
+    shown = (
+        tables.verdicts([result]),
+        tables.regressions(result),
+        tables.tasks(result),
+        tables.diagnosis(result),
     )
-    texts = [table(*each) for each in tables if each is not None]
-    return "\n\n".join([*texts, *filter(None, [api.mend_hint(result)])])
+    texts = [table(*each) for each in shown if each is not None]
+    return "\n\n".join([*texts, *filter(None, [tables.mend_hint(result)])])

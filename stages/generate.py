@@ -15,10 +15,11 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import GateError, UsageError
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.plain_text import plain
+from quantflow.reporting.progress_line import ProgressLine
+from quantflow.reporting.streams import NobodyReads
 from quantflow.runtime.generate_job import (
     Beams,
     Contrastive,
@@ -31,9 +32,7 @@ from quantflow.runtime.generate_job import (
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.spelling import GENERATE, spelled
-from quantflow.stages.cli.streams import NobodyReads
 
 
 @click.command("generate", cls=spelled(GENERATE))
@@ -68,7 +67,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     ).keys():
         raise UsageError("generate: --max-length beside --max-new-tokens", "give one of them")
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
-    result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
+    result = job_from(artifact, options).run(progress, stream=stream)
     if result is None:  # rank 0 has it
         return
     texts = "" if pieces else "\n\n".join(_printed(output, result) for output in result["outputs"])

@@ -9,14 +9,13 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.files.inspect import summarize
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.verify import verify
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import outline, show, table
-from quantflow.stages.cli.progress_line import ProgressLine
 
 
 @click.command("inspect")
@@ -52,14 +51,20 @@ def command(
     if not no_verify and (Path(path) / MANIFEST_NAME).exists():
         verify(Path(path))
     if backends:
-        rows = api.backends(path, dtype=dtype)
+        from quantflow.runtime.backend_choice import (
+            backends as chosen_backends,  # here: imports torch
+        )
+
+        rows = chosen_backends(Path(path), dtype=dtype)
         show(rows, as_json=as_json, text=_backends_text(rows))
         return
     place = Path(path)
     summary = {} if place.is_file() else summarize(place)
     if place.is_file() or (summary["kind"] == "checkpoint" and summary["quant_method"] is not None):
         progress = ProgressLine(quiet=as_json, bars=bars_wanted())
-        summary = dict(api.describe(place, verify=not no_verify, progress=progress))
+        from quantflow.runtime.inspection import describe  # here: it imports torch
+
+        summary = describe(place, verify=not no_verify, progress=progress)
     show(summary, as_json=as_json, text=outline(summary))
 
 

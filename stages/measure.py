@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.plan_job import entries
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import (
     FOLDER,
@@ -25,7 +26,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.output import reporting, show, show_job
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
 
 
@@ -77,25 +78,25 @@ def command(
     values = recipe_from(data)
     measuring, artifacts = values.measure, values.quantize
     if schemes is not None:
-        artifacts = api.entries(schemes)
+        artifacts = entries(schemes)
         measuring = replace(measuring, stats=None)
-    words: dict[str, Any] = {
-        "model": model,
-        "output": output_beneath(output, config),
-        "calibration": values.calibration,
-        "measuring": measuring,
-        "artifacts": artifacts,
-        "seed": values.seed,
-        "revision": values.revision,
-        "resources": values.resources,
-        "compute": values.compute,
-        "trust_network": shared["trust_network"],
-        "force": shared["force"],
-    }
+    job = MeasureJob(
+        model=Path(model),
+        output=output_beneath(output, config),
+        calibration=values.calibration,
+        options=measuring,
+        entries=tuple(artifacts),
+        seed=values.seed,
+        revision=values.revision,
+        resources=values.resources,
+        compute=values.compute,
+        trust_network=shared["trust_network"],
+        force=shared["force"],
+    )
     if shared["dry_run"]:
-        show_call(words, as_json=shared["as_json"])
+        show_job(job, as_json=shared["as_json"])
         return
-    with reporting(shared, words["output"]) as progress:
-        result = api.measure(**words, progress=progress)
+    with reporting(shared, job.output) as progress:
+        result = job.run(progress)
     if speaks():
         show({"folder": str(result.folder)}, as_json=shared["as_json"], text=str(result.folder))

@@ -7,13 +7,15 @@ Fails    2 the recipe does not fit the model; 3 unusable model; 6 unsupported fa
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import UsageError
+from quantflow.planning.plan_job import PlanJob, entries, has_groups
 from quantflow.planning.recipe import recipe_from
+from quantflow.sources.models import names_model
 from quantflow.stages.cli.options import (
     SET,
     offline,
@@ -65,7 +67,7 @@ def command(
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
     """
-    whole = not api.names_model(subject)
+    whole = not names_model(subject)
     if whole and schemes is not None:
         raise UsageError(
             f"plan: --for {schemes} beside recipe {subject}",
@@ -77,18 +79,17 @@ def command(
     for entry in data.get("quantize", ()):
         overlay(
             entry,
-            entry_flags
-            if api.has_groups(entry.get("scheme"))
-            else {**entry_flags, "group_size": None},
+            entry_flags if has_groups(entry.get("scheme")) else {**entry_flags, "group_size": None},
         )
-    result = api.plan(recipe_from(data), measured=whole, folder=output, probe=probe)
+    job = PlanJob(recipe=recipe_from(data), measured=whole, folder=Path(output), probe=probe)
+    result = job.run()
     show(result, as_json=as_json, text=text(result))
 
 
 def _entries(schemes: str | None) -> list[dict[str, Any]]:
     """Return the artifacts that --for names, as a recipe spells them."""
     keys = ("name", "scheme", "algorithm", "target_bpw")
-    return [{key: getattr(entry, key) for key in keys} for entry in api.entries(schemes)]
+    return [{key: getattr(entry, key) for key in keys} for entry in entries(schemes)]
 
 
 def text(plan: Mapping[str, Any]) -> str:

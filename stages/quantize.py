@@ -18,16 +18,20 @@ Fails    2 an option or a recipe's key; 3 unusable model or measurement; 5 too l
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError, nearest
+from quantflow.exporting.artifact_job import ArtifactJob, work_folder
+from quantflow.exporting.job import ExportJob
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
 from quantflow.progress import SILENT
+from quantflow.quantizing.job import QuantizeJob, QuantizeResult
 from quantflow.stages.cli.options import (
     FOLDER,
     QUANT_CONFIG,
@@ -38,7 +42,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_call, table
+from quantflow.stages.cli.output import reporting, show, show_job, table
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
 
 if TYPE_CHECKING:
@@ -126,120 +130,121 @@ def command(
     ):
         _one_command(model, output, values, position, shared)
         return
-    measures = measurement is not None and shared["calibration"] is not None
     prover = None if artifact is None else _proving(shared)
+    job = QuantizeJob(
+        model=Path(model),
+        output=output,
+        entry=values.quantize[position],
+        measurement=measurement,
+        ranks=shared["ranks"],
+        seed=values.seed,
+        revision=values.revision,
+        resources=values.resources,
+        compute=values.compute,
+        trust_network=shared["trust_network"],
+        force=shared["force"],
+    )
+    opened, measures = None, measurement is not None and shared["calibration"] is not None
     if measurement is None and shared["ranks"] == 1:
         with nullcontext(SILENT) if shared["dry_run"] else reporting(shared, output) as progress:
-            entry = values.quantize[position]
-            measures = api.needs_measurement(
-                model, entry, revision=values.revision, progress=progress
-            )
-        measurement = api.work_folder(output) / "1-measure" if measures else None
-    quantizing: dict[str, Any] = {
-        "model": model,
-        "output": output,
-        "artifact": values.quantize[position],
-        "measurement": measurement,
-        "ranks": shared["ranks"],
-        "seed": values.seed,
-        "revision": values.revision,
-        "resources": values.resources,
-        "compute": values.compute,
-        "trust_network": shared["trust_network"],
-        "force": shared["force"],
-    }
-    exporting: dict[str, Any] = {}
-    if artifact is not None:
-        exporting = {
-            "quantized": output,
-            "output": artifact,
-            "options": values.export,
-            "model": model,
-        }
-        api.check_export(**exporting)  # before hours of quantizing, not after them
-        exporting |= {
-            "resources": values.resources,
-            "revision": values.revision,
-            "force": shared["force"],
-        }
+            opened = job.open(progress)
+        measures = opened.needs_measurement
+        if measures:
+            job = replace(job, measurement=work_folder(output) / "1-measure")
+    export = None if artifact is None else _export(artifact, values, job, shared)
     if shared["dry_run"]:
-        show_call(
-            {**quantizing, **({"export": exporting} if exporting else {})},
-            as_json=shared["as_json"],
-        )
+        show_job(job, as_json=shared["as_json"], **({} if export is None else {"export": export}))
         return
     if measures:
-        _measure(values, quantizing, shared)
+        _measure(values, job, shared)
     with reporting(shared, output) as progress:
-        quantized = api.quantize(**quantizing, progress=progress)
+        quantized = job.run(progress, opened=opened)
     folder = quantized.folder
-    if artifact is not None:
-        with reporting(shared, artifact) as progress:
-            folder = api.export(**exporting, prover=prover, progress=progress).folder
+    if export is not None:
+        with reporting(shared, export.output) as progress:
+            folder = export.run(progress, prover=prover).folder
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
+
+
+def _export(artifact: Path, values: Recipe, job: QuantizeJob, shared: dict[str, Any]) -> ExportJob:
+    """The export after the layers, whose mistakes are seen before hours of quantizing."""
+    export = ExportJob(
+        source=job.output,
+        output=artifact,
+        options=values.export,
+        model=job.model,
+        resources=values.resources,
+        revision=values.revision,
+        force=shared["force"],
+    )
+    export.check()
+    return export
 
 
 def _dequantized(
     model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]
 ) -> str:
     """Write the model's dequantized weights beside the output, and return their folder."""
-    folder = api.work_folder(output) / "0-dequantized"
+    from quantflow.exporting.dequantized_export import dequantized
+
+    folder = work_folder(output) / "0-dequantized"
     whole, _ = recipe_flags("quantize", shared)
     values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
     with reporting(shared, folder) as progress:
-        return str(
-            api.dequantized(
-                model,
-                folder,
-                revision=values.revision,
-                resources=values.resources,
-                progress=progress,
-            )
+        job = ExportJob(
+            source=Path(model),
+            output=folder,
+            revision=values.revision,
+            resources=values.resources,
+            force=True,
         )
+        return str(dequantized(job, progress))
 
 
 def _merged(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
     """Write the model's weights with the adapter in them beside the output, and return their folder."""
-    folder = api.work_folder(output) / "0-merged"
+    from quantflow.exporting.merged_adapter import MergedAdapterJob
+
+    folder = work_folder(output) / "0-merged"
     whole, _ = recipe_flags("quantize", shared)
     values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
     with reporting(shared, folder) as progress:
-        return str(
-            api.merged(
-                model, shared["adapter"], folder, revision=values.revision, progress=progress
-            )
+        job = MergedAdapterJob(
+            source=Path(model),
+            adapter=shared["adapter"],
+            output=folder,
+            revision=values.revision,
         )
+        return str(job.run(progress))
 
 
 def _one_command(
     model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]
 ) -> None:
     """Make the artifact, and say what to do with it."""
-    words: dict[str, Any] = {
-        "model": model,
-        "output": output,
-        "artifact": values.quantize[position],
-        "calibration": values.calibration,
-        "measuring": Measure(stats=values.measure.stats, experts=values.measure.experts),
-        "compute": values.compute,
-        "options": values.export,
-        "seed": values.seed,
-        "revision": values.revision,
-        "resources": values.resources,
-        "force": shared["force"],
-    }
+    job = ArtifactJob(
+        model=Path(model),
+        output=output,
+        entry=values.quantize[position],
+        calibration=values.calibration,
+        measure=_of_one_rank(values.measure),
+        export=values.export,
+        seed=values.seed,
+        revision=values.revision,
+        resources=values.resources,
+        compute=values.compute,
+        force=shared["force"],
+    )
     if shared["dry_run"]:
-        show_call(words, as_json=shared["as_json"])
+        show_job(job, as_json=shared["as_json"])
         return
     prover = _proving(shared)
     with reporting(shared, output) as progress:
-        made = api.make_artifact(**words, prover=prover, progress=progress)
-    work, revision = (
-        api.work_folder(output),
-        "" if values.revision is None else f" --revision {values.revision}",
-    )
+        made = job.run(progress, prover=prover)
+    work = job.work
+    revision = "" if values.revision is None else f" --revision {values.revision}"
     text = (
         f"{_choice(made.quantized)}{made.folder}\n"
         f"compare it:  quantflow validate {made.folder} --baseline {model}{revision}\n"
@@ -253,7 +258,9 @@ def _proving(shared: dict[str, Any]) -> Any:
     """Start the process of the proof first, so that both start at once; where memory is bounded it starts when it is needed."""
     if shared["dry_run"] or shared["max_memory"] or shared["disk_offload"]:
         return None
-    return click.get_current_context().with_resource(api.proving())
+    from quantflow.exporting.proof import proving  # here: it is not always needed
+
+    return click.get_current_context().with_resource(proving())
 
 
 def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:
@@ -313,22 +320,31 @@ def _recipe(
     return recipe_from(data), position, measurement
 
 
-def _measure(values: Recipe, quantizing: dict[str, Any], shared: dict[str, Any]) -> None:
+def _of_one_rank(measure: Measure) -> Measure:
+    """Statistics and experts' tokens of a recipe's measurement; one command has one rank."""
+    return Measure(stats=measure.stats, experts=measure.experts)
+
+
+def _measure(values: Recipe, job: QuantizeJob, shared: dict[str, Any]) -> None:
     """Measure what an artifact needs, in this process, into the folder that quantize reads."""
-    words = {name: quantizing[name] for name in ("model", "revision", "seed", "resources", "force")}
-    with reporting(shared, quantizing["measurement"]) as progress:
-        api.measure(
-            **words,
-            output=quantizing["measurement"],
-            calibration=values.calibration,
-            measuring=Measure(stats=values.measure.stats, experts=values.measure.experts),
-            compute=values.compute,
-            artifacts=[quantizing["artifact"]],
-            progress=progress,
-        )
+    assert job.measurement is not None
+    measure = MeasureJob(
+        model=job.model,
+        output=job.measurement,
+        calibration=values.calibration,
+        options=_of_one_rank(values.measure),
+        entries=(job.entry,),
+        seed=job.seed,
+        revision=job.revision,
+        resources=job.resources,
+        compute=job.compute,
+        force=job.force,
+    )
+    with reporting(shared, measure.output) as progress:
+        measure.run(progress)
 
 
-def _choice(result: api.QuantizeResult) -> str:
+def _choice(result: QuantizeResult) -> str:
     """Return the table of the schemes that were chosen, and where the rest of it is; nothing where none were."""
     if not result.chosen:
         return ""

@@ -18,16 +18,21 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import UsageError
+from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Recipe, recipe_from
 from quantflow.progress import Progress
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.shipped import find_config
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import outline, reporting, show, table
 from quantflow.stages.cli.quant_config_layer import tell_unread
 from quantflow.stages.run_summary import StageTimes, texts, write_texts
+from quantflow.unifying.job import UnifyJob
+from quantflow.validating import tables
+from quantflow.validating.job import ValidateJob, ValidateResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ def command(
         results += of_job
         if not shared["as_json"]:
             said = texts(job.folder, [entry.name for entry in job.recipe.quantize])
-            table_of_job = table(*api.verdict_table(of_job))
+            table_of_job = table(*tables.verdicts(of_job))
             show(
                 {},
                 as_json=False,
@@ -100,54 +105,60 @@ def command(
         result.raise_for_verdict(allow_inconclusive=bool(result.values["allow_inconclusive"]))
 
 
-def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
+def run(job: RunJob, progress: Progress) -> list[ValidateResult]:
     """Run every stage and return the validation of each artifact, in the recipe's order."""
+    from quantflow.validating.recipe_check import resolved  # here: it imports torch
+
     folder = job.folder
     if not job.recipe.quantize:
         raise UsageError(f"{job.name}: quantize is empty", "add at least one artifact")
-    recipe = api.resolve(job.recipe, progress=progress)
-    for entry in recipe.quantize:
-        api.check_export(
-            folder / "2-quantize" / entry.name,
-            folder / "4-export" / entry.name,
+    recipe = resolved(job.recipe, progress)
+    model = Path(recipe.model)
+    exports = {
+        entry.name: ExportJob(
+            source=folder / "2-quantize" / entry.name,
+            output=folder / "4-export" / entry.name,
             options=recipe.export,
+            model=model,
+            resources=recipe.resources,
+            force=True,
         )
+        for entry in recipe.quantize
+    }
+    for export in exports.values():
+        export.check()
     times = StageTimes()
     measurement = _measure(recipe, folder, times, progress)
     results = {}
-    shared: dict[str, Any] = {"resources": recipe.resources, "force": True, "progress": progress}
     for entry in recipe.quantize:
+        export = exports[entry.name]
         with times.timing("quantize", entry.name):
-            quantized = api.quantize(
-                recipe.model,
-                folder / "2-quantize" / entry.name,
-                artifact=entry,
+            QuantizeJob(
+                model=model,
+                output=export.source,
+                entry=entry,
                 measurement=measurement,
                 seed=recipe.seed,
                 revision=recipe.revision,
+                resources=recipe.resources,
                 compute=recipe.compute,
-                **shared,
-            )
+                force=True,
+            ).run(progress)
         with times.timing("export", entry.name):
-            artifact = api.export(
-                quantized.folder,
-                folder / "4-export" / entry.name,
-                options=recipe.export,
-                model=recipe.model,
-                **shared,
-            )
+            artifact = export.run(progress).folder
         with times.timing("validate", entry.name):
-            results[artifact.folder] = api.validate(
-                artifact.folder,
-                recipe.model,
+            results[artifact] = ValidateJob(
+                artifact=artifact,
+                baseline=model,
                 options=recipe.validate,
                 report=folder / "5-validate" / entry.name,
                 expect=entry.expect,
                 seed=recipe.seed,
+                resources=recipe.resources,
                 compute=recipe.compute,
-                **shared,
-            )
-    api.write_report(folder / "report.html", results)
+                force=True,
+            ).run(progress)
+    tables.write_report(folder / "report.html", results)
     write_texts(recipe, folder, times, progress)
     progress.say(times.table())
     return list(results.values())
@@ -156,22 +167,24 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
 def _measure(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress) -> Path:
     """Measure, unify where there are several ranks, and return the measurement of one."""
     with times.timing("measure"):
-        measured = api.measure(
-            recipe.model,
-            folder / "1-measure",
+        measured = MeasureJob(
+            model=Path(recipe.model),
+            output=folder / "1-measure",
             calibration=recipe.calibration,
-            measuring=recipe.measure,
-            artifacts=recipe.quantize,
+            options=recipe.measure,
+            entries=tuple(recipe.quantize),
             seed=recipe.seed,
             resources=recipe.resources,
             compute=recipe.compute,
             force=True,
-            progress=progress,
-        )
+        ).run(progress)
     if recipe.measure.ranks == 1:
         return rank_folder(measured.folder, 0, 1)
-    groups = recipe.unify.groups or ()
     with times.timing("unify"):
-        return api.unify(
-            measured.folder, folder / "3-unify", groups=groups, force=True, progress=progress
-        ).folder
+        unify = UnifyJob(
+            measurement=measured.folder,
+            output=folder / "3-unify",
+            groups=tuple(recipe.unify.groups or ()),
+            force=True,
+        )
+        return unify.run(progress).folder

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantflow import api
 from quantflow.errors import QuantflowError
 from quantflow.files import disk
 from quantflow.files.canonical import canonical_json, digest_of, file_digest, read_json
@@ -92,10 +91,14 @@ def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progr
             made[entry.name] = kept[entry.name]
             continue
         try:
+            from quantflow.validating.sample_text import (
+                sample_text,  # here: an up-to-date run has it
+            )
+
             with times.timing("generate", entry.name):
-                prompt, text = api.sample_text(
+                prompt, text = sample_text(
                     artifact,
-                    model=recipe.model,
+                    model=Path(recipe.model),
                     text=source,
                     prompt_tokens=PROMPT_TOKENS,
                     new_tokens=NEW_TOKENS,

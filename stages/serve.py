@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from quantflow.errors import UsageError
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import bars_wanted, unread_variables
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
-from quantflow.stages.cli.progress_line import ProgressLine
 
 OLD_NAMES = {
     "max_input_length": "max_input_tokens",

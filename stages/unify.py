@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, show_call, table
+from quantflow.stages.cli.output import reporting, show, show_job, table
+from quantflow.unifying.job import UnifyJob
 
 
 @click.command("unify")
@@ -84,20 +84,20 @@ def command(
     values = recipe_from(recipe_data(recipe, settings, {"model": "unused", **flags}))
     # flags win over what the recipe says
     counted = shared["ranks"] is not None or shared["expand"] is not None
-    words: dict[str, Any] = {
-        "measurement": Path(measurement),
-        "output": output,
-        "groups": (*groups, *more_groups) if counted else values.unify.groups or (),
-        "ranks": shared["ranks"],
-        "expand": shared["expand"],
-        "allow_missing": shared["allow_missing"],
-        "model": shared["model"] or None,
-        "force": shared["force"],
-    }
+    job = UnifyJob(
+        measurement=Path(measurement),
+        output=output,
+        groups=(*groups, *more_groups) if counted else tuple(values.unify.groups or ()),
+        ranks=shared["ranks"],
+        expand=shared["expand"],
+        allow_missing=shared["allow_missing"],
+        model=None if not shared["model"] else Path(shared["model"]),
+        force=shared["force"],
+    )
     if shared["dry_run"]:
-        show_call(words, as_json=shared["as_json"])
+        show_job(job, as_json=shared["as_json"])
         return
     with reporting(shared, output) as progress:
-        result = api.unify(**words, progress=progress)
+        result = job.run(progress)
     text = f"{table(*result.table())}\n{result.summary['folder']}"
     show(result.summary, as_json=shared["as_json"], text=text)

@@ -11,14 +11,15 @@ from typing import Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.files.outputs import beside
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.output import reporting, show, show_job
 from quantflow.stages.cli.spelling import VALIDATE, spelled
 from quantflow.stages.gate import verdicts
+from quantflow.validating import tables
+from quantflow.validating.job import ValidateJob
 
 
 @click.command("validate", cls=spelled(VALIDATE))
@@ -74,33 +75,33 @@ def command(
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
     folder = beside(artifact, "-validation") if report is None else report
-    words: dict[str, Any] = {
-        "artifact": artifact,
-        "baseline": baseline,
-        "options": values.validate,
-        "report": folder,
-        "expect": shared["expect"],
-        "previous": shared["previous"],
-        "seed": values.seed,
-        "revision": values.revision,
-        "resources": values.resources,
-        "compute": values.compute,
-        "force": shared["force"],
-    }
+    job = ValidateJob(
+        artifact=Path(artifact),
+        baseline=Path(baseline),
+        options=values.validate,
+        report=folder,
+        expect=shared["expect"],
+        previous=shared["previous"],
+        seed=values.seed,
+        revision=values.revision,
+        resources=values.resources,
+        compute=values.compute,
+        force=shared["force"],
+    )
     if shared["output"] is not None and not values.validate.tasks:
         raise UsageError(f"{shared['output']}: no tasks are asked", "name some with --tasks")
     if shared["dry_run"]:
-        show_call(words, as_json=shared["as_json"])
+        show_job(job, as_json=shared["as_json"])
         return
     with reporting(shared, folder) as progress:
-        result = api.validate(**words, progress=progress)
+        result = job.run(progress)
     show(
         result.values,
         as_json=shared["as_json"],
         text=f"{verdicts(result)}\nreport: {folder / 'report.html'}",
     )
     if shared["output"] is not None:
-        api.write_tasks(shared["output"], result)
+        tables.write_tasks(shared["output"], result)
     if shared["junit"] is not None:
-        api.write_junit(shared["junit"], result)
+        tables.write_junit(shared["junit"], result)
     result.raise_for_verdict(allow_inconclusive=values.validate.allow_inconclusive)

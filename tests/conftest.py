@@ -44,6 +44,9 @@ from transformers import (
 )
 
 from quantflow.exporting import proof
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.recipe import Measure
+from quantflow.quantizing.job import QuantizeJob
 
 if TYPE_CHECKING:
     from quantflow.planning.recipe import Quantize
@@ -487,7 +490,7 @@ def measured_family(family_model, text_files, tmp_path_factory):
     """Return the measurement of a family, taken once."""
     from quantflow.measuring import measure
     from quantflow.planning.recipe import Calibration
-    from quantflow.stages.cli.progress_line import ProgressLine
+    from quantflow.reporting.progress_line import ProgressLine
 
     taken = {}
 
@@ -498,8 +501,11 @@ def measured_family(family_model, text_files, tmp_path_factory):
             )
             folder = tmp_path_factory.mktemp("measured") / family
             stats = ("amax", "channel_amax", "min_max", "mean_abs")
-            job = measure.MeasureJob(
-                model=family_model(family), output=folder, calibration=calibration, stats=stats
+            job = MeasureJob(
+                model=family_model(family),
+                output=folder,
+                calibration=calibration,
+                options=Measure(stats=stats),
             )
             taken[family] = measure.run(job, ProgressLine(quiet=True))
         return taken[family]
@@ -511,7 +517,7 @@ def measured_family(family_model, text_files, tmp_path_factory):
 def cards(monkeypatch):
     """Return a function that quantizes as N ranks would, one after the other in this process."""
     from quantflow.quantizing import quantize
-    from quantflow.stages.cli.progress_line import ProgressLine
+    from quantflow.reporting.progress_line import ProgressLine
 
     def run(
         model: Path,
@@ -523,7 +529,7 @@ def cards(monkeypatch):
         measurement: Path | None = None,
     ) -> Path:
         monkeypatch.setattr(quantize, "die_with_parent", lambda: None)
-        job = quantize.QuantizeJob(
+        job = QuantizeJob(
             model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement
         )
         for rank in range(ranks) if only is None else only:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from quantflow import api
+import quantflow
 from quantflow.core.device import HOST, WORKSPACE_BYTES, Device
 from quantflow.core.kv import KVScales
 from quantflow.core.parallel import Workers
@@ -101,13 +101,15 @@ def measured(
 ) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=96)
     folder = tmp_path_factory.mktemp("measured") / "m"
-    return api.measure(wide, folder, calibration=calibration, measuring=Measure(stats=STATS)).folder
+    return quantflow.measure(
+        wide, folder, calibration=calibration, options=Measure(stats=STATS)
+    ).folder
 
 
 def _planned(stage: str, model: Path, calibration: Calibration, **words: Any) -> int:
     recipe = Recipe(model=str(model), calibration=calibration, compute=ON_GPU, **words)
     (found,) = [
-        each for each in api.plan(recipe, measured=True)["stages"] if each["stage"] == stage
+        each for each in quantflow.plan(recipe, measured=True)["stages"] if each["stage"] == stage
     ]
     return int(found["device_memory"])
 
@@ -137,11 +139,11 @@ def test_measure_takes_what_is_planned(
         _planned("measure", wide, calibration, measure=Measure(stats=stats), quantize=(entry,))
     )
     with simulated:
-        api.measure(
+        quantflow.measure(
             wide,
             tmp_path / "m",
             calibration=calibration,
-            measuring=Measure(stats=stats),
+            options=Measure(stats=stats),
             compute=ON_GPU,
         )
     assert planned / 2 < simulated.peak <= planned
@@ -163,7 +165,7 @@ def test_quantize_takes_what_is_planned(
     planned = _tensors(_planned("quantize", wide, calibration, quantize=(entry,)))
     given = None if name == "hqq" else measured
     with simulated:
-        api.quantize(wide, tmp_path / "q", artifact=entry, measurement=given, compute=ON_GPU)
+        quantflow.quantize(wide, tmp_path / "q", entry=entry, measurement=given, compute=ON_GPU)
     assert planned / 3 < simulated.peak <= planned
 
 
@@ -176,13 +178,13 @@ def test_validate_takes_what_is_planned(
     simulated: SimulatedGpu,
 ) -> None:
     entry = Quantize(name="a", scheme="W4A16_ASYM", algorithm="rtn", group_size=32)
-    made = api.export(
-        api.quantize(wide, tmp_path / "q", artifact=entry).folder, tmp_path / "a"
+    made = quantflow.export(
+        quantflow.quantize(wide, tmp_path / "q", entry=entry).folder, tmp_path / "a"
     ).folder
     options = Validate(text=str(text_files["heldout"]), tokens=192, sequence_length=96)
     planned = _tensors(_planned("validate", wide, calibration, quantize=(entry,), validate=options))
     with simulated:
-        api.validate(made, wide, options=options, report=tmp_path / "r", compute=ON_GPU)
+        quantflow.validate(made, wide, options=options, report=tmp_path / "r", compute=ON_GPU)
     assert planned / 2 < simulated.peak <= planned
 
 
@@ -194,15 +196,15 @@ def test_a_plan_says_what_each_stage_takes_of_a_device_and_what_does_not_fit(
         "calibration": calibration,
         "quantize": (Quantize(name="a", **ENTRIES["gptq"]),),
     }
-    plain = api.plan(Recipe(**recipe))
+    plain = quantflow.plan(Recipe(**recipe))
     assert not any(
         "device_memory" in stage for stage in plain["stages"]
     ) and "on device" not in text(plain)
-    found = api.plan(Recipe(**recipe, compute=ON_GPU))
+    found = quantflow.plan(Recipe(**recipe, compute=ON_GPU))
     told = {stage["stage"]: stage["device_memory"] for stage in found["stages"]}
     assert told["export"] is None and told["measure"] > 0 and told["quantize"] > 0
     assert "on device" in text(found)
-    refused = api.plan(
+    refused = quantflow.plan(
         Recipe(**recipe, compute=ON_GPU, resources=Resources(max_device_memory="1MB"))
     )
     by_stage = {stage["stage"]: stage["refused"] for stage in refused["stages"]}
@@ -221,7 +223,7 @@ def test_a_plan_for_a_device_times_a_layer_there_and_its_stages_add_up(
     recipe = Recipe(model=str(wide), calibration=calibration, quantize=entries, compute=compute)
     monkeypatch.setattr(forecast, "open_device", lambda _name: SIMULATED)
     with simulated:
-        found = api.plan(recipe, probe=True)
+        found = quantflow.plan(recipe, probe=True)
     layer = sum(
         tensor.nbytes
         for name, tensor in load_file(wide / "model.safetensors").items()
@@ -241,8 +243,8 @@ def test_a_plan_for_a_device_times_a_layer_there_and_its_stages_add_up(
 )
 def test_a_probe_needs_the_device_and_a_plan_of_memory_does_not(wide: Path) -> None:
     with pytest.raises(UnsupportedError, match="--device cuda: torch .* finds no device"):
-        api.plan(Recipe(model=str(wide), compute=ON_GPU), probe=True)
-    assert api.plan(Recipe(model=str(wide), compute=ON_GPU))["total"]["seconds"] is None
+        quantflow.plan(Recipe(model=str(wide), compute=ON_GPU), probe=True)
+    assert quantflow.plan(Recipe(model=str(wide), compute=ON_GPU))["total"]["seconds"] is None
 
 
 def test_quantize_refuses_what_a_device_has_no_room_for_before_a_layer_is_read(
@@ -258,10 +260,10 @@ def test_quantize_refuses_what_a_device_has_no_room_for_before_a_layer_is_read(
         simulated,
         pytest.raises(ResourceError, match=f"{told} .* is --max-device-memory") as refused,
     ):
-        api.quantize(
+        quantflow.quantize(
             wide,
             tmp_path / "q",
-            artifact=entry,
+            entry=entry,
             measurement=measured,
             compute=ON_GPU,
             resources=resources,

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import Backend
 
-from quantflow import api
+import quantflow
 from quantflow.core import device_scales
 from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.kv import KVScales
@@ -75,7 +75,7 @@ def _measure(
     model: Path, output: Path, text: Path, stats: tuple[str, ...] = STATS, **words: Any
 ) -> dict[str, torch.Tensor]:
     calibration = Calibration(source=str(text), samples=3, sequence_length=32)
-    api.measure(model, output, calibration=calibration, measuring=Measure(stats=stats), **words)
+    quantflow.measure(model, output, calibration=calibration, options=Measure(stats=stats), **words)
     return load_file(output / "rank-000-of-001" / "statistics.safetensors")
 
 
@@ -318,10 +318,10 @@ def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_
 ) -> None:
     words: dict[str, Any] = {"calibration": Calibration(source=str(text_files["calibration"]))}
     with pytest.raises(UsageError, match="2 ranks with --device cuda:0, which they would share"):
-        api.measure(
+        quantflow.measure(
             llama,
             tmp_path / "m",
-            measuring=Measure(ranks=2),
+            options=Measure(ranks=2),
             compute=Compute(device="cuda:0"),
             **words,
         )
@@ -330,14 +330,14 @@ def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_
         UnsupportedError,
         match="share a model with --device cuda, whose sums torch .* cannot make there",
     ):
-        api.measure(
-            llama, tmp_path / "m", measuring=Measure(ranks=2, tp=2), compute=ON_GPU, **words
+        quantflow.measure(
+            llama, tmp_path / "m", options=Measure(ranks=2, tp=2), compute=ON_GPU, **words
         )
     with pytest.raises(UnsupportedError, match="gradients go back through layers in float32"):
-        api.measure(
+        quantflow.measure(
             llama,
             tmp_path / "m",
-            measuring=Measure(stats=("gradient",)),
+            options=Measure(stats=("gradient",)),
             compute=Compute(dtype="bfloat16"),
             **words,
         )
@@ -383,11 +383,11 @@ def artifacts(
     """Artifacts whose layers, heads, inputs and caches are quantized in ways that put other tensors on a device."""
     folder, made = tmp_path_factory.mktemp("artifacts"), {}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
-    measured = api.measure(llama, folder / "1", calibration=calibration).folder
+    measured = quantflow.measure(llama, folder / "1", calibration=calibration).folder
     for name, words in ARTIFACTS.items():
         entry = Quantize(name="a", **words)
-        api.quantize(llama, folder / "2" / name, artifact=entry, measurement=measured)
-        made[name] = api.export(folder / "2" / name, folder / name).folder
+        quantflow.quantize(llama, folder / "2" / name, entry=entry, measurement=measured)
+        made[name] = quantflow.export(folder / "2" / name, folder / name).folder
     return made
 
 
@@ -395,7 +395,7 @@ def _validate(
     artifact: Path, model: Path, report: Path, text: Path, *, exact: bool = False, **words: Any
 ) -> dict[str, Any]:
     options = Validate(text=str(text), tokens=160, sequence_length=40, exact=exact)
-    return dict(api.validate(artifact, model, options=options, report=report, **words).values)
+    return dict(quantflow.validate(artifact, model, options=options, report=report, **words).values)
 
 
 @pytest.mark.parametrize("name", ARTIFACTS)
@@ -601,7 +601,7 @@ def test_a_diagnosis_is_refused_on_a_device_and_in_bfloat16(llama: Path, tmp_pat
         with pytest.raises(
             UnsupportedError, match="--diagnose with --device .* probes run in float32 on the CPU"
         ):
-            api.validate(
+            quantflow.validate(
                 llama, llama, options=Validate(diagnose=40), report=tmp_path / "r", compute=compute
             )
 

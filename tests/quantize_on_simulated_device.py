@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow import api
+import quantflow
 from quantflow.core.device import HOST, Device
 from quantflow.core.kv import KVScales
 from quantflow.core.parallel import SEQUENTIAL, Workers
@@ -118,13 +118,13 @@ def measured(
 ) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     folder = tmp_path_factory.mktemp("measured") / "m"
-    return api.measure(
-        llama, folder, calibration=calibration, measuring=Measure(stats=STATS)
+    return quantflow.measure(
+        llama, folder, calibration=calibration, options=Measure(stats=STATS)
     ).folder
 
 
 def _quantize(model: Path, output: Path, words: dict[str, Any], **others: Any) -> Path:
-    return api.quantize(model, output, artifact=Quantize(name="a", **words), **others).folder
+    return quantflow.quantize(model, output, entry=Quantize(name="a", **words), **others).folder
 
 
 def _layers(folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -150,7 +150,7 @@ def test_rows_that_are_rounded_on_a_device_are_those_of_the_cpu_and_the_proof_de
         record["values"] for record in _records(expected)
     ]
     assert simulated.operators > 100 and simulated.fetched_bytes > 0
-    api.export(found, tmp_path / "a")  # tensors are compared: that needs no device
+    quantflow.export(found, tmp_path / "a")  # tensors are compared: that needs no device
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_layers_that_are_quantized_on_a_device_lose_what_those_of_the_cpu_lose_a
     assert simulated.operators > 1000
     assert simulated.live < simulated.peak / 10, "what a layer took is let go of"
     with simulated:
-        artifact = api.export(found, tmp_path / "a", prover=HereProver()).folder  # type: ignore[arg-type]
+        artifact = quantflow.export(found, tmp_path / "a", prover=HereProver()).folder  # type: ignore[arg-type]
     proof = json.loads((artifact / "quantflow.json").read_text())["proof"]
     assert proof["kind"] == "canary"
     assert proof["device"] == {"kind": "simulated", "model": "simulated", "capability": "0.0"}
@@ -207,7 +207,7 @@ def test_the_proof_of_what_a_device_made_is_refused_where_that_device_is_not(
             "'another'",
         ),
     ):
-        api.export(found, tmp_path / "a", prover=HereProver())  # type: ignore[arg-type]
+        quantflow.export(found, tmp_path / "a", prover=HereProver())  # type: ignore[arg-type]
     assert not (tmp_path / "a").exists()
 
 
@@ -315,7 +315,9 @@ def test_schemes_that_are_chosen_for_a_device_cost_what_those_of_the_cpu_cost(
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     words = {**W4, "algorithm": "rtn", "target_bpw": 5.0}
     entry = Quantize(name="a", **words)
-    given = api.measure(llama, tmp_path / "m", calibration=calibration, artifacts=(entry,)).folder
+    given = quantflow.measure(
+        llama, tmp_path / "m", calibration=calibration, entries=(entry,)
+    ).folder
     expected = _quantize(llama, tmp_path / "cpu", words, measurement=given)
     with simulated:
         found = _quantize(llama, tmp_path / "gpu", words, measurement=given, compute=ON_GPU)
@@ -394,7 +396,7 @@ def test_ranks_with_a_device_each_quantize_what_one_process_does(
         told[way] = _ranks([*flags, "-o", str(shards)], tmp_path / way, world=2, apart=way == APART)
         assert [rank["asked"] for rank in told[way]] == [["cuda:0"], ["cuda:1"]]
         assert all(rank["operators"] > 1000 for rank in told[way])
-        joined = api.unify(shards, tmp_path / way / "joined", groups=("01",)).folder
+        joined = quantflow.unify(shards, tmp_path / way / "joined", groups=("01",)).folder
         for left, right in zip(_layers(joined), _layers(whole), strict=True):
             assert left.keys() == right.keys()
             for key in right:
@@ -432,11 +434,11 @@ def _measure_with_ranks(
     ]
     told = _ranks([*flags, "-o", str(folder / "gpu"), "--device", "cuda"], folder / "seen", world=2)
     calibration = Calibration(source=str(text), samples=4, sequence_length=32)
-    api.measure(
+    quantflow.measure(
         model,
         folder / "cpu",
         calibration=calibration,
-        measuring=Measure(ranks=2, tp=tp, stats=stats),
+        options=Measure(ranks=2, tp=tp, stats=stats),
     )
     ranks = [f"rank-00{rank}-of-002/statistics.safetensors" for rank in range(2)]
     return told, [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from quantflow import api
+import quantflow
 from quantflow.backends import BACKENDS
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear, qvalue_dtype
@@ -93,12 +93,12 @@ def artifacts(
 ) -> dict[str, Path]:
     folder, made = tmp_path_factory.mktemp("artifacts"), {}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
-    measured = api.measure(llama, folder / "1", calibration=calibration).folder
+    measured = quantflow.measure(llama, folder / "1", calibration=calibration).folder
     for name, words in ARTIFACTS.items():
-        api.quantize(
-            llama, folder / "2" / name, artifact=Quantize(name="a", **words), measurement=measured
+        quantflow.quantize(
+            llama, folder / "2" / name, entry=Quantize(name="a", **words), measurement=measured
         )
-        made[name] = api.export(folder / "2" / name, folder / name).folder
+        made[name] = quantflow.export(folder / "2" / name, folder / name).folder
     return made
 
 

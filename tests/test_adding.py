@@ -15,7 +15,7 @@ FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}
 START = "from quantflow import Calibration, Export, Quantize, export, measure, quantize\n"
 RUNS = {
     "algorithm": """
-folder = quantize("llama", "q", artifact=Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)).folder
+folder = quantize("llama", "q", entry=Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)).folder
 from safetensors.torch import load_file
 assert any(name.endswith("weight_packed") for name in load_file(folder / "layers/00000.safetensors"))
 """,
@@ -23,10 +23,10 @@ assert any(name.endswith("weight_packed") for name in load_file(folder / "layers
 from safetensors.torch import load_file
 entry = Quantize(name="a", scheme="W4A16", algorithm="rtn_weighted", group_size=64)
 text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
-measured = measure("llama", "m", calibration=text, artifacts=[entry]).folder
+measured = measure("llama", "m", calibration=text, entries=(entry,)).folder
 (statistics,) = measured.rglob("statistics.safetensors")
 assert any(name.endswith("|power_sum") for name in load_file(statistics))
-quantize("llama", "q", artifact=entry, measurement=measured)
+quantize("llama", "q", entry=entry, measurement=measured)
 """,
     "family": """
 import torch
@@ -38,13 +38,13 @@ for file in ("tokenizer.json", "tokenizer_config.json"):
     __import__("shutil").copy(f"llama/{file}", "helium")
 text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
 entry = Quantize(name="a", scheme="W4A16", group_size=64)
-measured = measure("helium", "m", calibration=text, artifacts=[entry]).folder
-quantize("helium", "q", artifact=entry, measurement=measured)
+measured = measure("helium", "m", calibration=text, entries=(entry,)).folder
+quantize("helium", "q", entry=entry, measurement=measured)
 """,
     "format": """
 from safetensors.torch import load_file
 entry = Quantize(name="a", scheme="W8A16")
-artifact = export(quantize("llama", "q", artifact=entry).folder, "a").folder
+artifact = export(quantize("llama", "q", entry=entry).folder, "a").folder
 codes = load_file(export(artifact, "c", options=Export(format="codes")).folder / "codes.safetensors")
 assert codes["model.layers.0.self_attn.q_proj.qvalue"].shape == (64, 64)
 """,

@@ -19,14 +19,17 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import load_model, open_source
 from quantflow.numerics.divergence import score
 from quantflow.numerics.perplexity import logits_of
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUIET = ProgressLine(quiet=True)
@@ -225,18 +228,18 @@ def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     (folder / "ids.jsonl").write_text("\n".join(lines) + "\n")
     calibration = Calibration(source=str(folder / "ids.jsonl"), samples=8, sequence_length=64)
     measured = measure.run(
-        measure.MeasureJob(model=llama, output=folder / "m", calibration=calibration), QUIET
+        MeasureJob(model=llama, output=folder / "m", calibration=calibration), QUIET
     )
     made = {}
     for scheme, group in (("W4A16_ASYM", 32), ("W8A8", None), ("FP8", None)):
         entry = Quantize(
             name=scheme.lower().replace("_", "-"), scheme=scheme, algorithm="rtn", group_size=group
         )
-        job = quantize.QuantizeJob(
+        job = QuantizeJob(
             model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured
         )
         done = quantize.run(job, QUIET)
-        made[scheme] = export.run(export.ExportJob(quantized=done, output=folder / scheme), QUIET)
+        made[scheme] = export.run(ExportJob(source=done, output=folder / scheme), QUIET)
     return made
 
 

@@ -18,16 +18,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.scheme import preset
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import join, score
 from quantflow.numerics.perplexity import logits_of
-from quantflow.planning.recipe import Calibration, Quantize, SignRound
+from quantflow.planning.recipe import Calibration, Measure, Quantize, SignRound
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 QUIET = ProgressLine(quiet=True)
@@ -233,8 +236,11 @@ def mean_kld(
 ) -> dict[str, float]:
     """Return what the example in 4 bits loses by each algorithm, measured as the demo does it, in nats per held-out token."""
     calibration = Calibration(source=str(text), samples=128, sequence_length=512)
-    job = measure.MeasureJob(
-        model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats
+    job = MeasureJob(
+        model=EXAMPLE,
+        output=folder / "measured",
+        calibration=calibration,
+        options=Measure(stats=stats),
     )
     measured = measure.run(job, QUIET)
     windows = heldout_tokens(EXAMPLE, 16384).reshape(32, 512)
@@ -244,13 +250,13 @@ def mean_kld(
         learned = signround if algorithm == "signround" else None
         entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm, signround=learned)
         made = quantize.run(
-            quantize.QuantizeJob(
+            QuantizeJob(
                 model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured
             ),
             QUIET,
         )
         artifact = export.run(
-            export.ExportJob(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET
+            ExportJob(source=made, output=folder / f"{algorithm}-artifact"), QUIET
         )
         candidate = logits_of(load(artifact, backend="reference").model)
         comparison = join(

@@ -9,11 +9,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize, Validate, read_yaml, recipe_from
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.validating import validate
+from quantflow.validating.job import ValidateJob
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 pytestmark = [
@@ -54,16 +58,14 @@ def measured(model, texts, output, *, seed=0):
         source=str(texts / "calibration.jsonl"), samples=8, sequence_length=256
     )
     return measure.run(
-        measure.MeasureJob(model=model, output=output, calibration=calibration, seed=seed), SILENT
+        MeasureJob(model=model, output=output, calibration=calibration, seed=seed), SILENT
     )
 
 
 def artifact_of(model, measurement, entry, folder):
-    job = quantize.QuantizeJob(
-        model=model, output=folder / "2", entry=entry, measurement=measurement
-    )
+    job = QuantizeJob(model=model, output=folder / "2", entry=entry, measurement=measurement)
     quantize.run(job, SILENT)
-    return export.run(export.ExportJob(quantized=folder / "2", output=folder / entry.name), SILENT)
+    return export.run(ExportJob(source=folder / "2", output=folder / entry.name), SILENT)
 
 
 def validated(artifact, model, texts, report, **options):
@@ -73,9 +75,7 @@ def validated(artifact, model, texts, report, **options):
         "sequence_length": 256,
         **options,
     }
-    job = validate.ValidateJob(
-        artifact=artifact, baseline=model, report=report, options=Validate(**words)
-    )
+    job = ValidateJob(artifact=artifact, baseline=model, report=report, options=Validate(**words))
     return validate.run(job, SILENT)
 
 
@@ -123,7 +123,7 @@ def test_two_seeds_of_calibration_are_no_regression_in_either_direction(texts, t
     (one, first), (other, second) = found
     assert first["digest"] != second["digest"]
     for newer, older in ((other, tmp_path / "r0"), (one, tmp_path / "r1")):
-        job = validate.ValidateJob(
+        job = ValidateJob(
             artifact=newer,
             baseline=EXAMPLE,
             report=tmp_path / f"beside-{older.name}",

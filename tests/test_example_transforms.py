@@ -17,6 +17,7 @@ from quantflow.distributed.team import ALONE
 from quantflow.files.canonical import read_json
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import read_measurement
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
@@ -30,13 +31,14 @@ from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.layer_by_layer import read_back
 from quantflow.quantizing.layer_traffic import Traffic, collect_traffic
 from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer
 from quantflow.quantizing.rotated import Rotated
 from quantflow.quantizing.smoothing import smooth_
 from quantflow.quantizing.static_inputs import input_statistics
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.transforms import hadamard
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -84,7 +86,7 @@ def measured(
             )
             calibration = Calibration(source=str(text), samples=samples, sequence_length=512)
             output = tmp_path_factory.mktemp("measured") / model
-            job = measure.MeasureJob(model=folder_of(model), output=output, calibration=calibration)
+            job = MeasureJob(model=folder_of(model), output=output, calibration=calibration)
             taken[model, samples] = measure.run(job, QUIET)
         return taken[model, samples]
 
@@ -120,7 +122,7 @@ def kld(folder_of, measured, windows, baseline, tmp_path_factory) -> Callable[..
         entry = Quantize(
             name="x", scheme=scheme, algorithm=algorithm, transforms=transforms, **options
         )
-        job = quantize.QuantizeJob(
+        job = QuantizeJob(
             model=folder_of(model), output=output, entry=entry, measurement=measured(model, samples)
         )
         quantize.run(job, QUIET)

@@ -344,7 +344,7 @@ def test_the_memory_of_a_gpu_is_that_of_each_stage_and_is_compared_with_its_plan
     part, place, pretended, monkeypatch
 ):
     """The stages run on the CPU; what the device took, and what its plan says, are made up."""
-    stages, api = part("_gpu.stages"), part("quantflow.api")
+    stages, api = part("_gpu.stages"), part("quantflow")
     ran = []
     monkeypatch.setattr(
         api,

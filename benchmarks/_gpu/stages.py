@@ -6,7 +6,6 @@ check says so.
 
 import functools
 import hashlib
-import inspect
 import json
 import os
 import subprocess
@@ -626,7 +625,7 @@ def both(planned: float, taken: float) -> str:
 
 def peak_on_device(place: Place) -> dict[str, int]:
     """Return the most bytes that each stage had on the device, run in this process."""
-    from quantflow import api
+    import quantflow as stages
     from quantflow.planning.recipe import Calibration, Compute, Measure, Quantize
 
     compute, amounts = Compute(device=place.device), place.amounts
@@ -635,26 +634,24 @@ def peak_on_device(place: Place) -> dict[str, int]:
     taken: dict[str, int] = {}
     torch.cuda.init()  # type: ignore[no-untyped-call]  # what is reset does not do so itself
     torch.cuda.reset_peak_memory_stats(place.device)
-    measured = api.measure(
+    measured = stages.measure(
         place.model,
         place.work / "measured-there",
         calibration=calibration,
-        measuring=Measure(),
-        artifacts=[entry],
+        options=Measure(),
+        entries=[entry],
         compute=compute,
     )
     taken["measure"] = torch.cuda.max_memory_allocated(place.device)
-    if "compute" in inspect.signature(api.quantize).parameters:
-        torch.cuda.reset_peak_memory_stats(place.device)
-        options: dict[str, Any] = {"compute": compute}
-        api.quantize(
-            place.model,
-            place.work / "quantized-there",
-            artifact=entry,
-            measurement=measured.folder,
-            **options,
-        )
-        taken["quantize"] = torch.cuda.max_memory_allocated(place.device)
+    torch.cuda.reset_peak_memory_stats(place.device)
+    stages.quantize(
+        place.model,
+        place.work / "quantized-there",
+        entry=entry,
+        measurement=measured.folder,
+        compute=compute,
+    )
+    taken["quantize"] = torch.cuda.max_memory_allocated(place.device)
     return taken
 
 

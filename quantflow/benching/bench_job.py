@@ -6,9 +6,11 @@ option it is (quantflow/settings.py).
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     BIND_HELP,
@@ -292,6 +294,17 @@ class BenchJob:
         }
         return Sampling(**given) if given and self.temperature != 0 else None
 
+    def run(self, progress: Progress = SILENT) -> dict[str, Any] | None:
+        """Time the artifact as `generate` runs it; see `quantflow.benching.latency`.
+
+        Returns:
+            Seconds of the first and the next tokens per batch size, as plain data. None on a rank
+            that is not the first.
+        """
+        from quantflow.benching.latency import run
+
+        return run(self, progress)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
@@ -342,3 +355,13 @@ class KernelJob:
         verbs=BENCH,
         help="Default: float32; with --kernels bfloat16.",
     )
+
+    def run(self) -> dict[str, Any]:
+        """Time every backend, beside a plain read of as many bytes.
+
+        Raises:
+            UsageError: an unknown scheme, shape or count.
+        """
+        from quantflow.benching.kernel_speed import run
+
+        return run(self)

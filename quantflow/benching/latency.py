@@ -43,6 +43,7 @@ from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.runtime.ranks import processes as rank_processes
+from quantflow.sources.models import model_folder
 
 # Of the job: what stands beside the settings, or is nothing that times depend on.
 UNTOLD = ("artifact", "baseline", "draft", "profile", "results_dir")
@@ -54,6 +55,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     Returns:
         None on a rank that is not the first.
     """
+    job = _with_folders(job, progress)
     job.signature.check(job.artifact)
     counts = (*job.batch_sizes, *job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or not job.input_tokens or min(counts) < 1 or job.warmups < 0:
@@ -132,6 +134,14 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "batches": batches,
     }
     return _kept(job, result)
+
+
+def _with_folders(job: BenchJob, progress: Progress) -> BenchJob:
+    """The job with a folder for every model; again the same of its own."""
+    folder = model_folder(job.artifact, revision=job.revision, progress=progress)
+    if job.baseline is None:
+        return replace(job, artifact=folder)
+    return replace(job, artifact=folder, baseline=model_folder(job.baseline, progress=progress))
 
 
 def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:

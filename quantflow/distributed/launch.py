@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from quantflow import child_process
 from quantflow.distributed.job_file import encode
@@ -53,6 +53,16 @@ _BY_EXIT_CODE = {
     kind.exit_code: kind
     for kind in (UsageError, GateError, ResourceError, UnsupportedError, IntegrityError)
 }
+
+
+class Job(Protocol):
+    """A frozen record that says what is to be done, and does it.
+
+    A class with `STREAMS = True` hands on text while it runs: its `run` takes `stream` as well.
+    """
+
+    def run(self, progress: Progress) -> object:
+        """Do it; plain data of the first rank reaches the process that started the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +230,7 @@ def die_with_parent() -> None:
 
 def launch(
     verb: str,
-    job: Any,
+    job: Job,
     *,
     ranks: int,
     progress: Progress,
@@ -231,12 +241,12 @@ def launch(
 ) -> Any:
     """Do a stage's job in `ranks` processes, wait for all of them, and return what the first one returned.
 
-    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed
+    Each runs `quantflow.distributed.rank` with the job as a file of a private folder, which is removed
     at the end. When one fails the others are ended.
 
     Args:
         verb: of the command line, for messages.
-        job: a record, whose module has the function that does it (quantflow.api.run_rank).
+        job: the record that each rank gets and runs.
         ranks: how many.
         progress: tells what they tell.
         stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
@@ -284,7 +294,7 @@ def _start(
             os.sched_setaffinity(0, cores)
 
     return subprocess.Popen(
-        child_process.python_module("quantflow.stages.rank", [folder]),
+        child_process.python_module("quantflow.distributed.rank", [folder]),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if shown else subprocess.DEVNULL,

@@ -5,43 +5,22 @@ imported when it is used.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from quantflow.errors import UsageError, nearest
+from quantflow.exporting.artifact_job import work_folder
+from quantflow.exporting.job import ExportJob
 from quantflow.files.checkpoint import CONFIG
 from quantflow.files.manifest import MANIFEST_NAME
-from quantflow.planning.recipe import Export, Resources
+from quantflow.files.outputs import output_folder
+from quantflow.formats import DEFAULT
+from quantflow.planning.recipe import Export
 from quantflow.progress import Progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportRequest:
-    """What is asked of an exporter.
-
-    Attributes:
-        source: what the exporter takes: a finished quantize folder, a measurement, a model or an
-            artifact.
-        output: the folder that it writes.
-        options: the recipe's words; an exporter reads its own of them.
-        model: the source model, where the exporter knows of one.
-        quant_config: Gaudi's own configuration, as its toolkit was given it.
-        keep_originals: keep what Gaudi measured beside what is written for it.
-        resources: limits of memory and disk.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-    """
-
-    source: Path
-    output: Path
-    options: Export = Export()
-    model: Path | None = None
-    quant_config: Any = None
-    keep_originals: bool = False
-    resources: Resources = Resources()
-    replace: bool = False
+from quantflow.sources.models import model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +33,7 @@ class Exporter:
         options: words of the recipe's `export` that it reads.
         foreign: the same for a source that another program quantized; None where `module` takes
             that too, or nothing does.
-        module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does
-            it and returns the folder.
+        module: has `run(job, progress)`, which writes the folder and returns it.
         takes_model: the source may be a model, by any of its names.
     """
 
@@ -66,39 +44,29 @@ class Exporter:
     takes_model: bool = False
     foreign: str | None = None
 
-    def job(self, request: ExportRequest) -> Any:
-        """Return the job, a record.
-
-        Raises:
-            UsageError: the request contradicts itself, or has an option that this format does not
-                read.
-        """
-        for item in fields(Export):
-            given = getattr(request.options, item.name)
-            if item.name not in ("format", *self.options) and given != item.default:
-                cause = f"export: {item.name} {given} beside format {request.options.format}"
-                raise UsageError(
-                    cause, f"leave it out; this format reads {', '.join(self.options)}"
-                )
-        other = self.foreign is not None and is_foreign(request.source)
-        return import_module(self.foreign if other and self.foreign else self.module).requested(
-            request
-        )
-
-    def run(self, job: Any, progress: Progress, *, prover: Any = None) -> Path:
-        """Do what `job` returned, and return the folder.
+    def run(self, job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
+        """Write what a job asks for, and return the folder.
 
         Args:
-            job: of this exporter.
-            progress: is told how far it is.
+            job: its format is this one.
+            progress: hears how far it is.
             prover: a process that has started to prove an artifact (quantflow/exporting/proof.py),
                 for the format of artifacts.
 
         Raises:
+            UsageError: the job has an option that this format does not read.
             QuantflowError: as the format's module.
         """
-        more = {} if prover is None else {"prover": prover}
-        folder: Path = import_module(type(job).__module__).run(job, progress, **more)
+        for item in fields(Export):
+            value = getattr(job.options, item.name)
+            if item.name not in ("format", *self.options) and value != item.default:
+                cause = f"export: {item.name} {value} beside format {job.options.format}"
+                remedy = f"leave it out; this format reads {', '.join(self.options)}"
+                raise UsageError(cause, remedy)
+        foreign = self.foreign is not None and is_foreign(job.source)
+        module = import_module(self.foreign if foreign and self.foreign else self.module)
+        proven = {} if prover is None or foreign else {"prover": prover}
+        folder: Path = module.run(job, progress, **proven)
         return folder
 
 
@@ -165,6 +133,34 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
     }
 )
+
+
+def run(job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
+    """Write what a job asks for, by the exporter of its format; see `ExportJob.run`."""
+    chosen = exporter(job.options.format)
+    return chosen.run(_settled(job, chosen, progress), progress, prover=prover)
+
+
+def _settled(job: ExportJob, chosen: Exporter, progress: Progress) -> ExportJob:
+    """The job with a folder for every name."""
+
+    def folder_of(model: Path) -> Path:
+        return model_folder(model, revision=job.revision, progress=progress)
+
+    if chosen.takes_model:
+        source, model = folder_of(job.source), job.model
+    else:
+        source = _layers(job.source, job.options.format)
+        model = None if job.model is None else folder_of(job.model)
+    reads = {"what is exported": job.source, "the model": job.model}
+    return replace(job, source=source, output=output_folder(job.output, reads=reads), model=model)
+
+
+def _layers(folder: Path, format: str) -> Path:
+    """The quantize folder beside an artifact of one command, for an artifact's own format."""
+    layers = work_folder(folder) / "2-quantize"
+    artifact = format == DEFAULT and (folder / MANIFEST_NAME).is_file()
+    return layers if artifact and layers.is_dir() else folder
 
 
 def is_foreign(folder: Path) -> bool:

@@ -12,7 +12,7 @@ result is in memory at a time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,17 +20,19 @@ from torch import Tensor
 
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import UnsupportedError, UsageError, nearest
-from quantflow.exporting import ExportRequest
+from quantflow.exporting.job import ExportJob
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
+from quantflow.files.outputs import output_folder
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.files.safetensors_writer import Spec
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
-from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
+from quantflow.sources.models import model_folder
 
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -38,70 +40,49 @@ _DEFAULT = "bf16"
 _EXACT = "f32"  # holds every product of a scale and a code
 
 
-@dataclass(frozen=True, kw_only=True)
-class DequantizedExportJob:
-    """One folder.
-
-    Attributes:
-        source: an artifact.
-        dtype: of weights that were quantized, a key of `CHOICES`; None: one that holds them
-            exactly. The others keep theirs.
-        shard_size: the most bytes of one weight file.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is.
-    """
-
-    source: Path
-    output: Path
-    dtype: str | None = _DEFAULT
-    shard_size: str = "4GiB"
-    replace: bool = False
-    resources: Resources = Resources()
-
-
-def requested(request: ExportRequest) -> DequantizedExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`.
-
-    Raises:
-        UsageError: a model beside the artifact.
-    """
-    if request.model is not None:
-        told = f"export: --model {request.model} beside format {request.options.format}"
-        raise UsageError(told, "leave --model out, the artifact is all that is read")
-    return DequantizedExportJob(
-        source=request.source,
-        output=request.output,
-        dtype=request.options.dtype or _DEFAULT,
-        shard_size=request.options.shard_size,
-        replace=request.replace,
-        resources=request.resources,
-    )
-
-
-def run(job: DequantizedExportJob, progress: Progress) -> Path:
+def run(job: ExportJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
-    if job.dtype is not None and job.dtype not in CHOICES:
-        cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
-        raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
+    if job.model is not None:
+        cause = f"export: --model {job.model} beside format {job.options.format}"
+        raise UsageError(cause, "leave --model out, the artifact is all that is read")
+    dtype = job.options.dtype or _DEFAULT
+    if dtype not in CHOICES:
+        cause = f"export: dtype {dtype!r} of format dequantized is unknown"
+        raise UsageError(cause, nearest(dtype, list(CHOICES)))
+    return write_dequantized(job, progress, dtype=dtype)
+
+
+def dequantized(job: ExportJob, progress: Progress) -> Path:
+    """Write the weights of a quantized model, exactly, as a model that can be quantized."""
+    reads = {"the model": job.source}
+    source = model_folder(job.source, revision=job.revision, progress=progress)
+    job = replace(job, source=source, output=output_folder(job.output, reads=reads))
+    return write_dequantized(job, progress, dtype=None)
+
+
+def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) -> Path:
+    """Write the weights of a quantized model as they are worth; return the folder.
+
+    Args:
+        job: the quantized model, and the folder.
+        progress: hears how far it is.
+        dtype: dtype of the weights that were quantized, a key of `CHOICES`; None is one that holds
+            them exactly. The others keep theirs.
+    """
     require_quantized(job.source, job.output, made="format dequantized")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
         identity = identity_of(artifact)
-        dtype = job.dtype or _exact(artifact)
-        made_from = {"artifact": identity, "dtype": dtype, "version": VERSION}
+        chosen = dtype or _exact(artifact)
+        made_from = {"artifact": identity, "dtype": chosen, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         _refuse_rotations(artifact)
+        limit = parse_size(job.options.shard_size)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            _write(
-                folder,
-                artifact,
-                CHOICES[dtype],
-                limit=parse_size(job.shard_size),
-                progress=progress,
-            )
+            _write(folder, artifact, CHOICES[chosen], limit=limit, progress=progress)
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())
     if rounded:
         progress.say(

@@ -8,15 +8,14 @@ Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the d
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from quantflow import process_memory
 from quantflow.core.determinism import tools
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError, nearest
-from quantflow.exporting import ExportRequest
+from quantflow.exporting.job import ExportJob
 from quantflow.exporting.ledger_entries import tensor_entries
 from quantflow.exporting.model_card import model_card
 from quantflow.exporting.proof import Prover, proving
@@ -37,7 +36,7 @@ from quantflow.files.manifest import (
 from quantflow.files.safetensors_header import read_header
 from quantflow.files.side_files import is_side_file
 from quantflow.files.verify import verify
-from quantflow.formats import DEFAULT, FORMATS
+from quantflow.formats import FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, fingerprint, open_files
@@ -46,7 +45,7 @@ from quantflow.planning.finished_plan import SUMMARY, float8_of, plan_from, read
 from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
 from quantflow.planning.plan import OUTSIDE
-from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.recipe import parse_size
 from quantflow.planning.resources import Allowance, allow_export, compare
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -57,55 +56,18 @@ from quantflow.quantizing.shards.share import refuse_shards
 LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportJob:
-    """One artifact to be written.
-
-    Attributes:
-        quantized: a finished quantize folder.
-        model: the source folder; None reads where quantize found it.
-        measure_inputs: measure what rounding inputs would cost where quantize ran no model too.
-        replace: redo an artifact that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is.
-    """
-
-    quantized: Path
-    output: Path
-    model: Path | None = None
-    format: str = DEFAULT
-    shard_size: str = "4GiB"
-    measure_inputs: bool = False
-    replace: bool = False
-    resources: Resources = Resources()
-
-
-def requested(request: ExportRequest) -> ExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`."""
-    options = request.options
-    return ExportJob(
-        quantized=request.source,
-        output=request.output,
-        model=request.model,
-        format=options.format,
-        shard_size=options.shard_size,
-        measure_inputs=options.measure_inputs,
-        replace=request.replace,
-        resources=request.resources,
-    )
-
-
 def check(job: ExportJob) -> None:
     """Refuse what can be seen before there is anything to export.
 
     Raises:
         UsageError: an unknown format, or a folder that is the quantized one.
     """
-    if job.format not in FORMATS:
+    if job.options.format not in FORMATS:
         raise UsageError(
-            f"format {job.format!r} of a quantized model is unknown",
-            nearest(job.format, list(FORMATS)),
+            f"format {job.options.format!r} of a quantized model is unknown",
+            nearest(job.options.format, list(FORMATS)),
         )
-    if job.output.resolve() == job.quantized.resolve():
+    if job.output.resolve() == job.source.resolve():
         raise UsageError(
             f"{job.output}: the artifact's folder and the quantized one", "give two folders"
         )
@@ -114,16 +76,14 @@ def check(job: ExportJob) -> None:
 def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> Path:
     """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
     check(job)
-    refuse_shards(job.quantized)
-    record = stage_folder.require_done(
-        job.quantized, stage="quantize", unread="layers/*.safetensors"
-    )
-    _require_recorded(record["files"], job.quantized)
-    summary = read_summary(job.quantized)
+    refuse_shards(job.source)
+    record = stage_folder.require_done(job.source, stage="quantize", unread="layers/*.safetensors")
+    _require_recorded(record["files"], job.source)
+    summary = read_summary(job.source)
     asked = [
-        job.format,
-        parse_size(job.shard_size),
-        *(["measure_inputs"] if job.measure_inputs else []),
+        job.options.format,
+        parse_size(job.options.shard_size),
+        *(["measure_inputs"] if job.options.measure_inputs else []),
     ]
     made_from = digest_of([record["inputs"], *asked])
     with stage_folder.locked(job.output):
@@ -133,15 +93,15 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         _refuse_other_result(job, made_from)
         named = summary["recipe"].get("linears", ())
         source = open_files(job.model or Path(summary["source"]["folder"]), linears=named)
-        digests = Digests(also=[job.quantized / HASHES])
-        expected, found = _model_of(record, job.quantized), fingerprint(source.checkpoint, digests)
+        digests = Digests(also=[job.source / HASHES])
+        expected, found = _model_of(record, job.source), fingerprint(source.checkpoint, digests)
         if found != expected:
             raise InputError(
-                f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made "
+                f"{source.checkpoint.folder}: is model {found[:16]}, {job.source} was made "
                 f"from {expected[:16]}",
                 "give the model that was quantized with --model, or quantize this one",
             )
-        _require_linears(summary, source, job.quantized)
+        _require_linears(summary, source, job.source)
         allowance = _allowance(job, source, summary)
         process_memory.reset_peak()
         fresh = proving() if prover is None else nullcontext(prover)
@@ -149,10 +109,13 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
             proof.expect(summary["proof"])
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            places = (folder, job.quantized, source.checkpoint.folder)
+            places = (folder, job.source, source.checkpoint.folder)
             notes = _prove(
                 partial(
-                    proof.prove, *places, workers=allowance.workers, measures=job.measure_inputs
+                    proof.prove,
+                    *places,
+                    workers=allowance.workers,
+                    measures=job.options.measure_inputs,
                 ),
                 links,
             )
@@ -221,7 +184,7 @@ def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -
         job.resources,
         size,
         plan_from(summary),
-        shard_size=parse_size(job.shard_size),
+        shard_size=parse_size(job.options.shard_size),
         folder=job.output,
     )
 
@@ -250,7 +213,7 @@ def _refuse_other_result(job: ExportJob, made_from: str) -> None:
         cause = "was made from other inputs"
     except QuantflowError:
         other, cause = True, f"has a damaged {MANIFEST_NAME}"
-    if other and not job.replace:
+    if other and not job.force:
         raise UsageError(
             f"{job.output}: {cause}", "choose another -o, or pass --force to replace it"
         )
@@ -267,14 +230,16 @@ def _write(
 ) -> Mapping[str, Path]:
     """Write the artifact; return which of its files are links to which files of the quantized folder."""
     graph, plan = graph_for(source.config), plan_from(summary)
-    layers = layer_store.records(job.quantized)
-    schemes, head = plan.quantized, head_file.record_of(job.quantized)
+    layers = layer_store.records(job.source)
+    schemes, head = plan.quantized, head_file.record_of(job.source)
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
     disk.write_file(folder / CONFIG, readable_json(config))
-    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
-    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
+    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.source))
+    entries = tensor_entries(
+        source, graph, schemes, changed, FORMATS[job.options.format], head=plan.head
+    )
     ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
     sizes = {
         name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files
@@ -290,7 +255,7 @@ def _write(
                 name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)
             },
         },
-        "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
+        "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.options.format},
         "measurement": summary["measurement"],
         "float8": float8_of(plan),
         "ledger": ledger.to_json(),
@@ -307,7 +272,7 @@ def _write(
             else {}
         ),
         "proof": _proof_of(job, summary, layers, head),
-        "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
+        "tools": {**tools(), "quantflow_layout": FORMATS[job.options.format].LAYOUT_VERSION},
         "made_from": made_from,
     }
     # The proof reads every file and compares it with these hashes, so what is hashed already is not
@@ -331,7 +296,7 @@ def _proof_of(
     if summary["proof"] == "tensors":
         values = [part["values"] for part in (*layers, *([head] if head else []))]
         return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
-    canary = read_json(job.quantized / "canary.json")
+    canary = read_json(job.source / "canary.json")
     made_on = {word: value for word, value in summary.get("device", {}).items() if word != "name"}
     device = {"device": made_on} if made_on else {}
     return {
@@ -355,19 +320,17 @@ def _write_weights(
         IntegrityError: a layer's file differs from its recorded hash.
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
-    changed = _outside(job.quantized)
-    replaced = {
-        f"{linear}.weight" for linear in head_file.record_of(job.quantized).get("errors", ())
-    }
+    changed = _outside(job.source)
+    replaced = {f"{linear}.weight" for linear in head_file.record_of(job.source).get("errors", ())}
     outside = [
         changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
         if not name.startswith(prefixes) and name not in replaced
     ]
-    outside += _stored(job.quantized / FILE) if replaced else []
-    paths = [job.quantized / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
+    outside += _stored(job.source / FILE) if replaced else []
+    paths = [job.source / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
     layers = [_stored(path) for path in paths]
-    shards = shards_for(outside, layers, limit=parse_size(job.shard_size))
+    shards = shards_for(outside, layers, limit=parse_size(job.options.shard_size))
     links = linked(shards)
     for path in paths:
         if (
@@ -410,7 +373,8 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
     entries = []
     for name in source.checkpoint.files:
         path = source.checkpoint.folder / name
-        action, reason = "dropped", "not part of what a runtime loads"
+        action: Literal["copied", "rewritten", "dropped"] = "dropped"
+        reason = "not part of what a runtime loads"
         if name == CONFIG:
             action, reason = "rewritten", "quantization_config added"
         elif name in source.checkpoint.shards or name == INDEX:
@@ -419,9 +383,8 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
             action, reason = "copied", "side file"
             disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)
-        entries.append(
-            FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason)
-        )  # type: ignore[arg-type]
+        size = path.stat().st_size
+        entries.append(FileEntry(name=name, nbytes=size, action=action, reason=reason))
     return tuple(entries)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantflow.core.device_scales import DEVICES, Target, target
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
-from quantflow.exporting import ExportRequest
+from quantflow.exporting.job import ExportJob
 from quantflow.files import stage_folder
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
@@ -38,7 +38,7 @@ from quantflow.formats.gaudi.files import (
     write_ours,
     write_theirs,
 )
-from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
+from quantflow.formats.gaudi.quant_config import QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
 from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
@@ -51,54 +51,6 @@ from quantflow.unifying.unify import rank_folders
 
 VERSION = 1
 _CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the toolkit's own words
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaudiExportJob:
-    """One set of files.
-
-    Attributes:
-        measurement: a folder of ranks, of one rank, or Gaudi's files as a folder or folder/prefix.
-        device: gaudi2, gaudi3, or cpu for the toolkit's emulation.
-        config: what the files are for.
-        name: of the QUANT_CONFIG, without `.json`.
-        keep_originals: keep Gaudi's own files beside the postprocessed ones, their names begun with
-            `orig_`.
-        model: the source folder; needed by scale methods that look at weights, and compared with
-            the measurement's.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-    """
-
-    measurement: Path
-    output: Path
-    device: str | None
-    config: QuantConfig
-    name: str
-    keep_originals: bool = False
-    model: Path | None = None
-    replace: bool = False
-
-
-def requested(request: ExportRequest) -> GaudiExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`.
-
-    Raises:
-        UsageError: an unknown scale method, or one that the QUANT_CONFIG contradicts.
-    """
-    given: GivenConfig | None = request.quant_config
-    config = QuantConfig(dump_stats_path="./hqt_output/measure") if given is None else given.config
-    if request.options.scale_method is not None:
-        config = replace(config, scale_method=method_config(request.options.scale_method))
-    return GaudiExportJob(
-        measurement=request.source,
-        output=request.output,
-        device=request.options.device,
-        config=config,
-        name="maxabs_quant" if given is None else given.path.stem,
-        keep_originals=request.keep_originals,
-        model=request.model,
-        replace=request.replace,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +72,25 @@ class Measured:
     fingerprints: frozenset[str] = frozenset()
 
 
-def run(job: GaudiExportJob, progress: Progress) -> Path:
+def _config(job: ExportJob) -> QuantConfig:
+    """What the files are for: the QUANT_CONFIG, under the scale method that was asked for.
+
+    Raises:
+        UsageError: an unknown scale method, or one that the QUANT_CONFIG contradicts.
+    """
+    given = job.quant_config
+    config = QuantConfig(dump_stats_path="./hqt_output/measure") if given is None else given.config
+    if job.options.scale_method is None:
+        return config
+    return replace(config, scale_method=method_config(job.options.scale_method))
+
+
+def _name(job: ExportJob) -> str:
+    """Name of the QUANT_CONFIG that is written, without `.json`."""
+    return "maxabs_quant" if job.quant_config is None else job.quant_config.path.stem
+
+
+def run(job: ExportJob, progress: Progress) -> Path:
     """Write the files and return their folder; one that is up to date is left alone."""
     goal = _target(job)
     measured = _measured(job)
@@ -128,9 +98,9 @@ def run(job: GaudiExportJob, progress: Progress) -> Path:
     model = None if source is None else _same_model(job, measured, source)
     made_from = {"measurement": measured.digest, "model": model, "version": VERSION, **_said(job)}
     files = GaudiFiles(
-        config=job.config,
-        name=job.name,
-        device=str(job.device),
+        config=_config(job),
+        name=_name(job),
+        device=str(job.options.device),
         target=goal,
         read_weight=_reader(source),
     )
@@ -138,7 +108,7 @@ def run(job: GaudiExportJob, progress: Progress) -> Path:
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             if measured.ours:
                 write_ours(folder, measured.ranks, files)
@@ -154,31 +124,34 @@ def run(job: GaudiExportJob, progress: Progress) -> Path:
     return job.output
 
 
-def _target(job: GaudiExportJob) -> Target:
+def _target(job: ExportJob) -> Target:
     """Return the device whose scales are derived.
 
     Raises:
         UsageError: no device, or a configuration that it does not take.
     """
-    if job.device is None:
+    if job.options.device is None:
         raise UsageError(
             "export: format inc without a device", f"give --device {', '.join(DEVICES)}"
         )
-    if job.device not in DEVICES:
-        raise UsageError(f"export: device {job.device!r} is unknown", nearest(job.device, DEVICES))
-    if job.device == "cpu" and not job.config.use_qdq:
+    if job.options.device not in DEVICES:
+        raise UsageError(
+            f"export: device {job.options.device!r} is unknown",
+            nearest(job.options.device, DEVICES),
+        )
+    if job.options.device == "cpu" and not _config(job).use_qdq:
         raise UsageError(
             f"export: {_CPU}", 'add "use_qdq": true to the QUANT_CONFIG, or give --device gaudi2'
         )
-    if job.config.dynamic_quantization:
+    if _config(job).dynamic_quantization:
         raise UsageError(
             "export: dynamic_quantization uses no files",
             "give the QUANT_CONFIG to the runtime as it is",
         )
-    return target(job.config.scale_device(job.device), job.config.fp8_config)
+    return target(_config(job).scale_device(job.options.device), _config(job).fp8_config)
 
 
-def _measured(job: GaudiExportJob) -> Measured:
+def _measured(job: ExportJob) -> Measured:
     """Read every rank.
 
     Raises:
@@ -186,14 +159,14 @@ def _measured(job: GaudiExportJob) -> Measured:
         InputError: no measurement, or ranks that contradict each other.
         UnsupportedError: a measurement of a mixture of experts.
     """
-    path = job.measurement
+    path = job.source
     if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
         raise UsageError(
             f"{path}: is quantized; format inc is made from a measurement",
             "give the folder that measure wrote",
         )
     if are_gaudis(path):
-        _refuse_other_generation(path, str(job.device))
+        _refuse_other_generation(path, str(job.options.device))
         files = find_triples(path)
         triples = [read_triple(found) for found in files.values()]
         if any(triple.mode != MEASUREMENT for triple in triples):
@@ -217,7 +190,7 @@ def _measured(job: GaudiExportJob) -> Measured:
             digest=[one.meta["digest"] for one in measurements],
             fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
         )
-    if len(found.ranks) > 1 and not job.config.seperate_measure_files:
+    if len(found.ranks) > 1 and not _config(job).seperate_measure_files:
         raise UsageError(
             f"export: {len(found.ranks)} ranks, and seperate_measure_files is false",
             "run `quantflow unify` first",
@@ -250,18 +223,18 @@ def _refuse_other_generation(path: Path, device: str) -> None:
         )
 
 
-def _same_model(job: GaudiExportJob, measured: Measured, source: ModelFiles) -> str:
+def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
     """Return the model's fingerprint.
 
     Raises:
         InputError: the measurement is another model's.
     """
     if not measured.ours:
-        refuse_other_model(job.measurement, _weights(measured.ranks), source)
+        refuse_other_model(job.source, _weights(measured.ranks), source)
     found = fingerprint(source.checkpoint)
     for expected in measured.fingerprints - {found}:
         raise InputError(
-            f"{job.measurement}: measured on model {expected[:16]}, {job.model} is {found[:16]}",
+            f"{job.source}: measured on model {expected[:16]}, {job.model} is {found[:16]}",
             "give the model that was measured",
         )
     return found
@@ -277,14 +250,14 @@ def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
     return found
 
 
-def _said(job: GaudiExportJob) -> dict[str, Any]:
+def _said(job: ExportJob) -> dict[str, Any]:
     """Return everything of the job that decides what is written, as plain data."""
     config = config_table(
-        job.config, dump_stats_path=job.config.dump_stats_path, block=job.config.blocklist
+        _config(job), dump_stats_path=_config(job).dump_stats_path, block=_config(job).blocklist
     )
     return {
-        "device": job.device,
-        "name": job.name,
+        "device": job.options.device,
+        "name": _name(job),
         "config": config,
         "keep_originals": job.keep_originals,
     }
@@ -308,11 +281,9 @@ def _read(source: ModelFiles, node: str) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _report(
-    job: GaudiExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress
-) -> None:
+def _report(job: ExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
     """Say what a reader of the files should know."""
-    nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
+    nodes = kept(ranks[0].nodes, _config(job), _config(job).blocklist)
     progress.say(
         f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, "
         f"ranks: {len(ranks)}"
@@ -320,18 +291,18 @@ def _report(
     unknown = [
         name for name, node in nodes.items() if gaudi_nodes.maxima_of_inputs(name, node) is None
     ]
-    if unknown and has_scales(job.config, ranks=len(ranks)):
+    if unknown and has_scales(_config(job), ranks=len(ranks)):
         progress.say(
             f"export {job.output.name}: scales of {len(unknown)} nodes are left to the toolkit, "
             "which knows what they are: " + ", ".join(unknown)
         )
-    close = near_steps(nodes, job.config.scale_method, target=goal)
+    close = near_steps(nodes, _config(job).scale_method, target=goal)
     if close:
         progress.say(
             f"export {job.output.name}: {len(close)} inputs are at most 5 % above a step of "
             f"their scale, {close[0]} first"
         )
-    if len(ranks) > 1 and needs_weights(job.config):
+    if len(ranks) > 1 and needs_weights(_config(job)):
         progress.say(
             f"export {job.output.name}: scales per channel of {len(ranks)} ranks are left to the "
             "toolkit"

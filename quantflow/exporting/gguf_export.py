@@ -30,8 +30,8 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import MIXTURES, preset
 from quantflow.errors import IntegrityError, UsageError, nearest
-from quantflow.exporting import ExportRequest
 from quantflow.exporting.gguf_source import GGUFWeights, open_weights
+from quantflow.exporting.job import ExportJob
 from quantflow.files import stage_folder
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.files.safetensors_header import TensorInfo
@@ -42,7 +42,6 @@ from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_a
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
 from quantflow.models.reading import bytes_of, read_into
 from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
-from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 
@@ -53,25 +52,6 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # by the linears' usual type, as llama.cpp's quantizer has it
 _HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GGUFExportJob:
-    """One file.
-
-    Attributes:
-        source: a model folder or an artifact.
-        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has
-            them, else the source's dtype.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is.
-    """
-
-    source: Path
-    output: Path
-    dtype: str | None = None
-    replace: bool = False
-    resources: Resources = Resources()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,30 +71,15 @@ class GGUFPlan:
     working_bytes: int = 0
 
 
-def requested(request: ExportRequest) -> GGUFExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`.
-
-    Raises:
-        UsageError: a model beside the one that is exported.
-    """
-    if request.model is not None:
-        told = f"export: --model {request.model} beside format {request.options.format}"
-        raise UsageError(told, "give the model's folder instead of QUANTIZED")
-    return GGUFExportJob(
-        source=request.source,
-        output=request.output,
-        dtype=request.options.dtype,
-        replace=request.replace,
-        resources=request.resources,
-    )
-
-
-def run(job: GGUFExportJob, progress: Progress) -> Path:
+def run(job: ExportJob, progress: Progress) -> Path:
     """Write the file and return its folder; one that is up to date is left alone."""
-    if job.dtype not in (None, *CHOICES):
+    if job.model is not None:
+        cause = f"export: --model {job.model} beside format {job.options.format}"
+        raise UsageError(cause, "give the model's folder instead of QUANTIZED")
+    if job.options.dtype not in (None, *CHOICES):
         raise UsageError(
-            f"export: dtype {job.dtype!r} of format gguf is unknown",
-            nearest(str(job.dtype), list(CHOICES)),
+            f"export: dtype {job.options.dtype!r} of format gguf is unknown",
+            nearest(str(job.options.dtype), list(CHOICES)),
         )
     if (job.source / "quantize.json").exists() and not (job.source / MANIFEST_NAME).exists():
         cause = (
@@ -125,7 +90,11 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         )
     with stage_folder.locked(job.output):
         weights = open_weights(job.source)
-        kind = CHOICES[job.dtype] if job.dtype else _kind_in_blocks(weights) or _own_dtype(weights)
+        kind = (
+            CHOICES[job.options.dtype]
+            if job.options.dtype
+            else _kind_in_blocks(weights) or _own_dtype(weights)
+        )
         plan = planned(weights, kind)
         header = sha256(plan.layout.header).hexdigest()
         made_from = {
@@ -137,7 +106,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
         grant(
             Need(stage="export", moments=moments, result=plan.layout.nbytes),
@@ -345,7 +314,7 @@ def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
     return rows
 
 
-def _report(job: GGUFExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Progress) -> None:
+def _report(job: ExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Progress) -> None:
     """Say what a reader of the file should know."""
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)

@@ -22,8 +22,8 @@ from torch import Tensor
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
-from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
+from quantflow.exporting.job import ExportJob
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import disk, stage_folder
@@ -36,86 +36,46 @@ from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
 from quantflow.planning.artifact_config import left_alone, module_names
-from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
 VERSION = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutExportJob:
-    """One folder.
-
-    Attributes:
-        source: an artifact, or a folder in one of `quantflow.formats.LAYOUTS`.
-        format: a key of `quantflow.formats.LAYOUTS`.
-        dtype: of scales of integers, a key of `CHOICES`; None is the layout's usual one.
-        shard_size: the most bytes of one weight file.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is.
-    """
-
-    source: Path
-    output: Path
-    format: str
-    dtype: str | None = None
-    shard_size: str = "4GiB"
-    replace: bool = False
-    resources: Resources = Resources()
-
-
-def requested(request: ExportRequest) -> LayoutExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`.
-
-    Raises:
-        UsageError: a model beside the folder, or a measurement of inputs.
-    """
-    options = request.options
-    if options.measure_inputs:
+def run(job: ExportJob, progress: Progress) -> Path:
+    """Write the folder and return it; one that is up to date is left alone."""
+    if job.options.measure_inputs:
         raise UsageError(
             "export: --measure-inputs of another program's folder",
             "leave it out: its source is not there",
         )
-    if request.model is not None:
-        cause = f"export: --model {request.model} beside format {options.format}"
+    if job.model is not None:
+        cause = f"export: --model {job.model} beside format {job.options.format}"
         raise UsageError(cause, "leave --model out, the quantized folder is all that is read")
-    return LayoutExportJob(
-        source=request.source,
-        output=request.output,
-        format=options.format,
-        dtype=options.dtype,
-        shard_size=options.shard_size,
-        replace=request.replace,
-        resources=request.resources,
-    )
-
-
-def run(job: LayoutExportJob, progress: Progress) -> Path:
-    """Write the folder and return it; one that is up to date is left alone."""
-    if job.dtype is not None and job.dtype not in CHOICES:
-        cause = f"export: dtype {job.dtype!r} of format {job.format} is unknown"
-        raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    require_quantized(job.source, job.output, made=f"format {job.format}")
+    if job.options.dtype is not None and job.options.dtype not in CHOICES:
+        cause = f"export: dtype {job.options.dtype!r} of format {job.options.format} is unknown"
+        raise UsageError(cause, nearest(job.options.dtype, list(CHOICES)))
+    require_quantized(job.source, job.output, made=f"format {job.options.format}")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
         identity = identity_of(artifact)
         made_from = {
             "source": identity,
-            "format": job.format,
-            "dtype": job.dtype,
+            "format": job.options.format,
+            "dtype": job.options.dtype,
             "version": VERSION,
         }
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         conversion = _Conversion.of(artifact, job)
         specs = conversion.specs(progress)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            limit = parse_size(job.shard_size)
-            if job.format in PICKLED:
-                name = PICKLED[job.format](
+            limit = parse_size(job.options.shard_size)
+            if job.options.format in PICKLED:
+                name = PICKLED[job.options.format](
                     {name: placement.scheme for name, placement in artifact.linears.items()}
                 )
                 write_torch_file(
@@ -129,13 +89,13 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
                     specs,
                     conversion.tensors(specs),
                     limit=limit,
-                    stage=f"export {job.format}",
+                    stage=f"export {job.options.format}",
                     progress=progress,
                 )
             config = conversion.config()
             write_beside(folder, artifact.checkpoint, config)
-            if job.format in BESIDE:
-                name, content = BESIDE[job.format]
+            if job.options.format in BESIDE:
+                name, content = BESIDE[job.options.format]
                 disk.write_file(
                     folder / name, readable_json(content(config["quantization_config"]))
                 )
@@ -144,8 +104,8 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
     progress.say(
         f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was"
     )
-    if job.format in WHO_READS:
-        said = WHO_READS[job.format](
+    if job.options.format in WHO_READS:
+        said = WHO_READS[job.options.format](
             {name: placement.scheme for name, placement in artifact.linears.items()}
         )
         if said is not None:
@@ -163,28 +123,28 @@ class _Conversion:
     stacks: Mapping[str, SplitTensor]
 
     @classmethod
-    def of(cls, artifact: Artifact, job: LayoutExportJob) -> "_Conversion":
+    def of(cls, artifact: Artifact, job: ExportJob) -> "_Conversion":
         """Return the conversion.
 
         Raises:
             UnsupportedError: a linear, or a cache, that the layout cannot hold.
         """
-        layout = LAYOUTS[job.format]
+        layout = LAYOUTS[job.options.format]
         if any(placement.reordered for placement in artifact.linears.values()):
             layout = layout.with_order()
         if artifact.kv_cache is not None:
-            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, format {job.format} has no words for it"
+            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, format {job.options.format} has no words for it"
             raise UnsupportedError(cause, "keep it as it is, or quantize without kv_cache")
         for name, placement in artifact.linears.items():
             if (reason := layout.why_not(placement.scheme, placement.shape)) is not None:
                 raise UnsupportedError(
-                    f"{name}: {job.format}: {reason}",
+                    f"{name}: {job.options.format}: {reason}",
                     "keep it as it is, or quantize with another scheme",
                 )
         dtypes = (torch.float16,)
-        if job.dtype is not None:
-            dtypes = (CHOICES[job.dtype],)
-        elif job.format == DEFAULT:
+        if job.options.dtype is not None:
+            dtypes = (CHOICES[job.options.dtype],)
+        elif job.options.format == DEFAULT:
             own = getattr(artifact.config, "dtype", None)
             dtypes = (
                 *((own,) if own in NAMES else ()),
@@ -193,7 +153,7 @@ class _Conversion:
                 torch.float32,
             )
         shapes = {name: placement.shape for name, placement in artifact.linears.items()}
-        stacks = STACKED[job.format](shapes) if job.format in STACKED else {}
+        stacks = STACKED[job.options.format](shapes) if job.options.format in STACKED else {}
         return cls(artifact=artifact, layout=layout, dtypes=dtypes, stacks=stacks)
 
     def encoded(self, name: str, linear: QuantizedLinear | None = None) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ folder a name that manifests record: that of the model and that of the adapter.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -25,11 +25,13 @@ from quantflow.files.canonical import digest_of, file_digest
 from quantflow.files.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.files.digests import Digests
 from quantflow.files.origin import IMPORT, origin_of
+from quantflow.files.outputs import output_folder
 from quantflow.models.identity import identify
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import parse_size
-from quantflow.progress import Progress
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.adapters import CONFIG, Factors, read_adapter, weights_file
+from quantflow.sources.models import model_folder
 
 VERSION = 1
 _FLOATS = frozenset({"F32", "BF16", "F16"})
@@ -44,16 +46,28 @@ class MergedAdapterJob:
         source: a model that is not quantized.
         adapter: the folder of adapter_config.json and adapter_model.safetensors.
         shard_size: the most bytes of one weight file.
+        revision: revision of a model on the hub.
     """
 
     source: Path
     adapter: Path
     output: Path
     shard_size: str = "4GiB"
+    revision: str | None = None
+
+    def run(self, progress: Progress = SILENT) -> Path:
+        """Write the folder and return it; see `run`."""
+        return run(self, progress)
 
 
 def run(job: MergedAdapterJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
+    reads = {"the model": job.source, "the adapter": job.adapter}
+    job = replace(
+        job,
+        source=model_folder(job.source, revision=job.revision, progress=progress),
+        output=output_folder(job.output, reads=reads),
+    )
     with stage_folder.locked(job.output), single_threaded():
         checkpoint = open_checkpoint(job.source)
         refuse_quantized(checkpoint)

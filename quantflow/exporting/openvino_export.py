@@ -16,7 +16,6 @@ single tokens after it. The whole model is in memory in float32.
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
 from quantflow.errors import IntegrityError, UnsupportedError, UsageError, first_line, nearest
-from quantflow.exporting import ExportRequest
+from quantflow.exporting.job import ExportJob
 from quantflow.exporting.plain_files import write_beside
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
@@ -38,7 +37,6 @@ from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
-from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
@@ -51,47 +49,15 @@ _PROMPT, _MORE = 40, 8  # tokens that are compared: together, and one by one aft
 _ELSEWHERE = "export it in another format"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenVINOExportJob:
-    """One folder.
-
-    Attributes:
-        source: an artifact, or a folder that another program quantized.
-        dtype: of scales, a key of `openvino_ir.SCALE_DTYPES`.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is.
-    """
-
-    source: Path
-    output: Path
-    dtype: str = _DEFAULT
-    replace: bool = False
-    resources: Resources = Resources()
-
-
-def requested(request: ExportRequest) -> OpenVINOExportJob:
-    """Return the job of a request; see `quantflow.exporting.Exporter`.
-
-    Raises:
-        UsageError: a model beside the artifact.
-    """
-    if request.model is not None:
-        told = f"export: --model {request.model} beside format {request.options.format}"
-        raise UsageError(told, "leave --model out, the quantized folder is all that is read")
-    return OpenVINOExportJob(
-        source=request.source,
-        output=request.output,
-        dtype=request.options.dtype or _DEFAULT,
-        replace=request.replace,
-        resources=request.resources,
-    )
-
-
-def run(job: OpenVINOExportJob, progress: Progress) -> Path:
+def run(job: ExportJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
-    if job.dtype not in openvino_ir.SCALE_DTYPES:
-        cause = f"export: dtype {job.dtype!r} of format {openvino_ir.NAME} is unknown"
-        raise UsageError(cause, nearest(job.dtype, list(openvino_ir.SCALE_DTYPES)))
+    if job.model is not None:
+        cause = f"export: --model {job.model} beside format {job.options.format}"
+        raise UsageError(cause, "leave --model out, the quantized folder is all that is read")
+    dtype = job.options.dtype or _DEFAULT
+    if dtype not in openvino_ir.SCALE_DTYPES:
+        cause = f"export: dtype {dtype!r} of format {openvino_ir.NAME} is unknown"
+        raise UsageError(cause, nearest(dtype, list(openvino_ir.SCALE_DTYPES)))
     require_quantized(job.source, job.output, made=f"format {openvino_ir.NAME}")
     openvino_ir.require_packages()
     with stage_folder.locked(job.output):
@@ -100,13 +66,13 @@ def run(job: OpenVINOExportJob, progress: Progress) -> Path:
         made_from = {
             "source": identity,
             "format": openvino_ir.NAME,
-            "dtype": job.dtype,
+            "dtype": dtype,
             "version": VERSION,
         }
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        stage_folder.refuse_other_result(job.output, made_from, force=job.force)
         _refuse(artifact)
         floats = 4 * sum(_elements(artifact).values())
         # the model, and what OpenVINO makes of it when it runs
@@ -129,7 +95,7 @@ def run(job: OpenVINOExportJob, progress: Progress) -> Path:
             write_beside(folder, artifact.checkpoint, config)
             _write_tokenizer(folder)
             expected = _write_model(
-                folder, artifact, openvino_ir.SCALE_DTYPES[job.dtype], progress=progress
+                folder, artifact, openvino_ir.SCALE_DTYPES[dtype], progress=progress
             )
             progress.say(f"export {job.output.name}: proving it")
             _prove(folder, artifact, expected)

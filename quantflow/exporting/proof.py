@@ -38,6 +38,10 @@ class Prover:
             self._process.stdin.write(f"{kind}\n")
             self._process.stdin.flush()
 
+    def expect_canary(self) -> None:
+        """Let the process import what running the model needs, while it waits."""
+        self.expect(CANARY)
+
     def prove(
         self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool
     ) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantflow.errors import UsageError
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.generate_job import DTYPES
 from quantflow.settings import check_numbers, setting
 
@@ -81,3 +83,16 @@ class ContinueJob:
             raise UsageError(
                 f"{self.output}: token ids are written as safetensors", "name a file.safetensors"
             )
+
+    def run(self, progress: Progress = SILENT) -> dict[str, Any]:
+        """Continue the prompts, and write the token ids, a calibration text for `measure`.
+
+        Returns:
+            `file`, `sequences`, `prompt_tokens`, `new_tokens`.
+
+        Raises:
+            QuantflowError: the model or the prompts cannot be read, or not be decoded.
+        """
+        from quantflow.measuring.continued import run
+
+        return run(self, progress)

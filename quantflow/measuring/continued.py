@@ -10,6 +10,7 @@ prompt's forward and the decode steps computed there. So `measure` of these toke
 generation computes. The last token of each text is told and never run, so it is left out.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from quantflow.progress import Progress
 from quantflow.runtime import generation
 from quantflow.runtime.generate_job import GenerateJob, Sampling
 from quantflow.runtime.prompt_files import encode, read_prompts
+from quantflow.sources.models import model_folder
 
 
 def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
     """Write the file and return it: `file`, `sequences`, `prompt_tokens` and `new_tokens`, those that were run."""
+    job = replace(job, model=model_folder(job.model, progress=progress))
     prompts = read_prompts(job.prompts, column=job.column, limit=job.samples)
     rows = encode(prompts, load_tokenizer(job.model), limit=job.max_input_tokens, chat=job.chat)
     drawn = (

@@ -14,7 +14,7 @@ counted how many tokens the router sends to each, whatever statistics are wanted
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ from quantflow.files.canonical import digest_of, file_digest
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.files.origin import origin_of
+from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder, refuse_other_world
 from quantflow.measuring import replicas
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.observe import Observation, products_of
 from quantflow.measuring.record import (
     CALIBRATION_NAME,
@@ -53,7 +55,7 @@ from quantflow.measuring.record import (
 )
 from quantflow.measuring.replicas import Replica
 from quantflow.measuring.text import hash_sequences, read_documents, select
-from quantflow.measuring.text_sources import text_digest
+from quantflow.measuring.text_sources import text_digest, with_calibration_text
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.identity import identify
@@ -64,10 +66,12 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.device_memory import allow_on_device, measure_on_device
 from quantflow.planning.experts import ROUTED
-from quantflow.planning.recipe import Calibration, Compute, Resources
+from quantflow.planning.recipe import Calibration
+from quantflow.planning.requirements import statistics_for
 from quantflow.planning.resources import account, allow_measure
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
+from quantflow.sources.models import model_folder
 
 VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
@@ -75,74 +79,66 @@ DEFAULT_STATS = DEFAULT
 TIMEOUT = timedelta(seconds=60)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasureJob:
-    """One measurement.
-
-    Attributes:
-        calibration: its source is a file or a folder.
-        stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also
-            that of each head. Without any, only the token ids are kept and no layer runs, unless
-            there are experts.
-        experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is
-            routed.
-        tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
-        dp: replicas of the model, which share the sequences; null means what tp leaves.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk each rank may use; no bit of the result depends on it.
-        compute: the device that runs the layers, and in which dtype.
-        trust_network: the ranks may meet at the address of somebody's torchrun.
-    """
-
-    model: Path
-    output: Path
-    calibration: Calibration
-    seed: int = 0
-    ranks: int = 1
-    tp: int | None = None
-    dp: int | None = None
-    stats: tuple[str, ...] = DEFAULT_STATS
-    experts: str | None = None
-    replace: bool = False
-    resources: Resources = Resources()
-    compute: Compute = Compute()
-    trust_network: bool = False
-
-
 def run(job: MeasureJob, progress: Progress) -> Path:
-    """Measure and return the folder that holds the ranks; finished ranks are left alone."""
-    for name in job.stats:
+    """Measure and return the folder of the ranks; finished ranks are left alone."""
+    job = settled(job, progress)
+    for name in _stats(job):
         observer_named(name)
     launched = launched_rank()
     require_trust("measure", trusted=job.trust_network)
-    if launched is not None and job.ranks not in (1, launched[1]):
+    if launched is not None and job.options.ranks not in (1, launched[1]):
         raise UsageError(
-            f"measure: ranks={job.ranks}, torchrun started {launched[1]}",
+            f"measure: ranks={job.options.ranks}, torchrun started {launched[1]}",
             "leave --ranks out under torchrun",
         )
-    world = job.ranks if launched is None else launched[1]
-    replicas.sizes(world, job.tp, job.dp)
+    world = job.options.ranks if launched is None else launched[1]
+    replicas.sizes(world, job.options.tp, job.options.dp)
     _check_compute(job, world=world)
     refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
-    elif job.ranks > 1:
+    elif job.options.ranks > 1:
         _launch(job, progress)
     else:
         _measure_rank(job, progress, rank=0, world=1)
     return job.output
 
 
+def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
+    """The job with a folder for every name, and with its statistics; again the same of its own.
+
+    Raises:
+        QuantflowError: there is no such model or text; the output lies in the model.
+    """
+    stats = job.options.stats
+    if stats is None:
+        stats = statistics_for(job.entries) if job.entries else DEFAULT_STATS
+    return replace(
+        job,
+        model=model_folder(job.model, revision=job.revision, progress=progress),
+        output=output_folder(job.output, reads={"the model": job.model}),
+        calibration=with_calibration_text(job.calibration, progress),
+        options=replace(job.options, stats=stats),
+    )
+
+
+def _stats(job: MeasureJob) -> tuple[str, ...]:
+    """Observers of every linear's input; outputs, weights, K and V get amax, K and V per head too."""
+    return () if job.options.stats is None else tuple(job.options.stats)
+
+
 def _launch(job: MeasureJob, progress: Progress) -> None:
     """Start one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
-    dp, tp = replicas.sizes(job.ranks, job.tp, job.dp)
+    dp, tp = replicas.sizes(job.options.ranks, job.options.tp, job.options.dp)
     _check_fit(job, graph_for(source.config), tp=tp)
     # a model that cannot be cut is refused here, once
     placements(source.config, _shapes(source), tp=tp, rank=0)
     disk.make_folder(job.output)
-    inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
-    folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
+    inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.options.ranks)
+    folders = [
+        rank_folder(job.output, rank, job.options.ranks) for rank in range(job.options.ranks)
+    ]
     if all(
         stage_folder.is_up_to_date(folder, {**inputs, "rank": rank})
         for rank, folder in enumerate(folders)
@@ -151,16 +147,16 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
         return
     for rank, folder in enumerate(folders):
         stage_folder.refuse_other_result(
-            folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS
+            folder, {**inputs, "rank": rank}, force=job.force, parts=PARTS
         )
     calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
-    launch("measure", job, ranks=job.ranks, progress=progress)
+    launch("measure", job, ranks=job.options.ranks, progress=progress)
 
 
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
     """Measure one rank of several; ranks wait for each other at the end."""
     die_with_parent()
-    shares = replicas.sizes(world, job.tp, job.dp)[1] > 1
+    shares = replicas.sizes(world, job.options.tp, job.options.dp)[1] > 1
     device = _device(job) if shares else HOST  # others send each other no tensor
     with device.current():
         meet(TIMEOUT, device)
@@ -182,7 +178,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         UsageError: `experts` is given and there are none, or gradients on several cards.
         UnsupportedError: a mixture on several cards, or its gradients.
     """
-    gradients = ", ".join(name for name in job.stats if of_gradients(name))
+    gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
     if gradients and graph.sparse:
         raise UnsupportedError(
             f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each "
@@ -195,9 +191,9 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
             "gradients go through a model that is whole: measure it with --tp 1, on any number "
             "of ranks",
         )
-    if job.experts is not None and not graph.sparse:
+    if job.options.experts is not None and not graph.sparse:
         raise UsageError(
-            f"measure: experts={job.experts}, a {graph.family.model_type} has no experts",
+            f"measure: experts={job.options.experts}, a {graph.family.model_type} has no experts",
             "leave --experts out",
         )
     if graph.sparse and tp > 1:
@@ -228,13 +224,13 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         )
     if world > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{world - 1}")  # there is one for each
-    if replicas.sizes(world, job.tp, job.dp)[1] > 1 and backend_of(device) is None:
+    if replicas.sizes(world, job.options.tp, job.options.dp)[1] > 1 and backend_of(device) is None:
         raise UnsupportedError(
             f"measure: ranks that share a model with --device {name}, whose sums torch "
             f"{torch.__version__} cannot make there",
             "use --dp, each of whose ranks runs whole layers, or a torch that is built with NCCL",
         )
-    gradients = ", ".join(name for name in job.stats if of_gradients(name))
+    gradients = ", ".join(name for name in _stats(job) if of_gradients(name))
     if gradients and RUNNING[job.compute.dtype] != torch.float32:
         raise UnsupportedError(
             f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back "
@@ -250,7 +246,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         if name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges"))
     }
     device = _device(job)
-    products = products_of(job.stats, device)
+    products = products_of(_stats(job), device)
     return {
         "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
@@ -260,10 +256,10 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
             "source": text_digest(Path(str(job.calibration.source))),
         },
         "seed": job.seed,
-        "stats": list(job.stats),
+        "stats": list(_stats(job)),
         "world": world,
-        "tp": replicas.sizes(world, job.tp, job.dp)[1],
-        **({} if job.experts is None else {"experts": job.experts}),
+        "tp": replicas.sizes(world, job.options.tp, job.options.dp)[1],
+        **({} if job.options.experts is None else {"experts": job.options.experts}),
         **device.key(),
         **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
         **({} if products == torch.float32 else {"products": str(products)}),
@@ -276,7 +272,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
     began, device = time.monotonic(), _device(job)
     source = open_source(job.model)
     graph = graph_for(source.config)
-    _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
+    _check_fit(job, graph, tp=replicas.sizes(world, job.options.tp, job.options.dp)[1])
     folder = rank_folder(job.output, rank, world)
     work = folder.parent / f".{folder.name}.work"
     # before anything is written beside a foreign folder
@@ -294,7 +290,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             progress.say("measure: up to date")
             return
         if not finished:
-            stage_folder.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
+            stage_folder.refuse_other_result(folder, inputs, force=job.force, parts=PARTS)
         sequences = calibration_sequences(
             job.calibration, job.model, source, seed=job.seed, replicas=replica.count
         )
@@ -304,10 +300,10 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             [len(sequences[i]) for i in mine],
         )
         allowance = allow_measure(
-            job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder
+            job.resources, sizes, lengths=lengths, stats=_stats(job), folder=folder
         )
         dtype = RUNNING[job.compute.dtype]
-        need = measure_on_device(sizes, lengths=lengths, stats=job.stats, dtype=dtype)
+        need = measure_on_device(sizes, lengths=lengths, stats=_stats(job), dtype=dtype)
         on_device = allow_on_device(need, job.resources, device)
         if (told := _short(job.calibration, sequences)) is not None:
             progress.say(f"measure: {told}")
@@ -320,13 +316,13 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"),
         )
         statistics: Mapping[str, Tensor] = {}
-        if job.stats or graph.sparse:
+        if _stats(job) or graph.sparse:
             # Sequences that run at once would add up over the cards in an order of their own on
             # each; a device is parallel inside.
             count = allowance.workers if replica.cards == 1 and device.is_host else 1
             with Workers(count) as workers, reading_ahead(source, device) as read:
                 observation = Observation(
-                    stats=job.stats,
+                    stats=_stats(job),
                     indices=mine,
                     seed=job.seed,
                     source=read,
@@ -337,7 +333,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                     workers=workers,
                     allowance=allowance,
                     replica=replica,
-                    experts=job.experts or ROUTED,
+                    experts=job.options.experts or ROUTED,
                     device=device,
                     dtype=dtype,
                 )
@@ -368,7 +364,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         disk.remove_tree(work)  # the resume state
         told = f"{sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, {len(graph.layers)} layers"
         progress.say(
-            f"measure: {told}, {', '.join(job.stats) or 'no statistics'}; "
+            f"measure: {told}, {', '.join(_stats(job)) or 'no statistics'}; "
             f"{time.monotonic() - began:.0f} s"
         )
         for line in account("measure", allowance, folder, on_device=on_device, device=device):
@@ -376,7 +372,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
 
 
 def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Replica:
-    dp, tp = replicas.sizes(world, job.tp, job.dp)
+    dp, tp = replicas.sizes(world, job.options.tp, job.options.dp)
     # Of a model that is whole here the placements say how a runtime would cut it, which copies
     # heads where they are few.
     held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
@@ -482,8 +478,8 @@ def _meta(
             "tokens": sum(len(s) for s in sequences),
             "sequence_length": max(len(s) for s in sequences),
         },
-        "observers": list(job.stats),
-        **({"experts": job.experts or ROUTED} if graph.sparse else {}),
+        "observers": list(_stats(job)),
+        **({"experts": job.options.experts or ROUTED} if graph.sparse else {}),
         "tensors": {name: replica.placements[name] for name in names},
         "counts": {"samples": len(mine), "tokens": sum(len(sequences[i]) for i in mine)},
         "tools": tools(),

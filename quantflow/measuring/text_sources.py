@@ -13,6 +13,7 @@ text. A column named text, messages, prompt, code or content is what a row says.
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -24,8 +25,9 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.files import disk
 from quantflow.files.canonical import digest_of, file_digest
 from quantflow.measuring.text import SUFFIXES, column_of
+from quantflow.planning.recipe import Calibration
 from quantflow.progress import Progress
-from quantflow.shipped import shipped_texts
+from quantflow.shipped import CALIBRATION, shipped_texts
 
 ROWS = 4096
 SPLITS = ("train", "validation", "test")
@@ -55,6 +57,17 @@ def text_path(source: str, progress: Progress) -> Path:
         known = f"a {', '.join(SUFFIXES)} file, a folder of .txt, a data set org/name, or one of {', '.join(shipped)}"
         raise InputError(f"{source}: no such text", f"give {known}")
     return _from_hub(source, found.groupdict(), progress)
+
+
+def with_calibration_text(calibration: Calibration, progress: Progress) -> Calibration:
+    """A calibration whose source is a file or a folder; without a source it is the shipped text.
+
+    Raises:
+        InputError: there is no such text.
+    """
+    named = calibration.source
+    source = CALIBRATION if named is None else text_path(named, progress)
+    return replace(calibration, source=str(source))
 
 
 def text_digest(path: Path) -> str:

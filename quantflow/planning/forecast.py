@@ -8,8 +8,8 @@ The numbers are those that the stages check before they begin (quantflow/plannin
 Calibration text is taken to fill all its samples, which is the most that it can.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from quantflow.planning.device_memory import (
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan, resolve
+from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Recipe, parse_size
 from quantflow.planning.requirements import statistics_for
 from quantflow.planning.resources import grant, memory_limit
@@ -58,38 +59,22 @@ from quantflow.planning.sizes import (
     quantized_bytes,
     quantized_specs,
 )
+from quantflow.progress import Progress
+from quantflow.sources.models import model_folder
 
 CARD = 3000  # bytes of README.md
 # bytes of the manifest about each source tensor, and about each linear's errors and decisions
 PER_TENSOR = 420
-# quantflow.planning.probe.probe, which imports what a plan without it need not wait for
-Probe = Callable[..., Speed]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanJob:
-    """What to plan for.
-
-    Attributes:
-        recipe: its model, artifacts, calibration, validation and limits.
-        measured: artifacts that need no statistics get a measurement as well, as `quantflow run`
-            gives it to all.
-        probe: reads, runs and quantizes parts of one layer on the recipe's device to say how long
-            everything takes; None reads no weight and needs no device.
-        folder: where the run would write.
-    """
-
-    recipe: Recipe
-    measured: bool = True
-    probe: Probe | None = None
-    folder: Path = Path()
-
-
-def run(job: PlanJob) -> dict[str, Any]:
-    """Return the plan as plain data; `quantflow plan` makes tables of it."""
+def run(job: PlanJob, progress: Progress) -> dict[str, Any]:
+    """The plan as plain data; `quantflow plan` makes tables of it."""
+    named = Path(job.recipe.model)
+    folder = model_folder(named, revision=job.recipe.revision, progress=progress)
+    job = replace(job, recipe=replace(job.recipe, model=str(folder)))
     recipe = job.recipe
     # memory is planned without the device
-    device = HOST if job.probe is None else open_device(recipe.compute.device)
+    device = open_device(recipe.compute.device) if job.probe else HOST
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
@@ -103,9 +88,11 @@ def run(job: PlanJob) -> dict[str, Any]:
         else statistics_for(recipe.quantize)
     )
     speed = None
-    if job.probe is not None:
+    if job.probe:
+        from quantflow.planning.probe import probe  # here: a plan without it need not wait for it
+
         dtype = RUNNING[recipe.compute.dtype]
-        speed = job.probe(
+        speed = probe(
             checkpoint,
             graph,
             plans,

@@ -13,97 +13,72 @@ from quantflow.distributed.launch import launched_rank
 from quantflow.files.canonical import read_json
 from quantflow.files.outputs import beside
 from quantflow.files.stage_folder import done
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import CALIBRATION_NAME, META_NAME
-from quantflow.models.graph import graph_for
-from quantflow.models.source import open_files
 from quantflow.observers import OBSERVERS
-from quantflow.planning.plan import resolve
-from quantflow.planning.recipe import Calibration, Compute, Quantize, Resources
+from quantflow.planning.recipe import Calibration, Measure
 from quantflow.planning.requirements import statistics_for
 from quantflow.progress import Progress
+from quantflow.quantizing.job import QuantizeJob
 
 
-def needs_measurement(entry: Quantize, model: Path) -> bool:
-    """Return whether an artifact cannot be made from the weights alone.
+def completed(job: QuantizeJob, progress: Progress) -> Path | None:
+    """A measurement that has what the entry needs: the job's, or one beside it that is taken now.
 
-    Raises:
-        InputError: the model cannot be opened.
-        UsageError: the entry does not fit the model.
-    """
-    if entry.linears:  # only what reads nothing rounds named linears; quantize refuses the rest
-        return False
-    source = open_files(model)
-    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
-    plan = resolve(entry, graph_for(source.config), shapes)
-    return plan.needs_measurement or entry.mixed
-
-
-def completed(
-    measurement: Path,
-    entry: Quantize,
-    *,
-    model: Path,
-    resources: Resources,
-    progress: Progress,
-    compute: Compute = Compute(),
-) -> Path:
-    """Return a measurement that has what an artifact needs: this one, or one beside it that is taken now.
-
-    Gaudi's files, several ranks and unfinished folders are returned as they are; quantize says what
-    is wrong with them.
-
-    Args:
-        measurement: a folder with one rank, or the rank's own.
-        entry: of the artifact.
-        model: its source.
-        resources: limits of memory and disk.
-        progress: is told what is measured.
-        compute: the device that runs the layers, and in which dtype.
+    Gaudi's files, several ranks and unfinished folders are left to quantize, which says what is
+    wrong with them.
 
     Raises:
         QuantflowError: as measure.
     """
-    ranks = (
-        [measurement]
-        if (measurement / META_NAME).is_file()
-        else sorted(measurement.glob("rank-*-of-*"))
-    )
-    if (
-        launched_rank() is not None
-        or len(ranks) != 1
-        or not (ranks[0] / META_NAME).is_file()
-        or done(ranks[0]) is None
-    ):
+    measurement = job.measurement
+    if measurement is None or launched_rank() is not None:
         return measurement
-    meta = read_json(ranks[0] / META_NAME)
+    rank = _only_rank(measurement)
+    if rank is None:
+        return measurement
+    meta = read_json(rank / META_NAME)
     has = set(meta.get("observers", ()))
-    missing = [name for name in OBSERVERS if name in set(statistics_for([entry])) - has]
+    missing = [name for name in OBSERVERS if name in set(statistics_for([job.entry])) - has]
     if not missing or meta.get("mesh", {}).get("world") != 1:
         return measurement
     output = beside(measurement, f"-with-{'-'.join(missing)}")
     progress.say(
-        f"quantize {entry.name}: {measurement} has no {', '.join(missing)}; measuring it into "
+        f"quantize {job.entry.name}: {measurement} has no {', '.join(missing)}; measuring it into "
         f"{output}"
     )
-    kept = meta["calibration"]
     calibration = Calibration(
-        source=str(ranks[0] / CALIBRATION_NAME),
-        samples=kept["samples"],
-        sequence_length=kept["sequence_length"],
+        source=str(rank / CALIBRATION_NAME),
+        samples=meta["calibration"]["samples"],
+        sequence_length=meta["calibration"]["sequence_length"],
         pack=False,
     )
-    # here: it imports transformers' model code, and most artifacts lack nothing
-    from quantflow.measuring import measure
-
-    job = measure.MeasureJob(
-        model=model,
-        output=output,
-        calibration=calibration,
-        seed=meta["seed"],
+    options = Measure(
         stats=tuple(name for name in OBSERVERS if name in has | set(missing)),
         experts=meta.get("experts"),
-        replace=True,
-        resources=resources,
-        compute=compute,
     )
-    return measure.run(job, progress)
+    return (
+        MeasureJob(
+            model=job.model,
+            output=output,
+            calibration=calibration,
+            options=options,
+            seed=meta["seed"],
+            resources=job.resources,
+            compute=job.compute,
+            force=True,
+        )
+        .run(progress)
+        .folder
+    )
+
+
+def _only_rank(measurement: Path) -> Path | None:
+    """Folder of a finished measurement's only rank; None for any other folder."""
+    if (measurement / META_NAME).is_file():
+        ranks = [measurement]
+    else:
+        ranks = sorted(measurement.glob("rank-*-of-*"))
+    if len(ranks) != 1 or not (ranks[0] / META_NAME).is_file() or done(ranks[0]) is None:
+        return None
+    return ranks[0]

@@ -22,7 +22,7 @@ each layer, whole on each, and tell each other what came out (quantflow/distribu
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +48,33 @@ from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.files.origin import origin_of
+from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph, graph_for
+from quantflow.models.graph import Graph
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
-from quantflow.models.source import ModelFiles, open_files, refuse_not_finite
+from quantflow.models.source import ModelFiles, refuse_not_finite
 from quantflow.planning import head
 from quantflow.planning.device_memory import allow_on_device, quantize_on_device
 from quantflow.planning.experts import refuse_team
 from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
-from quantflow.planning.recipe import Compute, Quantize, Resources
+from quantflow.planning.recipe import Quantize
 from quantflow.planning.resources import Allowance, account, allow_quantize
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.quantizing import head_file
 from quantflow.quantizing.file_to_file import quantize_files
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.measurement_input import known_hashes, measurement_of, refuse_foreign
+from quantflow.quantizing.missing_statistics import completed
 from quantflow.quantizing.mixed_precision import choose, chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
+from quantflow.quantizing.planned_model import PlannedModel, planned
 from quantflow.quantizing.shards.share import STAGE, WHOLE, CardShare
 from quantflow.quantizing.static_inputs import inputs_of
 from quantflow.quantizing.undercalibrated import check_before, described
+from quantflow.sources.models import model_folder
 
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
@@ -86,72 +91,35 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantizeJob:
-    """One artifact to be quantized.
+def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = None) -> Path:
+    """Quantize the model and return the finished folder; what is up to date is left alone.
 
-    Attributes:
-        model: the source folder.
-        measurement: the folder of a measurement of one rank, or of as many as `ranks`; or Gaudi's
-            files, as a folder or folder/prefix; or None.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk each rank may use; no bit of the result depends on it.
-        compute: the device that runs layers and rounds weights; layers run in float32, whatever its
-            dtype.
-        ranks: cards that share the model, each with a slice of every linear.
-        mixture: what the entry's schemes were chosen from, where they were.
-        trust_network: the ranks may meet at the address of somebody's torchrun.
+    Args:
+        job: the artifact.
+        progress: hears how far it is.
+        opened: the model and its plan, where the caller needed them already.
     """
-
-    model: Path
-    output: Path
-    entry: Quantize
-    measurement: Path | None = None
-    seed: int = 0
-    revision: str | None = None
-    replace: bool = False
-    resources: Resources = Resources()
-    compute: Compute = Compute()
-    ranks: int = 1
-    mixture: ChosenMixture | None = None
-    trust_network: bool = False
-
-
-def run(job: QuantizeJob, progress: Progress) -> Path:
-    """Quantize the model and return the finished folder; what is up to date is left alone."""
+    job = settled(job, progress)
     _check_compute(job)
-    source = open_files(job.model, linears=job.entry.linears)
-    graph = graph_for(source.config)
-    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
-    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
-    sizes = {name: info.nbytes for name, info in source.checkpoint.infos.items()}
-    left = None if job.entry.linears else left_out(plan.name, graph, shapes, sizes)
-    for told in (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left):
-        if told is not None and launched_folder() is None:
-            progress.say(f"quantize {told}")
-    if (
-        RUNNING[job.compute.dtype] != torch.float32
-        and not plan.file_to_file
-        and launched_folder() is None
-    ):
-        progress.say(
-            f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} "
-            "says"
-        )
+    if job.measurement is not None:
+        job = replace(job, measurement=completed(job, progress))
+    model = planned(job) if opened is None else opened
+    _say_what_stays(job, model, progress)
+    plan = model.plan
     if job.entry.mixed:
-        return _choose_and_quantize(job, plan, source, graph, progress)
+        return _choose_and_quantize(job, model, progress)
     if job.ranks > 1 and not plan.file_to_file:
-        refuse_team(plan.name, graph, ranks=job.ranks)
+        refuse_team(plan.name, model.graph, ranks=job.ranks)
     if job.ranks == 1:
-        return _quantize(job, plan, source, graph, progress)
+        return _quantize(job, model, progress)
     # here: one process starts without transformers' configurations
     from quantflow.quantizing.shards.cutting import shares_of
 
-    shares = shares_of(source, graph, plan, ranks=job.ranks)
+    shares = shares_of(model.source, model.graph, plan, ranks=job.ranks)
     folders = [rank_folder(job.output, share.rank, share.world) for share in shares]
     launched = launched_rank()
     if launched is None:
-        _launch(job, plan, source, dict(zip(folders, shares, strict=True)), progress)
+        _launch(job, model, dict(zip(folders, shares, strict=True)), progress)
         return job.output
     if launched[1] != job.ranks:
         raise UsageError(
@@ -173,8 +141,44 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
                 f"quantize {job.entry.name}: torch has no backend for {device.name}, ranks "
                 "exchange through host memory"
             )
-        _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
+        _quantize(mine, model, quiet, share=shares[rank], team=team)
     return job.output
+
+
+def open_model(job: QuantizeJob, progress: Progress) -> PlannedModel:
+    """The model of a job, by any of its names, opened, and its plan."""
+    return planned(settled(job, progress))
+
+
+def settled(job: QuantizeJob, progress: Progress) -> QuantizeJob:
+    """The job with the folder of its model; again the same of its own.
+
+    Raises:
+        QuantflowError: there is no such model; the output lies in what is read.
+    """
+    reads = {"the model": job.model, "the measurement": job.measurement}
+    return replace(
+        job,
+        model=model_folder(job.model, revision=job.revision, progress=progress),
+        output=output_folder(job.output, reads=reads),
+    )
+
+
+def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -> None:
+    """Say, once among all ranks, where the plan differs from what the entry seems to ask."""
+    if launched_folder() is not None:
+        return
+    plan, shapes = model.plan, model.shapes
+    nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
+    left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
+    notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
+    for note in filter(None, notes):
+        progress.say(f"quantize {note}")
+    if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file:
+        progress.say(
+            f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} "
+            "says"
+        )
 
 
 def _device(job: QuantizeJob) -> Device:
@@ -200,10 +204,8 @@ def _check_compute(job: QuantizeJob) -> None:
         open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
 
 
-def _choose_and_quantize(
-    job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress
-) -> Path:
-    """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
+def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progress) -> Path:
+    """Choose the schemes and quantize with them, until the result costs what was allowed."""
     if job.ranks > 1:
         raise UsageError(
             f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
@@ -212,33 +214,31 @@ def _choose_and_quantize(
     mixture = choose.mixture_of(
         job.output,
         job.entry,
-        plan,
+        model.plan,
         model=job.model,
         given=job.measurement,
-        source=source,
-        graph=graph,
+        source=model.source,
+        graph=model.graph,
         resources=job.resources,
         parts=PARTS,
         progress=progress,
     )
-    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     while True:
-        chosen = replace(job, entry=mixture.resolved(), mixture=mixture)
+        chosen = replace(job, entry=mixture.resolved())
         progress.say(f"quantize {job.entry.name}: {mixture.told}")
-        _quantize(chosen, resolve(chosen.entry, graph, shapes), source, graph, progress)
+        plan = resolve(chosen.entry, model.graph, model.shapes)
+        _quantize(chosen, replace(model, plan=plan, mixture=mixture), progress)
         if stage_folder.done(job.output) is not None:
             return job.output
-        mixture = chosen_mixture.read(job.output, job.entry, graph, key=mixture.key) or mixture
+        again = chosen_mixture.read(job.output, job.entry, model.graph, key=mixture.key)
+        mixture = again or mixture
 
 
 def _launch(
-    job: QuantizeJob,
-    plan: Plan,
-    source: ModelFiles,
-    shares: Mapping[Path, CardShare],
-    progress: Progress,
+    job: QuantizeJob, model: PlannedModel, shares: Mapping[Path, CardShare], progress: Progress
 ) -> None:
     """Start one process per rank, after the source was hashed once for all of them."""
+    plan, source = model.plan, model.source
     measured, measurement = measurement_of(
         job.measurement,
         plan,
@@ -260,21 +260,20 @@ def _launch(
         progress.say(f"quantize {job.entry.name}: up to date")
         return
     for folder, made_from in inputs.items():
-        stage_folder.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
+        stage_folder.refuse_other_result(folder, made_from, force=job.force, parts=PARTS)
     launch("quantize", job, ranks=job.ranks, progress=progress)
 
 
 def _quantize(
     job: QuantizeJob,
-    plan: Plan,
-    source: ModelFiles,
-    graph: Graph,
+    model: PlannedModel,
     progress: Progress,
     *,
     share: CardShare = WHOLE,
     team: Team = ALONE,
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
+    plan, source, graph, mixture = model.plan, model.source, model.graph, model.mixture
     folder, measurement = measurement_of(
         job.measurement,
         plan,
@@ -283,9 +282,8 @@ def _quantize(
         progress=progress,
         ranks=job.ranks,
     )
-    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shorts = check_before(
-        plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes
+        plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=model.shapes
     )
     if shorts:
         progress.say(
@@ -317,7 +315,7 @@ def _quantize(
             layer_store.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
+        stage_folder.refuse_other_result(job.output, inputs, force=job.force, parts=PARTS)
         # where the model runs, a card has whole layers
         held = share if plan.file_to_file else WHOLE
         sizes = model_size(
@@ -372,10 +370,10 @@ def _quantize(
                 share=share,
                 team=team,
             )
-            if job.mixture is not None and measurement is not None:
+            if mixture is not None and measurement is not None:
                 stays = _settled(
                     job,
-                    job.mixture,
+                    mixture,
                     plan,
                     graph=graph,
                     measurement=measurement,
@@ -385,7 +383,7 @@ def _quantize(
                 if not stays:
                     return job.output  # unfinished: schemes are chosen again
         disk.write_atomic(
-            job.output / "quantize.json", canonical_json(_summary(job, plan, measurement))
+            job.output / "quantize.json", canonical_json(_summary(job, model, measurement))
         )
         hashes = layer_store.hashes(job.output, graph) | head_file.hashes(job.output)
         stage_folder.finish(
@@ -503,8 +501,11 @@ def _recipe(entry: Quantize) -> dict[str, Any]:
     }
 
 
-def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
-    """Return what export needs to know besides the layers."""
+def _summary(
+    job: QuantizeJob, model: PlannedModel, measurement: Measurement | None
+) -> dict[str, Any]:
+    """What export needs to know besides the layers."""
+    plan = model.plan
     calibrated_by = None
     if measurement is not None:
         meta = measurement.meta
@@ -517,7 +518,7 @@ def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> d
             calibrated_by["unified"] = {
                 key: meta["unified"].get(key) for key in ("world", "ranks", "missing")
             }
-    chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
+    chosen = {} if model.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
     origin, device = origin_of(job.model), _device(job)
     return {
         "source": {

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     DECODER_HELP,
@@ -15,6 +17,9 @@ from quantflow.runtime.generate_job import (
     Sampling,
 )
 from quantflow.settings import check_numbers, setting
+
+if TYPE_CHECKING:
+    from quantflow.runtime.conversation import Partner
 
 CHAT = ("chat",)
 
@@ -115,3 +120,14 @@ class ChatJob:
         if self.temperature == 0:
             return None
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=seed)
+
+    def partner(self, progress: Progress = SILENT) -> "Partner":
+        """Who answers: an artifact that is loaded here, or a server.
+
+        Raises:
+            QuantflowError: the artifact cannot be loaded or has no chat template; the server does
+                not answer.
+        """
+        from quantflow.runtime.conversation import partner_of
+
+        return partner_of(self, progress)

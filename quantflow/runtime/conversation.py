@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -12,10 +13,12 @@ import torch
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.origin import origin_of
 from quantflow.models.chat_template import chat_tokens
+from quantflow.progress import Progress
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.decoding.text import TextStream
 from quantflow.runtime.load import load
+from quantflow.sources.models import model_folder
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -206,12 +209,15 @@ class RemotePartner:
         raise InputError(f"{job.url}{path}: {told}", "change what was asked")
 
 
-def partner_of(job: ChatJob) -> Partner:
-    """Return who answers.
+def partner_of(job: ChatJob, progress: Progress) -> Partner:
+    """Who answers: an artifact that is loaded here, or a server.
 
     Raises:
         QuantflowError: the artifact cannot be loaded, or the server does not answer.
     """
+    if job.artifact is not None:
+        folder = model_folder(job.artifact, revision=job.revision, progress=progress)
+        job = replace(job, artifact=folder)
     return LocalPartner(job) if job.url is None else RemotePartner(job)
 
 

@@ -5,11 +5,14 @@ torch. A field says of itself which option it is (quantflow/settings.py).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from quantflow.errors import UsageError
 from quantflow.files.required_signature import RequiredSignature
+from quantflow.progress import SILENT, Progress
 from quantflow.settings import device_flag, setting
 
 Words = tuple[tuple[int, ...], ...]
@@ -536,6 +539,24 @@ class GenerateJob:
         verbs=GENERATE,
         help="Keep one layer in memory at a time and read the next from disk.",
     )
+
+    STREAMS: ClassVar[bool] = True  # ranks pass its text on as it comes
+
+    def run(
+        self, progress: Progress = SILENT, *, stream: Callable[[str], None] = lambda _: None
+    ) -> dict[str, Any] | None:
+        """Continue the prompts; see `quantflow.runtime.generation`.
+
+        Args:
+            progress: hears how far it is.
+            stream: takes the text of a single sequence piece by piece, its prompt first.
+
+        Returns:
+            Texts, tokens and times, as plain data. None on a rank that is not the first.
+        """
+        from quantflow.runtime.generation import run
+
+        return run(self, stream, progress)
 
 
 def echoed(text: str, *, chat: bool) -> str:

@@ -36,6 +36,7 @@ from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.runtime.timed_decoder import Timed
 from quantflow.settings import check_numbers
+from quantflow.sources.models import model_folder
 
 
 def run(
@@ -49,6 +50,9 @@ def run(
         the prompts whose texts are not those of the reference. None on a rank that is not the
         first.
     """
+    telling = SILENT if progress is None else progress
+    folder = model_folder(job.artifact, revision=job.revision, progress=telling)
+    job = replace(job, artifact=folder)
     _check(job)
     job.signature.check(job.artifact)
     without = {
@@ -63,7 +67,6 @@ def run(
     world = rank_processes.world_of(
         "generate", job.ranks, trusted=job.trust_network, without=without
     )
-    telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
         return rank_processes.start(
             "generate", job, world=world, progress=telling, stream=stream, bind=job.bind

@@ -38,6 +38,22 @@ class _Kind:
     ordered: bool | None  # None: not read
 
 
+def describe(path: Path, *, verify: bool = True, progress: Progress) -> dict[str, Any]:
+    """A folder that another program quantized, or a GGUF file: schemes, linears, bytes.
+
+    Args:
+        path: the folder or the file.
+        verify: decode every tensor, so that a damaged one is refused with its name; else headers
+            alone are read.
+        progress: hears how far it is.
+
+    Raises:
+        QuantflowError: it is neither, or damaged.
+    """
+    one = describe_file if path.is_file() else describe_folder
+    return one(path, verify=verify, progress=progress)
+
+
 def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
     """Return what a folder that another program quantized holds, as plain data.
 

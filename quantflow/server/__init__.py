@@ -22,11 +22,11 @@ and uvloop's needs them less.
 from dataclasses import replace
 from pathlib import Path
 
-from quantflow import api
 from quantflow.errors import UnsupportedError
 from quantflow.progress import SILENT, Progress
 from quantflow.server import vllm
 from quantflow.server.settings import ServeJob
+from quantflow.sources.models import model_folder
 
 __all__ = ["ServeJob", "serve", "vllm_command"]
 
@@ -46,10 +46,10 @@ def in_folders(job: ServeJob, progress: Progress) -> ServeJob:
     Raises:
         QuantflowError: there is no such model, or it cannot be used.
     """
-    artifact = api.model_folder(job.artifact, revision=job.revision, progress=progress)
+    artifact = model_folder(job.artifact, revision=job.revision, progress=progress)
     pairs = [pair.partition("=")[::2] for pair in job.models]
     models = tuple(
-        f"{name}={api.model_folder(Path(model), progress=progress)}" for name, model in pairs
+        f"{name}={model_folder(Path(model), progress=progress)}" for name, model in pairs
     )
     return replace(job, artifact=artifact, models=models)
 

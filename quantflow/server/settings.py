@@ -16,6 +16,7 @@ from quantflow.files.origin import origin_of
 from quantflow.files.required_signature import RequiredSignature
 from quantflow.planning.recipe import parse_size
 from quantflow.process_memory import available_bytes
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     DECODER_HELP,
@@ -537,6 +538,12 @@ class ServeJob:
     def first_name(self) -> str:
         """What requests call the first model."""
         return self.name or origin_of(self.artifact).name
+
+    def run(self, progress: Progress = SILENT) -> None:
+        """Serve until a signal comes; see `quantflow.server.serve`."""
+        from quantflow.server import serve
+
+        serve(self, progress=progress)
 
 
 def _share(text: str) -> float:

@@ -35,7 +35,6 @@ from quantflow.models.reading import bytes_of
 from quantflow.progress import Progress
 
 VERSION = 1
-SUFFIX = ".gguf"
 BLOCKS = torch.bfloat16  # of what was stored in blocks
 PIECE = 1 << 22  # elements that are dequantized at once
 

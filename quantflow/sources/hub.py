@@ -7,7 +7,6 @@ requests, and nowhere else.
 """
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,7 +29,6 @@ from quantflow.files.checkpoint import PICKLES
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.progress import Progress
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Of a repository: the weights that are read, and what lies beside them; nothing of sub-folders.
 _TAKEN = (
     "*.safetensors",

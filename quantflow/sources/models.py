@@ -8,16 +8,15 @@
 What exists on disk goes before what the hub has.
 """
 
+import re
 from pathlib import Path
-
-from huggingface_hub import constants
 
 from quantflow.errors import InputError
 from quantflow.files.checkpoint import PICKLES
 from quantflow.progress import Progress
-from quantflow.sources import hub
-from quantflow.sources.gguf_import import SUFFIX, import_gguf
 
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
+SUFFIX = ".gguf"
 KINDS = "give a folder, a name on the hub such as org/name, or a GGUF file"
 
 
@@ -39,10 +38,12 @@ def model_folder(model: str | Path, *, revision: str | None = None, progress: Pr
         return path
     if path.is_file():
         return _of_file(path, progress)
-    if hub.NAME.fullmatch(name):
+    from quantflow.sources import hub  # here: a folder needs nothing of the hub's library
+
+    if REPOSITORY.fullmatch(name):
         return hub.folder_of(name, revision, progress)
     repository, _, file = name.rpartition("/")
-    if name.endswith(SUFFIX) and hub.NAME.fullmatch(repository):
+    if name.endswith(SUFFIX) and REPOSITORY.fullmatch(repository):
         return _of_file(hub.file_of(repository, file, revision, progress), progress)
     raise InputError(f"{name}: no such folder or file", KINDS)
 
@@ -53,7 +54,7 @@ def names_model(text: str) -> bool:
     return (
         path.is_dir()
         or text.endswith(SUFFIX)
-        or (not path.exists() and hub.NAME.fullmatch(text) is not None)
+        or (not path.exists() and REPOSITORY.fullmatch(text) is not None)
     )
 
 
@@ -64,6 +65,10 @@ def _of_file(path: Path, progress: Progress) -> Path:
         InputError: a file of another kind.
     """
     if path.suffix == SUFFIX:
+        from huggingface_hub import constants  # here: as above
+
+        from quantflow.sources.gguf_import import import_gguf
+
         return import_gguf(path, Path(constants.HF_HOME) / "quantflow" / "imported", progress)
     if path.suffix == ".safetensors":
         raise InputError(f"{path}: one file of a model", f"give its folder, {path.parent}")

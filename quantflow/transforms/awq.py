@@ -26,13 +26,13 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import TensorScheme
 from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import trial
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, fitted
 from quantflow.numerics.statistics import COUNT
 from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.observers.mean_abs import ABS_SUM
-from quantflow.transforms import trial
 
 NAME: str = "awq"
 VERSION: int = 1
@@ -83,7 +83,7 @@ def clips(options: Mapping[str, Any], *, whole_range: bool) -> bool:
 def working_bytes(
     features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
 ) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.transforms.trial`."""
+    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
     del options, samples
     return trial.working_bytes(features, rows, samples=0, workers=workers)
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import trial
 from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, column_amax, fitted
 from quantflow.observers.channel_amax import CHANNEL_AMAX
 from quantflow.observers.rows import NAME as ROWS
-from quantflow.transforms import trial
 
 NAME: str = "smoothquant"
 VERSION: int = 2
@@ -72,7 +72,7 @@ def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
 def working_bytes(
     features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
 ) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.transforms.trial`."""
+    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
     if options["alpha"] != "auto":
         return 0
     return trial.working_bytes(features, rows, samples=samples, workers=workers)

@@ -35,7 +35,7 @@ def run(
     *,
     groups_of: Callable[[int], Sequence[Sequence[int]]],
     allow_missing: bool,
-    replace: bool,
+    force: bool,
     progress: Progress,
 ) -> Path:
     """Merge the ranks and return the folder written, or the existing one when nothing changed.
@@ -46,7 +46,7 @@ def run(
         groups_of: return the groups of so many ranks.
         allow_missing: go on without ranks that are missing, where every rank holds a copy of the
             model.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
+        force: redo a finished result that was made from other inputs, instead of refusing.
         progress: where it is told.
     """
     # a file that is missing is unify_triples' to name
@@ -59,7 +59,7 @@ def run(
         if stage_folder.is_up_to_date(output, inputs):
             progress.say("unify: up to date")
             return output
-        stage_folder.refuse_other_result(output, inputs, force=replace)
+        stage_folder.refuse_other_result(output, inputs, force=force)
         triples = {rank: read_triple(found) for rank, found in files.items()}
         merged = unify_triples(triples, groups, world=world, allow_missing=allow_missing)
         with stage_folder.publish(output, stage="unify", inputs=inputs) as temporary:

@@ -227,7 +227,7 @@ def join(
     *,
     groups: Sequence[Sequence[int]],
     model: Path | None,
-    replace: bool,
+    force: bool,
     progress: Progress,
 ) -> Path:
     """Write one result per group, and return `output`; one that is up to date is left alone.
@@ -238,7 +238,7 @@ def join(
             once.
         groups: ranks, each in one of them.
         model: the source; None reads where quantize found it. Not read where the model ran.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
+        force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told after each layer.
 
     Raises:
@@ -258,7 +258,7 @@ def join(
         if stage_folder.is_up_to_date(output, inputs):
             progress.say("unify: up to date")
             return output
-        stage_folder.refuse_other_result(output, inputs, force=replace)
+        stage_folder.refuse_other_result(output, inputs, force=force)
         with stage_folder.publish(output, stage=stage, inputs=inputs) as temporary:
             for target, group in zip(targets, groups, strict=True):
                 folder = (

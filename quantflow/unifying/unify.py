@@ -16,7 +16,7 @@ of a few units.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from quantflow.core.determinism import single_threaded
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
 from quantflow.files import stage_folder
+from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.merging.grouping import consecutive_groups, parse_groups, some
 from quantflow.measuring.merging.ranks import unify_each
@@ -44,6 +45,7 @@ from quantflow.quantizing.gaudi_measurement import are_gaudis, refuse_ipex
 from quantflow.quantizing.shards.share import shard_folders
 from quantflow.unifying import gaudi as gaudi_unify
 from quantflow.unifying.expand import expand, planned
+from quantflow.unifying.job import UnifyJob
 from quantflow.unifying.shards import COLUMNS as PART_COLUMNS
 from quantflow.unifying.shards import REPORT, join, open_shards
 from quantflow.unifying.shards import summary as summary_of_shards
@@ -54,34 +56,10 @@ _TOLD = 8  # lines about outliers; all of them are in measurement.json
 COLUMNS = ("statistic", "rule", "count")
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnifyJob:
-    """One merge, or one expansion.
-
-    Attributes:
-        measurement: the folder that holds rank-*-of-*; or Gaudi's files, as a folder or
-            folder/prefix.
-        groups: as `-g` takes them; empty means all ranks into one.
-        ranks: so many groups of neighbouring ranks instead.
-        allow_missing: go on without replicas that are missing as a whole; the result says which.
-        expand: make so many ranks of one instead of merging.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-        model: what quantized shards were made from; None reads where quantize found it. Not read
-            where the model ran.
-    """
-
-    measurement: Path
-    output: Path
-    groups: tuple[str, ...] = ()
-    ranks: int | None = None
-    allow_missing: bool = False
-    expand: int | None = None
-    replace: bool = False
-    model: Path | None = None
-
-
 def run(job: UnifyJob, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
+    reads = {"the measurement": job.measurement, "the model": job.model}
+    job = replace(job, output=output_folder(job.output, reads=reads))
     _refuse_overlap(job.measurement, job.output)
     if shard_folders(job.measurement):
         return _join(job, progress)
@@ -109,7 +87,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
         if stage_folder.is_up_to_date(job.output, inputs):
             progress.say("unify: up to date")
             return job.output
-        stage_folder.refuse_other_result(job.output, inputs, force=job.replace)
+        stage_folder.refuse_other_result(job.output, inputs, force=job.force)
         made, count = _made(job, metas, groups)
         hashes: dict[str, str] = {}
         with (
@@ -154,7 +132,7 @@ def _join(job: UnifyJob, progress: Progress) -> Path:
     shards = open_shards(job.measurement)
     groups = _groups(job, len(shards)) or []
     return join(
-        shards, job.output, groups=groups, model=job.model, replace=job.replace, progress=progress
+        shards, job.output, groups=groups, model=job.model, force=job.force, progress=progress
     )
 
 
@@ -228,7 +206,7 @@ def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
         job.output,
         groups_of=lambda world: _groups(job, world) or [],
         allow_missing=job.allow_missing,
-        replace=job.replace,
+        force=job.force,
         progress=progress,
     )
 

@@ -21,12 +21,14 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.exporting.canary import rounder
 from quantflow.formats.compressed_tensors import kv_tensor_names
 from quantflow.measuring.text import read_documents
+from quantflow.measuring.text_sources import text_path
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.progress import Progress
+from quantflow.progress import SILENT, Progress
 from quantflow.runtime.artifact import Artifact, is_model, open_folder
+from quantflow.sources.models import model_folder
 from quantflow.validating.layerwise import BASELINE, Comparing
 from quantflow.validating.windows import evaluation_sequences
 
@@ -50,6 +52,10 @@ class FolderDiffJob:
     text: Path | None = None
     tokens: int = 4096
     sequence_length: int = 512
+
+    def run(self, progress: Progress = SILENT) -> dict[str, Any]:
+        """Compare the folders tensor by tensor, by their values, in whatever layouts; see `run`."""
+        return run(self, progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,12 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
         QuantflowError: as `open_folder`, and for a text that cannot be read or a model without a
             tokenizer.
     """
+    job = replace(
+        job,
+        left=model_folder(job.left, progress=progress),
+        right=model_folder(job.right, progress=progress),
+        text=None if job.text is None else text_path(str(job.text), progress),
+    )
     left, right = (
         open_folder(each, backend="auto" if is_model(each) else "reference")
         for each in (job.left, job.right)

@@ -1,32 +1,13 @@
 """Verdicts from validation.json files alone: no model, no text, no torch. What CI runs."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypedDict
 
 from quantflow.errors import InputError
 from quantflow.files.schema import check
 from quantflow.validating import recovery
 from quantflow.validating.gate import Gate, judge, load_gate
+from quantflow.validating.job import GateJob
 from quantflow.validating.regression import compare_with, read_validation
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateJob:
-    """A validation to be judged once more.
-
-    Attributes:
-        validation: its validation.json, or the folder that holds it.
-        previous: the same of an older artifact; None keeps the comparison that the validation
-            recorded, if any.
-        gate: a shipped gate or a file; None is the thresholds that the validation recorded.
-        allow_inconclusive: of the result; None is what the validation recorded.
-    """
-
-    validation: Path
-    previous: Path | None = None
-    gate: str | None = None
-    allow_inconclusive: bool | None = None
 
 
 def run(job: GateJob) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class AnswersJob:
     dtype: str = "float32"
     ranks: int = 1
 
+    def run(self, progress: Progress) -> dict[str, Any] | None:
+        """Ask; see `run` below."""
+        return run(self, progress)
+
 
 def run(job: AnswersJob, progress: Progress) -> dict[str, Any] | None:
     """Ask, in this process or in those that share the model.

@@ -41,9 +41,9 @@ from quantflow.files import disk, stage_folder
 from quantflow.files.canonical import canonical_json, digest_of, read_json
 from quantflow.files.digests import Digests
 from quantflow.files.manifest import rounds_inputs
-from quantflow.files.outputs import beside
+from quantflow.files.outputs import beside, output_folder
 from quantflow.measuring.text import hash_sequences, read_documents
-from quantflow.measuring.text_sources import text_digest
+from quantflow.measuring.text_sources import text_digest, text_path
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
@@ -55,17 +55,20 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import Comparison
 from quantflow.planning.device_memory import allow_on_device, validate_on_device
 from quantflow.planning.finished_plan import head_from, kv_words_of
-from quantflow.planning.recipe import Compute, Resources, Validate
+from quantflow.planning.recipe import Compute, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
+from quantflow.shipped import EVALUATION
+from quantflow.sources.models import model_folder
 from quantflow.units import duration
 from quantflow.validating import recovery
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.diagnosis import Subject, diagnose
 from quantflow.validating.foreign_manifest import manifest_of
 from quantflow.validating.gate import gate_files, judge, load_gate
+from quantflow.validating.job import ValidateJob
 from quantflow.validating.layerwise import BASELINE, Comparing
 from quantflow.validating.mend import RECIPE
 from quantflow.validating.paired import recorded
@@ -80,35 +83,6 @@ CACHE = "validation-cache"
 # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M
 # weights
 OTHER_WORK = 1.6
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidateJob:
-    """One artifact to be judged.
-
-    Attributes:
-        report: the folder of validation.json and report.html.
-        cache: the folder of what validations of one model over one text share; None is
-            `validation-cache` beside the report. It may be removed at any time, and costs the
-            hidden states of the text: 4 bytes a token and hidden feature.
-        expect: `fail` when a failing gate is the expected outcome.
-        previous: an older artifact of the model to compare with, its validation.json, or the folder
-            of that.
-        replace: redo a finished validation that was made from other inputs, instead of refusing.
-        compute: the device that runs both models, and in which dtype.
-    """
-
-    artifact: Path
-    baseline: Path
-    report: Path
-    options: Validate
-    expect: str = "pass"
-    previous: Path | None = None
-    cache: Path | None = None
-    seed: int = 0
-    replace: bool = False
-    resources: Resources = Resources()
-    compute: Compute = Compute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,28 +144,53 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     if older is not None:
         inputs["previous"] = digest_of(older["windows"])
     with (
-        stage_folder.locked(job.report),
+        stage_folder.locked(job.folder),
         single_threaded(),
         device.deterministic(),
         torch.no_grad(),
     ):
-        if stage_folder.is_up_to_date(job.report, inputs):
-            disk.remove_tree(layer_store.scratch(job.report))
+        if stage_folder.is_up_to_date(job.folder, inputs):
+            disk.remove_tree(layer_store.scratch(job.folder))
             progress.say(f"validate {job.artifact.name}: up to date")
-            result: dict[str, Any] = read_json(job.report / "validation.json")
+            result: dict[str, Any] = read_json(job.folder / "validation.json")
             return result
         parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
-        stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=parts)
+        stage_folder.refuse_other_result(job.folder, inputs, force=job.force, parts=parts)
         result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
-        with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
+        with stage_folder.publish(job.folder, stage="validate", inputs=inputs) as folder:
             disk.write_file(
                 folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode()
             )
             for name, content in documents.items():
                 disk.write_file(folder / name, content)
             write_report(folder / "report.html", [row_of(result, manifest)])
-        disk.remove_tree(layer_store.scratch(job.report))
+        disk.remove_tree(layer_store.scratch(job.folder))
     return result
+
+
+def settled(job: ValidateJob, progress: Progress) -> ValidateJob:
+    """The job with a folder or a file for every name.
+
+    Raises:
+        QuantflowError: there is no such model or text; the report lies in what is read.
+    """
+    reads = {"the artifact": job.artifact, "the baseline": job.baseline}
+    return replace(
+        job,
+        baseline=model_folder(job.baseline, revision=job.revision, progress=progress),
+        report=output_folder(job.folder, flag="--report", reads=reads),
+        options=with_evaluation_text(job.options, progress),
+    )
+
+
+def with_evaluation_text(options: Validate, progress: Progress) -> Validate:
+    """The options with a file or a folder as text; without a text it is the shipped one.
+
+    Raises:
+        InputError: there is no such text.
+    """
+    text = EVALUATION if options.text is None else text_path(options.text, progress)
+    return replace(options, text=str(text))
 
 
 def check_compute(options: Validate, compute: Compute) -> None:
@@ -222,13 +221,13 @@ def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, An
         options=replace(job.options, diagnose=None),
         previous=None,
         expect="pass",
-        replace=False,
+        force=False,
     )
-    if not stage_folder.is_up_to_date(older.report, _inputs(older, manifest, source, Digests())):
+    if not stage_folder.is_up_to_date(older.folder, _inputs(older, manifest, source, Digests())):
         older = replace(
-            older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True
+            older, report=job.folder.with_name(f"{job.folder.name}-previous"), force=True
         )
-    return run(replace(older, cache=job.cache or job.report.parent / CACHE), progress)
+    return run(replace(older, cache=job.cache or job.folder.parent / CACHE), progress)
 
 
 def _refuse_other_baseline(
@@ -300,7 +299,7 @@ def _validate(
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences, device=device)
     key = digest_of([protocol, inputs["baseline"], tools()])
-    shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
+    shared = Shared(key=key, folder=(job.cache or job.folder.parent / CACHE) / key)
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
     artifact = open_folder(
@@ -368,7 +367,7 @@ def _validate(
             options=job.options,
             seed=job.seed,
             resources=job.resources,
-            kept=layer_store.scratch(job.report) / "probes.json",
+            kept=layer_store.scratch(job.folder) / "probes.json",
             key=digest_of(inputs),
         )
         result["diagnosis"], recipe = diagnose(subject, progress)
@@ -388,7 +387,7 @@ def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> T
         job.baseline,
         options=job.options,
         resources=job.resources,
-        kept=job.cache or job.report.parent / CACHE,
+        kept=job.cache or job.folder.parent / CACHE,
         key=inputs["baseline"],
         progress=progress,
     )
@@ -471,7 +470,7 @@ def _compared(
     lengths = [len(sequence) for sequence in sequences]
     head = head_from(artifact.manifest["recipe"]["resolved"]) if artifact.manifest else None
     allowance = allow_validate(
-        job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head
+        job.resources, sizes, lengths=lengths, models=len(streams), folder=job.folder, head=head
     )
     ran = [
         name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))
@@ -498,7 +497,7 @@ def _compared(
     compared = Comparing(
         streams=streams,
         sequences=sequences,
-        folder=layer_store.scratch(job.report),
+        folder=layer_store.scratch(job.folder),
         keys={
             name: digest_of([shared.key if name != "candidate" else digest_of(inputs), name])
             for name in streams

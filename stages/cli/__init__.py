@@ -6,8 +6,9 @@ from importlib import import_module
 import click
 
 from quantflow import process_memory
-from quantflow.stages.cli.output import end_failed_rank, exit_code
-from quantflow.stages.cli.streams import guard
+from quantflow.distributed.rank import end_failed_rank
+from quantflow.reporting.streams import guard
+from quantflow.stages.cli.output import exit_code
 
 VERBS = (
     *(

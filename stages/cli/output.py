@@ -2,14 +2,9 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
-import os
 import shlex
-import signal
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,23 +12,14 @@ from typing import Any
 
 import click
 
-from quantflow.distributed.launch import is_rank, speaks
-from quantflow.errors import QuantflowError, first_line
+from quantflow.distributed.launch import speaks
+from quantflow.errors import UsageError
 from quantflow.plain_text import one_line, plain
+from quantflow.reporting.failures import Failure, exit_code_of, report
+from quantflow.reporting.progress_line import PATIENCE, ProgressLine
+from quantflow.reporting.signals import Signals
+from quantflow.reporting.streams import NobodyReads
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
-from quantflow.stages.cli.signals import Interrupted, Signals
-from quantflow.stages.cli.streams import NobodyReads
-
-CONTINUES = "the same command continues where this one stopped"
-MORE_MEMORY = "give --max-memory what this machine has, or free some; the same command continues"
-# torch and Python raise RuntimeError where the system refuses: what they say of it, and its number.
-REFUSED = {
-    "can't allocate memory": errno.ENOMEM,
-    os.strerror(errno.ENOMEM): errno.ENOMEM,
-    os.strerror(errno.EMFILE): errno.EMFILE,
-    "can't start new thread": errno.EAGAIN,
-}
 
 
 @dataclass(frozen=True)
@@ -81,10 +67,11 @@ def show(result: Any, *, as_json: bool, text: str) -> None:
         )
 
 
-def show_call(words: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print what a function of `quantflow.api` would be called with: the resolved settings of a dry run."""
-    plain = {name: _plain(value) for name, value in words.items()}
-    show(plain, as_json=as_json, text=outline(plain))
+def show_job(job: Any, *, as_json: bool, **others: Any) -> None:
+    """Print the fields of a job, the resolved settings of a dry run; `others` follow it by name."""
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    settings = {name: _plain(value) for name, value in {**fields, **others}.items()}
+    show(settings, as_json=as_json, text=outline(settings))
 
 
 def _plain(value: Any) -> Any:
@@ -144,7 +131,7 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
         try:
             word.encode()
         except UnicodeEncodeError:
-            return _fail(f"{word!a}: not UTF-8", "rename it, or give another", 2, debug=False)
+            return report(Failure(f"{word!a}: not UTF-8", "rename it, or give another", 2))
     invocation = Invocation(tuple(arguments))
 
     def command() -> None:
@@ -153,132 +140,23 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
                 args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation
             )
 
-    return exit_code_of(command, debug="--debug" in arguments)
+    return exit_code_of(_of_click(command), debug="--debug" in arguments)
 
 
-def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
-    """Do some work and return the exit code that its end has; a user's mistake is two lines on stderr.
+def _of_click(work: Callable[[], object]) -> Callable[[], object]:
+    """Work whose errors of click are ours: a usage error, help that was asked for, an abort."""
 
-    Args:
-        work: what is done.
-        debug: show the traceback of an error as well.
-    """
-    try:
-        work()
-    except QuantflowError as error:
-        return _fail(error.cause, error.remedy, error.exit_code, debug=debug)
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
-        return 0
-    except click.ClickException as error:
-        usage = (
-            error.ctx.command_path
-            if isinstance(error, click.UsageError) and error.ctx
-            else "quantflow"
-        )
-        return _fail(
-            error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug
-        )
-    except Interrupted as error:
-        word = "terminated" if error.number == signal.SIGTERM else "interrupted"
-        return _fail(word, CONTINUES, 128 + error.number, debug=debug)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", CONTINUES, 130, debug=debug)
-    except NobodyReads:
-        return 0
-    except (
-        SystemExit
-    ) as error:  # click's answer to a broken pipe: of a process, since stdout raises NobodyReads
-        broken = (
-            error.__context__
-            if isinstance(error.__context__, OSError)
-            else OSError(errno.EPIPE, os.strerror(errno.EPIPE))
-        )
-        return _fail(*_system(broken), debug=debug)
-    except OSError as error:
-        return _fail(*_system(error), debug=debug)
-    except MemoryError as error:
-        return _fail(
-            f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug
-        )
-    except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
-        for words, number in REFUSED.items() if isinstance(error, RuntimeError) else ():
-            if words in str(error):
-                return _fail(
-                    *_system(OSError(number, f"{os.strerror(number)} ({first_line(error)})")),
-                    debug=debug,
-                )
-        return _fail(
-            f"a bug in quantflow: {type(error).__name__}: {error}",
-            "report it with --debug",
-            1,
-            debug=debug,
-        )
-    except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # of Rust, whose class cannot be imported: a tokenizer met what it cannot read
-            raise
-        return _fail(
-            f"tokenizer: {error}", "give the model its own tokenizer files", 3, debug=debug
-        )
-    return 0
+    def command() -> None:
+        try:
+            work()
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+        except click.Abort as error:
+            raise KeyboardInterrupt from error
+        except click.ClickException as error:
+            named = isinstance(error, click.UsageError) and error.ctx
+            usage = error.ctx.command_path if named else "quantflow"  # type: ignore[attr-defined]
+            cause = error.format_message().replace("\n", " ")
+            raise UsageError(cause, f"see `{usage} --help`") from error
 
-
-def end_failed_rank(code: int) -> None:
-    """End this process at once with its exit code, where it is a rank whose work failed; return otherwise.
-
-    torch's process group is still open then (quantflow/distributed/team.py). The interpreter would
-    take it down while threads of it run, for which the C++ runtime aborts the process: who started
-    the rank would see SIGABRT in the place of the code.
-    """
-    if code == 0 or not is_rank():
-        return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, NobodyReads):
-            stream.flush()
-    os._exit(code)
-
-
-def _system(error: OSError) -> tuple[str, str, int]:
-    """Return the cause, the remedy and the exit code of what the operating system refused."""
-    cause = f"{error.filename or 'system'}: {error.strerror or error}"
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
-            return cause, "free some space; the same command continues", 5
-        case errno.EFBIG:
-            return (
-                f"{cause}: more than `ulimit -f` allows",
-                "raise that limit; the same command continues",
-                5,
-            )
-        case errno.EMFILE | errno.ENFILE:
-            return (
-                f"{cause}: more than `ulimit -n` allows",
-                "raise that limit; the same command continues",
-                5,
-            )
-        case errno.EAGAIN | errno.EPIPE:
-            ended = f"{cause}: a process cannot be started, or has ended"
-            return ended, "look at `ulimit -u` and at memory; the same command continues", 5
-        case errno.ENOMEM:
-            return cause, MORE_MEMORY, 5
-        case errno.EIO:
-            return (
-                f"{cause}: the disk or file system failed",
-                "check the device; the same command continues",
-                3,
-            )
-        case errno.ENOENT | errno.ESTALE:
-            return cause, "bring the file back, or check the path; the same command continues", 3
-        case errno.EROFS:
-            return cause, "choose another -o, or mount the file system writable", 3
-    return cause, "check the path and its permissions", 3
-
-
-def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    click.echo(f"error: {plain(' '.join(cause.splitlines()))}", err=True)
-    click.echo(f"  fix: {plain(' '.join(remedy.splitlines()))}", err=True)
-    return code
+    return command

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quantflow import api
 from quantflow.errors import InputError, UsageError
 from quantflow.stages.cli.environment import quant_config_variable
 
@@ -27,7 +26,13 @@ def given_config(verb: str, option: str | None, *, quiet: bool) -> "GivenConfig 
     name = option or quant_config_variable()
     if name is None:
         return None
-    given, unused = api.read_quant_config(name, verb=verb, quiet=quiet)
+    from quantflow.formats.gaudi import quant_config  # here: most commands have none
+
+    path = quant_config.find_quant_config(name)
+    config = quant_config.read_quant_config(path)
+    quant_config.require_mode(config, verb)
+    given = quant_config.GivenConfig(config=config, path=path, quiet=quiet)
+    unused = quant_config.without_meaning(config, verb)
     if unused and not quiet:
         click.echo(
             f"{verb}: QUANT_CONFIG {given.path}: keys without meaning here: {', '.join(unused)}",
@@ -86,7 +91,9 @@ def entry_beneath(
     """
     if config is None:
         return dict(entry)
-    values, notes = api.under_quant_config(entry, config, model=model, measurement=measurement)
+    from quantflow.quantizing.quant_config_defaults import under_quant_config  # here: as above
+
+    values, notes = under_quant_config(entry, config.config, model=model, measurement=measurement)
     for note in () if config.quiet else notes:
         click.echo(f"quantize: {note}", err=True)
     return values
@@ -105,4 +112,8 @@ def measurement_beneath(
         return Path(measurement)
     if config is None or entry.get("scheme") not in ("FP8", "FP8_STATIC"):
         return None
-    return api.quant_config_measurement(config)
+    from quantflow.quantizing.quant_config_defaults import (
+        quant_config_measurement,  # here: as above
+    )
+
+    return quant_config_measurement(config.config)

@@ -19,7 +19,8 @@ import pytest
 
 from quantflow.planning.recipe import Quantize
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 
 SERVER = Path(__file__).with_name("server.py")
 ALLOCATOR = Path(__file__).with_name("allocations.c")
@@ -235,7 +236,7 @@ def inputs(
 def quantize_as_ranks(model: Path, output: Path) -> None:
     """Quantize as two ranks would, one after the other in this process."""
     entry = Quantize(name="fp8_dynamic", scheme="FP8_DYNAMIC")
-    job = quantize.QuantizeJob(model=model, output=output, entry=entry, ranks=2)
+    job = QuantizeJob(model=model, output=output, entry=entry, ranks=2)
     for rank in range(2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantize, "die_with_parent", lambda: None)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 
 SEQUENCES = 200  # enough for seconds of work
 QUIET = ProgressLine(quiet=True)
@@ -134,13 +136,11 @@ def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=64)
     measured = measure.run(
-        measure.MeasureJob(model=llama, output=tmp_path / "measured", calibration=calibration),
+        MeasureJob(model=llama, output=tmp_path / "measured", calibration=calibration),
         QUIET,
     )
     entry = Quantize(name="x", scheme="W4A16", algorithm="gptq", group_size=32)
-    job = quantize.QuantizeJob(
-        model=llama, output=tmp_path / "quantized", entry=entry, measurement=measured
-    )
+    job = QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry, measurement=measured)
     quantize.run(job, QUIET)
     first, second = (
         tmp_path / "quantized" / "layers" / f"0000{index}.safetensors" for index in (0, 1)
@@ -160,7 +160,7 @@ def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(
 
 
 def test_a_damaged_record_of_a_layer_makes_the_layer_again(llama: Path, tmp_path: Path) -> None:
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama, output=tmp_path / "quantized", entry=Quantize(name="x", scheme="W8A16")
     )
     quantize.run(job, QUIET)
@@ -177,10 +177,8 @@ def test_a_layer_of_other_inputs_is_made_again(llama: Path, tmp_path: Path) -> N
     for group_size in (32, 64):
         (tmp_path / "quantized" / "DONE.json").unlink(missing_ok=True)
         entry = Quantize(name="x", scheme="W4A16", algorithm="rtn", group_size=group_size)
-        quantize.run(
-            quantize.QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry), QUIET
-        )
-    quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "fresh", entry=entry), QUIET)
+        quantize.run(QuantizeJob(model=llama, output=tmp_path / "quantized", entry=entry), QUIET)
+    quantize.run(QuantizeJob(model=llama, output=tmp_path / "fresh", entry=entry), QUIET)
     found, expected = (
         [path.read_bytes() for path in sorted((tmp_path / name / "layers").iterdir())]
         for name in ("quantized", "fresh")

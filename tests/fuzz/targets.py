@@ -46,8 +46,8 @@ from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
 from quantflow.validating.gate import check_gate
+from quantflow.validating.job import GateJob
 from quantflow.validating.junit import write_junit
-from quantflow.validating.recorded import GateJob
 from quantflow.validating.recorded import run as run_gate
 
 

@@ -28,11 +28,13 @@ from tokenizers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from quantflow.exporting import gguf_export
+from quantflow.exporting.job import ExportJob
 from quantflow.formats.llama_cpp.tokenizer import PRE_TOKENIZERS
+from quantflow.planning.recipe import Export
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +122,7 @@ def call() -> Callable[..., str]:
 
 def export(source: Path, output: Path, dtype: str) -> Path:
     gguf_export.run(
-        gguf_export.GGUFExportJob(source=source, output=output, dtype=dtype),
+        ExportJob(source=source, output=output, options=Export(format="gguf", dtype=dtype)),
         ProgressLine(quiet=True),
     )
     return output / f"model-{dtype}.gguf"

@@ -9,10 +9,12 @@ from compressed_tensors.transform import TransformConfig, apply_transform_config
 from transformers import AutoModelForCausalLM
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.planning.recipe import Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 
@@ -22,12 +24,10 @@ def test_compressed_tensors_mixes_what_the_config_names_and_stock_transformers_a
     family_model, tmp_path: Path, scheme: str
 ) -> None:
     entry = Quantize(name="x", scheme=scheme, transforms=({"hadamard": {"down": True}},))
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=family_model("llama"), output=tmp_path / "q", entry=entry, measurement=None
     )
-    artifact = export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET
-    )
+    artifact = export.run(ExportJob(source=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET)
     tokens = torch.randint(2, 300, (1, 64), generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32).eval()
     config = json.loads((artifact / "config.json").read_text())["quantization_config"][

@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.planning.recipe import Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
-from quantflow.stages.cli.progress_line import ProgressLine
 
 # transformers warns that it was given `dequantize`
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,10 +31,8 @@ ASYMMETRIC = {"scheme": "W4A16_ASYM", "algorithm": "rtn", "group_size": 32}
 
 
 def make(model: Path, folder: Path, **words: Any) -> Path:
-    job = quantize.QuantizeJob(model=model, output=folder / "q", entry=Quantize(name="x", **words))
-    return export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=folder / "a"), QUIET
-    )
+    job = QuantizeJob(model=model, output=folder / "q", entry=Quantize(name="x", **words))
+    return export.run(ExportJob(source=quantize.run(job, QUIET), output=folder / "a"), QUIET)
 
 
 def dequantized(model: Path, artifact: Path, folder: Path) -> Path:

@@ -19,13 +19,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.tokenizer import load_tokenizer
-from quantflow.planning.recipe import Calibration, HeadSettings, KVCacheSettings, Quantize
+from quantflow.planning.recipe import Calibration, HeadSettings, KVCacheSettings, Measure, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +118,7 @@ def measured(texts: Path) -> Path:
         source=str(texts / "calibration.jsonl"), samples=16, sequence_length=256
     )
     return measure.run(
-        measure.MeasureJob(model=MODEL, output=texts / "measured", calibration=calibration), QUIET
+        MeasureJob(model=MODEL, output=texts / "measured", calibration=calibration), QUIET
     )
 
 
@@ -183,20 +186,18 @@ def test_stock_transformers_computes_the_logits_of_a_quantized_head(
         source=str(texts / "calibration.jsonl"), samples=4, sequence_length=256
     )
     measured = measure.run(
-        measure.MeasureJob(
+        MeasureJob(
             model=model,
             output=tmp_path / "measured",
             calibration=calibration,
-            stats=("channel_amax",),
+            options=Measure(stats=("channel_amax",)),
         ),
         QUIET,
     )
     entry = Quantize(name="x", **layers, head=HeadSettings(**head))
-    job = quantize.QuantizeJob(
-        model=model, output=tmp_path / "quantized", entry=entry, measurement=measured
-    )
+    job = QuantizeJob(model=model, output=tmp_path / "quantized", entry=entry, measurement=measured)
     artifact = export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+        ExportJob(source=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
     )
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
     paths = [
@@ -230,11 +231,9 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     tmp_path: Path,
 ) -> None:
     entry = Quantize(name="x", **SCHEMES[name])
-    job = quantize.QuantizeJob(
-        model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured
-    )
+    job = QuantizeJob(model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured)
     artifact = export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+        ExportJob(source=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
     )
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
     paths = [

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.exporting import export as export_stage
 from quantflow.measuring import measure as measure_stage
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration
 from quantflow.quantizing import missing_statistics
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 THRESHOLDS = "thresholds: {{ppl_ratio: {0}, mean_kld: {0}, kld_p999: {0}, top1_agreement: {1}}}\n"
 
@@ -321,7 +322,7 @@ def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_p
 
 
 def two_ranks(llama, text_files, folder, *ranks):
-    job = measure_stage.MeasureJob(
+    job = MeasureJob(
         model=llama, output=folder, calibration=Calibration(source=str(text_files["calibration"]))
     )
     for rank in ranks:

@@ -16,10 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize, recipe_from
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages import run
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 
@@ -127,13 +129,11 @@ def test_the_number_of_threads_changes_no_byte(
         calibration = Calibration(
             source=str(text_files["calibration"]), samples=6, sequence_length=128, pack=True
         )
-        job = measure.MeasureJob(
-            model=wide_llama, output=folder / "measured", calibration=calibration
-        )
+        job = MeasureJob(model=wide_llama, output=folder / "measured", calibration=calibration)
         measured = measure.run(job, QUIET)
         entry = Quantize(name="x", scheme="W4A16", algorithm="gptq", group_size=128)
         quantize.run(
-            quantize.QuantizeJob(
+            QuantizeJob(
                 model=wide_llama, output=folder / "quantized", entry=entry, measurement=measured
             ),
             QUIET,

@@ -9,14 +9,16 @@ from safetensors.torch import load_file
 
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
 from quantflow.models.load import load_model, open_source
 from quantflow.observers.rows import RowSample
 from quantflow.planning import plan
 from quantflow.planning.recipe import Quantize
 from quantflow.quantizing import layer_traffic, quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 MANY = 1_000_000  # tokens, which no expert gets
@@ -29,7 +31,7 @@ STATIC = {"scheme": "W8A8_STATIC", "expert_tokens": 0}
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) -> Path:
     words = Quantize(name="x", **entry)
     return quantize.run(
-        quantize.QuantizeJob(model=model, output=folder, entry=words, measurement=measurement),
+        QuantizeJob(model=model, output=folder, entry=words, measurement=measurement),
         QUIET,
     )
 
@@ -76,7 +78,7 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
 ):
     """In eight bits, where a factor that is not undone would show."""
     folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     name = next(iter(entry["transforms"][0]))
     (record, _) = records(folder)
     smoothed = {
@@ -111,9 +113,7 @@ def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed
         folder = quantized(
             family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry
         )
-        artifact = export.run(
-            export.ExportJob(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET
-        )
+        artifact = export.run(ExportJob(source=folder, output=tmp_path / f"{name}-artifact"), QUIET)
         found[name] = difference(family_model("mixtral"), artifact)
     assert found["auto"] < 1.05 * found["plain"]
 

@@ -12,23 +12,28 @@ from quantflow import process_memory
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.inspect import summarize
 from quantflow.files.rank_folders import rank_folder
 from quantflow.files.verify import verify
 from quantflow.formats import compressed_tensors
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.graph import graph_for
 from quantflow.planning import forecast
 from quantflow.planning.experts import Policy, policy_for
-from quantflow.planning.recipe import Calibration, Quantize, recipe_from
+from quantflow.planning.plan_job import PlanJob
+from quantflow.planning.recipe import Calibration, Measure, Quantize, recipe_from
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.undercalibrated import Short, described, short_of_tokens, treat
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 UNREACHED = 4  # of five experts, two per token
 QUIET = ProgressLine(quiet=True)
@@ -84,9 +89,7 @@ def write(folder, tokenizer_of, **options):
 
 def measured(model, folder, text, **options):
     calibration = Calibration(source=str(text), samples=6, sequence_length=48)
-    measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET
-    )
+    measure.run(MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -109,7 +112,7 @@ def fed(starving, text_files, tmp_path_factory):
 def made(model, output, measurement, **words):
     entry = Quantize(name="x", **words)
     return quantize.run(
-        quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement),
+        QuantizeJob(model=model, output=output, entry=entry, measurement=measurement),
         QUIET,
     )
 
@@ -428,7 +431,7 @@ def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(
     with pytest.raises(UnsupportedError, match="--tp 2 of a mixtral"):
         measured(starving, tmp_path / "m", text_files["calibration"], ranks=2, tp=2)
     entry = Quantize(name="x", **GPTQ)
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2
     )
     with pytest.raises(
@@ -490,9 +493,7 @@ def test_ranks_that_round_to_nearest_share_the_widest_range_too(
         shard = tensors(rank_folder(tmp_path / "shards", rank, 2))
         for name in [name for name in shard if name.endswith("input_scale")]:
             assert torch.equal(shard[name], alone[name])
-    job = unify.UnifyJob(
-        measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving
-    )
+    job = UnifyJob(measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving)
     found = tensors(unify.run(job, QUIET))
     assert found.keys() == alone.keys()
     assert all(
@@ -506,12 +507,12 @@ def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(
     starving, measurement, text_files, tmp_path
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(
-        model=starving, output=tmp_path / "m", calibration=calibration, ranks=2
+    job = MeasureJob(
+        model=starving, output=tmp_path / "m", calibration=calibration, options=Measure(ranks=2)
     )
     for rank in (0, 1):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
-    merged = unify.run(unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
+    merged = unify.run(UnifyJob(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
     folder = merged if (merged / "measurement.json").exists() else rank_folder(merged, 0, 1)
     found, one = (load_file(path / "statistics.safetensors") for path in (folder, measurement))
     assert found.keys() == one.keys()
@@ -568,7 +569,7 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
         (True, 16),
         (True, 16),
     ]
-    artifact = export.run(export.ExportJob(quantized=quantized, output=tmp_path / "a"), QUIET)
+    artifact = export.run(ExportJob(source=quantized, output=tmp_path / "a"), QUIET)
     kept = json.loads((artifact / "config.json").read_text())["quantization_config"]["ignore"]
     assert kept == [
         *(
@@ -584,7 +585,7 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
 def artifact(starving, measurement, tmp_path_factory):
     folder = tmp_path_factory.mktemp("artifact")
     quantized = made(starving, folder / "q", measurement, **GPTQ, experts="rtn")
-    return export.run(export.ExportJob(quantized=quantized, output=folder / "a"), QUIET)
+    return export.run(ExportJob(source=quantized, output=folder / "a"), QUIET)
 
 
 def test_the_artifact_says_what_became_of_every_expert_and_router(artifact):
@@ -651,7 +652,7 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
             "quantize": [{"name": "x", **GPTQ, "experts": "rtn"}],
         }
     )
-    found = forecast.run(forecast.PlanJob(recipe=recipe))
+    found = forecast.run(PlanJob(recipe=recipe))
     (planned,) = found["artifacts"]
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         held = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping

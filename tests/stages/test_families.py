@@ -15,13 +15,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig, XLMConfi
 
 from quantflow.errors import GateError, UnsupportedError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.verify import verify
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize, Validate
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validating import validate
+from quantflow.validating.job import ValidateJob
 from quantflow.validating.verdict import raise_for_verdict
 
 QUIET = ProgressLine(quiet=True)
@@ -132,18 +136,16 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 def take_measurement(model: Path, folder: Path, text: Path) -> Path:
     calibration = Calibration(source=str(text), samples=8, sequence_length=64)
-    return measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
-    )
+    return measure.run(MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 def make_artifact(model: Path, measurement: Path, folder: Path, entry: Entry) -> Path:
     words = Quantize(name="small", **entry)
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=model, output=folder / "quantized", entry=words, measurement=measurement
     )
     quantized = quantize.run(job, QUIET)
-    return export.run(export.ExportJob(quantized=quantized, output=folder / "artifact"), QUIET)
+    return export.run(ExportJob(source=quantized, output=folder / "artifact"), QUIET)
 
 
 def judge(model: Path, artifact: Path, text: Path, thresholds: dict[str, float]) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def judge(model: Path, artifact: Path, text: Path, thresholds: dict[str, float])
     options = Validate(text=str(text), tokens=256, sequence_length=64, gate=str(gate))
     report = artifact.parent / f"report-{thresholds['mean_kld']}"
     return validate.run(
-        validate.ValidateJob(artifact=artifact, baseline=model, report=report, options=options),
+        ValidateJob(artifact=artifact, baseline=model, report=report, options=options),
         QUIET,
     )
 
@@ -367,7 +369,7 @@ def test_an_unsupported_family_is_refused_by_its_name(
     config: Any, name: str, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=tmp_path / "model", output=tmp_path / "out", entry=Quantize(name="x", scheme="W8A16")
     )
     with pytest.raises(UnsupportedError, match=name) as caught:

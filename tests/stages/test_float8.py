@@ -10,15 +10,18 @@ from safetensors.torch import load_file
 from quantflow.core.scheme import preset
 from quantflow.errors import StatisticsError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.verify import verify
 from quantflow.measuring import measure
-from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.recipe import Calibration, Measure, Quantize
 from quantflow.planning.requirements import statistics_for
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 LINEARS = 14
@@ -28,7 +31,7 @@ LINEARS = 14
 def measured(tmp_path_factory, llama, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     return measure.run(
-        measure.MeasureJob(
+        MeasureJob(
             model=llama, output=tmp_path_factory.mktemp("1") / "out", calibration=calibration
         ),
         QUIET,
@@ -38,7 +41,7 @@ def measured(tmp_path_factory, llama, text_files):
 def made(model, folder, measured, **words):
     entry = Quantize(name="x", **words)
     return quantize.run(
-        quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured), QUIET
+        QuantizeJob(model=model, output=folder, entry=entry, measurement=measured), QUIET
     )
 
 
@@ -73,7 +76,7 @@ def test_gptq_chooses_float8_and_the_artifact_holds_it(llama, measured, tmp_path
     assert len(told) == LINEARS and not any(of["same_as_rtn"] for of in told.values())
     better = [of["output_error"] < of["output_error_rtn"] for of in told.values()]
     assert sum(better) == LINEARS
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     verify(artifact)
     opened = open_artifact(artifact, backend="reference")
     for name in told:
@@ -108,7 +111,7 @@ def test_scales_of_powers_of_two_are_those_that_are_stored(llama, measured, tmp_
     for name, scale in scales.items():
         assert math.frexp(scale.item())[0] == 0.5
         assert plain[name] <= scale < 2 * plain[name]
-    artifact = export.run(export.ExportJob(quantized=rounded, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=rounded, output=tmp_path / "artifact"), QUIET)
     opened = open_artifact(artifact, backend="reference")
     # a loader needs no word for it
     assert {placement.scheme for placement in opened.linears.values()} == {preset("FP8")}
@@ -177,9 +180,7 @@ def test_layouts_of_other_programs_have_no_words_for_a_flavour(
     llama, measured, tmp_path, capsys, layout
 ):
     quantized = made(llama, tmp_path / "q", measured, scheme="FP8", float8="gaudi2")
-    artifact = export.run(
-        export.ExportJob(quantized=quantized, output=tmp_path / "artifact"), QUIET
-    )
+    artifact = export.run(ExportJob(source=quantized, output=tmp_path / "artifact"), QUIET)
     line = ("export", artifact, "-o", tmp_path / "out", "--format", layout, "-q")
     assert exit_code(cli, [str(word) for word in line]) == 6
     said = capsys.readouterr().err
@@ -217,7 +218,10 @@ def counted(tmp_path_factory, llama, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     folder, stats = tmp_path_factory.mktemp("counted") / "out", ("amax", "min_max", "histogram")
     return measure.run(
-        measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=stats), QUIET
+        MeasureJob(
+            model=llama, output=folder, calibration=calibration, options=Measure(stats=stats)
+        ),
+        QUIET,
     )
 
 
@@ -243,8 +247,11 @@ def test_the_range_of_a_static_input_is_what_the_observer_says(
 
 def test_what_an_observer_needs_is_asked_for(llama, text_files, tmp_path, capsys):
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=48)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "1", calibration=calibration, stats=("amax",)
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "1",
+        calibration=calibration,
+        options=Measure(stats=("amax",)),
     )
     measured = measure.run(job, QUIET)
 
@@ -263,8 +270,6 @@ def test_what_an_observer_needs_is_asked_for(llama, text_files, tmp_path, capsys
     assert statistics_for([entry]) == ("amax", "histogram")
     with pytest.raises(StatisticsError, match="counts"):
         quantize.run(
-            quantize.QuantizeJob(
-                model=llama, output=tmp_path / "out", entry=entry, measurement=measured
-            ),
+            QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured),
             QUIET,
         )

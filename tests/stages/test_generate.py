@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.exporting import export as export_stage
 from quantflow.plain_text import plain
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime import generation as stage
 from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.generate import command, job_from
 
 PROMPTS = ("value scale", "round", "group layer token model")

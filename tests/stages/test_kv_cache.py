@@ -19,16 +19,20 @@ from quantflow.errors import (
     UsageError,
 )
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.inspect import summarize
 from quantflow.files.manifest import read_manifest
 from quantflow.files.verify import verify
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import read_measurement
 from quantflow.planning import forecast
+from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import (
     Calibration,
     Candidate,
     KVCacheSettings,
+    Measure,
     Quantize,
     Recipe,
     Validate,
@@ -37,13 +41,15 @@ from quantflow.planning.recipe import (
     recipe_from,
 )
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validating import validate
+from quantflow.validating.job import ValidateJob
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
@@ -72,15 +78,13 @@ def made(llama: Path, measured_family: Any, tmp_path_factory: pytest.TempPathFac
         if cache not in found:
             folder = tmp_path_factory.mktemp("kv")
             entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-            job = quantize.QuantizeJob(
+            job = QuantizeJob(
                 model=llama, output=folder / "q", entry=entry, measurement=measured_family("llama")
             )
             quantized = quantize.run(job, QUIET)
             found[cache] = (
                 quantized,
-                export.run(
-                    export.ExportJob(quantized=quantized, output=folder / "artifact"), QUIET
-                ),
+                export.run(ExportJob(source=quantized, output=folder / "artifact"), QUIET),
             )
         return found[cache]
 
@@ -188,7 +192,7 @@ def test_ledger_manifest_inspect_and_card_name_them(made: Any) -> None:
 def test_plan_counts_the_tensors(cache: KVCacheSettings, made: Any, llama: Path) -> None:
     _, artifact = made(cache)
     entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-    (found,) = forecast.run(forecast.PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))))[
+    (found,) = forecast.run(PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))))[
         "artifacts"
     ]
     assert found["tensor_bytes"] == verify(artifact)["tensor_bytes"]
@@ -230,7 +234,7 @@ def test_validate_measures_the_model_with_its_cache_quantized(
 ) -> None:
     _, artifact = made(cache)
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.ValidateJob(
+    job = ValidateJob(
         artifact=artifact,
         baseline=llama,
         report=tmp_path / "r",
@@ -339,7 +343,7 @@ def entry_with(**changes: Any) -> Quantize:
 def test_resuming_with_another_cache_makes_the_layers_again(
     llama: Path, measured_family: Any, tmp_path: Path
 ) -> None:
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama, output=tmp_path / "q", entry=entry_with(), measurement=measured_family("llama")
     )
     quantize.run(job, QUIET)
@@ -348,7 +352,7 @@ def test_resuming_with_another_cache_makes_the_layers_again(
     (tmp_path / "q" / "layers" / "00001.json").unlink()
     quantize.run(job, QUIET)  # stopped after a layer: the first is read back, with its scales
     assert (tmp_path / "q" / "layers" / "00000.safetensors").read_bytes() == first
-    export.run(export.ExportJob(quantized=tmp_path / "q", output=tmp_path / "artifact"), QUIET)
+    export.run(ExportJob(source=tmp_path / "q", output=tmp_path / "artifact"), QUIET)
     other = replace(job, entry=entry_with(kv_cache=CACHES[0]))
     with pytest.raises(UsageError, match="kv_cache"):
         quantize.run(other, QUIET)
@@ -359,9 +363,7 @@ def test_resuming_with_another_cache_makes_the_layers_again(
 
 
 def test_without_a_measurement_it_says_what_to_run(llama: Path, tmp_path: Path) -> None:
-    job = quantize.QuantizeJob(
-        model=llama, output=tmp_path / "q", entry=entry_with(scheme="FP8_DYNAMIC")
-    )
+    job = QuantizeJob(model=llama, output=tmp_path / "q", entry=entry_with(scheme="FP8_DYNAMIC"))
     with pytest.raises(
         UsageError,
         match=r"FP8_DYNAMIC with rtn needs the largest keys and values of the cache, none is given",
@@ -375,14 +377,14 @@ def test_a_measurement_of_no_layers_or_from_before_says_what_to_run(
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=16)
     bare = measure.run(
-        measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=()),
+        MeasureJob(
+            model=llama, output=tmp_path / "m", calibration=calibration, options=Measure(stats=())
+        ),
         QUIET,
     )
     for cache, key in ((CACHES[0], r"k_cache\|amax"), (CACHES[1], r"k_heads\|channel_amax")):
         entry = entry_with(scheme="W8A16", kv_cache=cache)
-        job = quantize.QuantizeJob(
-            model=llama, output=tmp_path / "q", entry=entry, measurement=bare
-        )
+        job = QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=bare)
         message = rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; run `quantflow measure` again with --stats"
         with pytest.raises(StatisticsError, match=message):
             quantize.run(job, QUIET)
@@ -414,7 +416,7 @@ def test_what_makes_other_values_than_were_measured_is_refused(
     changes: dict[str, Any], message: str, llama: Path, measured_family: Any, tmp_path: Path
 ) -> None:
     entry = entry_with(**changes)
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama")
     )
     with pytest.raises(UsageError, match=message):
@@ -425,18 +427,18 @@ def test_a_rotation_that_leaves_heads_alone_goes_with_it(
     llama: Path, measured_family: Any, tmp_path: Path
 ) -> None:
     entry = entry_with(scheme="W8A16", transforms=({"hadamard": {"heads": False}},))
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama")
     )
     quantized = quantize.run(job, QUIET)
     # with its proof
-    export.run(export.ExportJob(quantized=quantized, output=tmp_path / "artifact"), QUIET)
+    export.run(ExportJob(source=quantized, output=tmp_path / "artifact"), QUIET)
 
 
 def test_several_cards_and_an_attention_that_no_loader_knows_are_refused(
     llama: Path, measured_family: Any, family_model: Any, tmp_path: Path
 ) -> None:
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama,
         output=tmp_path / "q",
         entry=entry_with(),
@@ -447,7 +449,7 @@ def test_several_cards_and_an_attention_that_no_loader_knows_are_refused(
         UsageError, match=r"kv_cache FP8 per_head with --ranks 2; quantize with one process"
     ):
         quantize.run(job, QUIET)
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=family_model("gpt_neox"), output=tmp_path / "q", entry=entry_with(scheme="W8A16")
     )
     with pytest.raises(
@@ -462,14 +464,14 @@ def test_norms_over_heads_and_mixtures_have_caches_too(
     family: str, measured_family: Any, family_model: Any, tmp_path: Path
 ) -> None:
     entry = entry_with(scheme="FP8_DYNAMIC")
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=family_model(family),
         output=tmp_path / "q",
         entry=entry,
         measurement=measured_family(family),
     )
     artifact = export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+        ExportJob(source=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
     )
     assert len(read_manifest(artifact)["ledger"]["measured"]) == 4
 
@@ -576,8 +578,11 @@ def test_chosen_schemes_are_settled_with_the_cache_and_their_recipe_repeats_it(
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=48)
     stats = ("amax", "fisher")
     measured = measure.run(
-        measure.MeasureJob(
-            model=llama, output=tmp_path / "m", calibration=calibration, stats=stats
+        MeasureJob(
+            model=llama,
+            output=tmp_path / "m",
+            calibration=calibration,
+            options=Measure(stats=stats),
         ),
         QUIET,
     )
@@ -590,18 +595,14 @@ def test_chosen_schemes_are_settled_with_the_cache_and_their_recipe_repeats_it(
         entry = Quantize(
             name="x", scheme="W4A16", target_bpw=6.0, candidates=candidates, kv_cache=cache
         )
-        job = quantize.QuantizeJob(
-            model=llama, output=tmp_path / name, entry=entry, measurement=measured
-        )
+        job = QuantizeJob(model=llama, output=tmp_path / name, entry=entry, measurement=measured)
         quantize.run(job, QUIET)
         costs[name] = json.loads((tmp_path / name / "choice.json").read_text())["measured_kld"]
     assert costs["plain"] != costs["cached"]
     (again,) = recipe_from(read_yaml(tmp_path / "cached" / "recipe.yaml")).quantize
     assert again.kv_cache == KVCacheSettings(scheme="INT8", granularity="per_head")
     quantize.run(
-        quantize.QuantizeJob(
-            model=llama, output=tmp_path / "again", entry=again, measurement=measured
-        ),
+        QuantizeJob(model=llama, output=tmp_path / "again", entry=again, measurement=measured),
         QUIET,
     )
     for index in (0, 1):

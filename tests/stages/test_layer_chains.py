@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from quantflow import api
+import quantflow
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.planning.recipe import Calibration, Export, Quantize, Recipe, SignRound, Validate
@@ -60,8 +60,8 @@ def measured(family_model, text_files, tmp_path_factory):
                 tmp_path_factory.mktemp("measured") / family,
                 tuple(ENTRIES.values()),
             )
-            taken[family] = api.measure(
-                family_model(family), folder, calibration=calibration, artifacts=artifacts
+            taken[family] = quantflow.measure(
+                family_model(family), folder, calibration=calibration, entries=artifacts
             ).folder
         return taken[family]
 
@@ -75,11 +75,13 @@ def test_the_artifact_is_what_stock_transformers_runs(
     family, entry, family_model, measured, text_files, tmp_path
 ):
     model = family_model(family)
-    quantized = api.quantize(
-        model, tmp_path / "q", artifact=ENTRIES[entry], measurement=measured(family)
+    quantized = quantflow.quantize(
+        model, tmp_path / "q", entry=ENTRIES[entry], measurement=measured(family)
     )
-    artifact = api.export(quantized.folder, tmp_path / "a").folder  # with its proof
-    api.export(artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32"))
+    artifact = quantflow.export(quantized.folder, tmp_path / "a").folder  # with its proof
+    quantflow.export(
+        artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32")
+    )
     ids = torch.randint(2, 300, (1, 24), generator=torch.Generator().manual_seed(1))
     stock = (
         KINDS[family]
@@ -95,7 +97,7 @@ def test_the_artifact_is_what_stock_transformers_runs(
     assert float((found - stock).norm() / stock.norm()) < DIFFERENCE[entry]
     if entry == "gptq":
         judged = Validate(text=str(text_files["heldout"]), tokens=256, sequence_length=64)
-        found = api.validate(artifact, model, report=tmp_path / "report", options=judged)
+        found = quantflow.validate(artifact, model, report=tmp_path / "report", options=judged)
         assert found.outcome in ("pass", "fail", "inconclusive")
 
 
@@ -103,9 +105,9 @@ def test_the_artifact_is_what_stock_transformers_runs(
 def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, tmp_path):
     """Transformers splits queries, keys and values of the tower while it loads them; text needs none of them."""
     entry = Quantize(name="small", scheme="W8A16", algorithm="rtn")
-    quantized = api.quantize(source := family_model("kimi_k25"), tmp_path / "q", artifact=entry)
-    artifact = api.export(quantized.folder, tmp_path / "a").folder
-    plain = api.export(
+    quantized = quantflow.quantize(source := family_model("kimi_k25"), tmp_path / "q", entry=entry)
+    artifact = quantflow.export(quantized.folder, tmp_path / "a").folder
+    plain = quantflow.export(
         artifact, tmp_path / "plain", options=Export(format="dequantized", dtype="f32")
     ).folder
     expected, found = (load_file(folder / "model.safetensors") for folder in (source, plain))
@@ -129,19 +131,19 @@ def test_a_model_whose_images_are_read_by_weights_in_another_form(family_model, 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, measured, tmp_path):
     model, entry = family_model(family), ENTRIES["signround"]
-    whole = api.quantize(
-        model, tmp_path / "whole", artifact=entry, measurement=measured(family)
+    whole = quantflow.quantize(
+        model, tmp_path / "whole", entry=entry, measurement=measured(family)
     ).folder
     with pytest.raises(Stopped):
-        api.quantize(
+        quantflow.quantize(
             model,
             tmp_path / "parts",
-            artifact=entry,
+            entry=entry,
             measurement=measured(family),
             progress=StopsInTheSecondLayer(),
         )
-    parts = api.quantize(
-        model, tmp_path / "parts", artifact=entry, measurement=measured(family)
+    parts = quantflow.quantize(
+        model, tmp_path / "parts", entry=entry, measurement=measured(family)
     ).folder
     names = sorted(path.name for path in (whole / "layers").iterdir())
     assert len(names) >= 4
@@ -152,9 +154,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(family, family_model, 
 
 
 def test_plan_names_layers_that_text_goes_past(family_model):
-    (artifact,) = api.plan(Recipe(model=str(family_model("mllama")), quantize=(ENTRIES["gptq"],)))[
-        "artifacts"
-    ]
+    (artifact,) = quantflow.plan(
+        Recipe(model=str(family_model("mllama")), quantize=(ENTRIES["gptq"],))
+    )["artifacts"]
     (past,) = [row for row in artifact["schemes"] if row["tensors"] == "layers that text goes past"]
     assert past["scheme"] == "copied" and past["count"] > 9
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quantflow import api
+import quantflow
 from quantflow.planning.recipe import Quantize
 
 PROGRAM = """
@@ -18,7 +18,7 @@ told = json.loads(sys.argv[1])
 print(json.dumps(sorted(name for name in sys.modules if name.startswith(tuple(told["heavy"])))))
 """
 QUANTIZE = """
-from quantflow import api
+import quantflow
 from quantflow.core.parallel import Workers
 from quantflow.planning.recipe import Quantize
 
@@ -32,7 +32,7 @@ def prove(artifact, quantized, source, *, workers, measures):  # here, so that w
 
 prover = SimpleNamespace(expect=expected.append, prove=prove)
 entry = Quantize(name="x", scheme=told["scheme"], algorithm="rtn")
-api.make_artifact(told["model"], told["out"], artifact=entry, prover=prover)
+quantflow.make_artifact(told["model"], told["out"], entry=entry, prover=prover)
 assert expected == ["tensors"], expected
 """
 
@@ -57,11 +57,11 @@ def test_weights_that_are_rounded_alone_are_quantized_and_proved_without_transfo
 
 
 GENERATE = """
-from quantflow import api
+import quantflow
 from quantflow.runtime.generate_job import GenerateJob
 
 for folder in told["folders"]:
-    found = api.generate(GenerateJob(artifact=folder, prompts=("a scale",), max_new_tokens=2))
+    found = GenerateJob(artifact=folder, prompts=("a scale",), max_new_tokens=2).run()
     assert found["decoder"] == {"name": "lean", "reasons": []}, found["decoder"]
 """
 MODELING = [
@@ -75,7 +75,7 @@ MODELING += ["torch.distributed.tensor", "sympy", "scipy"]
 
 def test_a_lean_artifact_and_a_model_generate_without_model_code_of_transformers(llama, tmp_path):
     entry = Quantize(name="x", scheme="FP8_DYNAMIC", algorithm="rtn")
-    api.make_artifact(llama, tmp_path / "a", artifact=entry)
+    quantflow.make_artifact(llama, tmp_path / "a", entry=entry)
     assert imported(GENERATE, folders=[str(tmp_path / "a"), str(llama)], heavy=MODELING) == []
 
 
@@ -89,5 +89,5 @@ for name in told["names"]:
 
 def test_neither_serving_nor_a_conversation_nor_a_benchmark_of_speed_imports_model_code_of_transformers():
     names = ["server.process", "runtime.conversation", "runtime.text_pipeline", "runtime.load"]
-    names += ["evaluation.latency", "evaluation.generation_speed", "evaluation.kernel_speed"]
+    names += ["benching.latency", "benching.generation_speed", "benching.kernel_speed"]
     assert imported(RUNS, names=[f"quantflow.{name}" for name in names], heavy=MODELING) == []

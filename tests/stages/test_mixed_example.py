@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.text import read_documents
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import plan_from
-from quantflow.planning.recipe import Calibration, Candidate, Quantize, Resources
+from quantflow.planning.recipe import Calibration, Candidate, Measure, Quantize, Resources
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.mixed_precision.measured_divergence import divergence
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.validating.windows import evaluation_sequences
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -50,8 +52,11 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
     sequences = evaluation_sequences(documents, tokens=768, sequence_length=256)
     given = Calibration(source=str(calibration), samples=8, sequence_length=128)
     measure.run(
-        measure.MeasureJob(
-            model=EXAMPLE, output=tmp_path / "1", calibration=given, stats=("fisher",)
+        MeasureJob(
+            model=EXAMPLE,
+            output=tmp_path / "1",
+            calibration=given,
+            options=Measure(stats=("fisher",)),
         ),
         QUIET,
     )
@@ -59,7 +64,7 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
     for name, words in {"4": {}, "5": {}, "mixed": {"target_bpw": 4.25, "candidates": FEW}}.items():
         scheme = f"W{name}A16" if name in "45" else "W4A16"
         entry = Quantize(name=name, scheme=scheme, algorithm="rtn_mse", **words)
-        job = quantize.QuantizeJob(
+        job = QuantizeJob(
             model=EXAMPLE, output=tmp_path / name, entry=entry, measurement=tmp_path / "1"
         )
         folder = quantize.run(job, QUIET)

@@ -12,12 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantflow.models import layer_store
 from quantflow.planning.recipe import Resources, Validate
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validating import validate as stage
+from quantflow.validating.job import ValidateJob
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
@@ -70,13 +71,11 @@ def job(artifact, llama, text_files, tmp_path):
         sequence_length=64,
         gate=str(tmp_path / "gate.yaml"),
     )
-    return stage.ValidateJob(
-        artifact=artifact, baseline=llama, report=tmp_path / "5", options=options
-    )
+    return ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "5", options=options)
 
 
 def changed(job, **values):
-    return stage.ValidateJob(**{**vars(job), **values})
+    return ValidateJob(**{**vars(job), **values})
 
 
 def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow import api
+import quantflow
+from quantflow.exporting.artifact_job import work_folder
 from quantflow.files.manifest import read_manifest
 from quantflow.measuring import measure as measuring
 from quantflow.measuring.text import read_documents
@@ -74,14 +75,14 @@ def test_it_goes_on_where_it_stopped(llama, tmp_path, monkeypatch, capsys):
     assert run(*command) == 0
     said = capsys.readouterr().err
     assert "quantize w4a16: up to date" in said and "export a: up to date" in said
-    shutil.rmtree(api.work_folder(out))  # may be removed: the same comes out again
+    shutil.rmtree(work_folder(out))  # may be removed: the same comes out again
     before = digest(out)
     assert run(*command) == 0 and digest(out) == before
 
 
 def test_an_artifact_of_other_inputs_is_replaced_only_by_force(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "W8A16") == 0
-    assert not (api.work_folder(tmp_path / "a") / "1-measure").exists()  # weights alone decide
+    assert not (work_folder(tmp_path / "a") / "1-measure").exists()  # weights alone decide
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "FP8_DYNAMIC") == 2
     assert "was made from other inputs" in capsys.readouterr().err
     assert run("quantize", llama, "-o", tmp_path / "a", "--scheme", "FP8_DYNAMIC", "--force") == 0
@@ -119,7 +120,7 @@ def test_layers_alone_where_they_are_asked_for(llama, tmp_path, capsys):
 def test_python_has_the_same_command(llama, tmp_path):
     words = {"artifact": Quantize(name="w4a16", scheme="W4A16", group_size=32)}
     calibration = Calibration(samples=6, sequence_length=48)
-    made = api.make_artifact(llama, tmp_path / "a", calibration=calibration, **words)
+    made = quantflow.make_artifact(llama, tmp_path / "a", calibration=calibration, **words)
     assert (
         made.folder == tmp_path / "a"
         and made.quantized.folder == tmp_path / "a.work" / "2-quantize"

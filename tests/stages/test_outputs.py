@@ -13,8 +13,8 @@ from quantflow.exporting import export as export_stage
 from quantflow.files import disk, stage_folder
 from quantflow.files.outputs import beside, output_folder
 from quantflow.files.verify import verify
+from quantflow.reporting.log import logged
 from quantflow.stages.cli import cli
-from quantflow.stages.cli.log import logged
 from quantflow.stages.cli.output import exit_code
 
 TEXT = ("--samples", "3", "--sequence-length", "32")

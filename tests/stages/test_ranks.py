@@ -11,12 +11,15 @@ from torch import Tensor
 
 from quantflow.errors import QuantflowError
 from quantflow.measuring import measure
-from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.recipe import Calibration, Measure, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 9  # odd, so that the ranks get 5 and 4
@@ -62,9 +65,7 @@ def single(
     calibration = Calibration(
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64
     )
-    return measure.run(
-        measure.MeasureJob(model=llama, output=folder, calibration=calibration), QUIET
-    )
+    return measure.run(MeasureJob(model=llama, output=folder, calibration=calibration), QUIET)
 
 
 def statistics(folder: Path) -> dict[str, Tensor]:
@@ -141,12 +142,12 @@ def test_replicas_in_any_number_of_groups_are_one_rank(
         if groups > world:
             continue
         folder = unify.run(
-            unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups),
+            UnifyJob(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups),
             QUIET,
         )
         if groups > 1:
             folder = unify.run(
-                unify.UnifyJob(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET
+                UnifyJob(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET
             )
         ours = statistics(folder)
         assert ours.keys() == single_with_hessians.keys()
@@ -164,7 +165,9 @@ def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64
     )
     stats = (*measure.DEFAULT_STATS, "hessian")
-    return measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=stats)
+    return MeasureJob(
+        model=llama, output=folder, calibration=calibration, options=Measure(stats=stats)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +205,7 @@ def test_what_is_quantized_from_either_is_the_same(
     written = []
     for index, folder in enumerate((unified, single)):
         output = tmp_path / str(index)
-        job = quantize.QuantizeJob(
+        job = QuantizeJob(
             model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder
         )
         quantize.run(job, QUIET)
@@ -215,7 +218,7 @@ def test_what_is_quantized_from_either_is_the_same(
 def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(
     llama: Path, ranks: Path, tmp_path: Path
 ) -> None:
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=llama,
         output=tmp_path / "out",
         entry=Quantize(name="x", scheme="FP8"),
@@ -278,7 +281,8 @@ def test_finished_ranks_are_left_alone(
     )
     # starts no torchrun
     measure.run(
-        measure.MeasureJob(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET
+        MeasureJob(model=llama, output=ranks, calibration=calibration, options=Measure(ranks=2)),
+        QUIET,
     )
     assert {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")} == before
 
@@ -317,7 +321,7 @@ def test_ranks_that_do_not_belong_together_are_refused(
     shutil.copytree(ranks, folder)
     damage(folder, single)
     with pytest.raises(QuantflowError, match=message) as caught:
-        unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
+        unify.run(UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
     assert caught.value.exit_code == 3
     assert not (tmp_path / "out").exists()
 
@@ -331,10 +335,10 @@ def test_a_rank_of_another_calibration_set_is_refused(
     shutil.copytree(ranks, folder)
     shutil.rmtree(folder / "rank-001-of-002")
     calibration = Calibration(source=str(other), samples=SAMPLES, sequence_length=64)
-    job = measure.MeasureJob(model=llama, output=folder, calibration=calibration, ranks=2)
+    job = MeasureJob(model=llama, output=folder, calibration=calibration, options=Measure(ranks=2))
     measure._measure_rank(job, QUIET, rank=1, world=2)  # what torchrun's second process runs
     with pytest.raises(QuantflowError, match=r"rank 1: calibration\.hash") as caught:
-        unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
+        unify.run(UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
     assert caught.value.exit_code == 3
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantflow import api
 from quantflow.errors import UnsupportedError
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages import run_summary
 from quantflow.stages.run_summary import StageTimes, texts, write_texts
+from quantflow.validating import sample_text as samples
 
 
 class Said:
@@ -51,7 +51,7 @@ def asked(monkeypatch):
         names.append((Path(artifact).name, disk_offload))
         return "prompt", f"{Path(artifact).name} says\n{len(names)}"
 
-    monkeypatch.setattr(api, "sample_text", sample_text)
+    monkeypatch.setattr(samples, "sample_text", sample_text)
     monkeypatch.setattr(
         run_summary, "read_manifest", lambda path: {"digest": (path / "digest").read_text()}
     )
@@ -122,13 +122,13 @@ def test_an_artifact_that_cannot_be_run_here_is_said_and_asked_again(finished, a
     def refuse(artifact, **_):
         raise UnsupportedError("device: needs a card", "use another")
 
-    made = api.sample_text
-    monkeypatch.setattr(api, "sample_text", refuse)
+    made = samples.sample_text
+    monkeypatch.setattr(samples, "sample_text", refuse)
     said = Said()
     write_texts(recipe, folder, StageTimes(), said)
     assert said.lines == [f"generate {name}: no text: device: needs a card" for name in ("a", "b")]
     assert texts(folder, ["a", "b"]) == ""
-    monkeypatch.setattr(api, "sample_text", made)
+    monkeypatch.setattr(samples, "sample_text", made)
     write_texts(recipe, folder, StageTimes(), said)
     assert len(asked) == 2
 

@@ -18,11 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import InputError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 QUIET = ProgressLine(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
@@ -166,9 +170,7 @@ def measurement(
     short = json.dumps({"text": json.loads(lines[0])["text"][:40]})
     text.write_text("\n".join([*lines[1:3], short, *lines[3:]][:SAMPLES]) + "\n")
     calibration = Calibration(source=str(text), samples=SAMPLES, sequence_length=48)
-    measured = measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
-    )
+    measured = measure.run(MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
     lengths = safetensors.torch.load_file(measured / "rank-000-of-001" / "calibration.safetensors")[
         "lengths"
     ].tolist()
@@ -192,9 +194,7 @@ def alone(
             }
             entry, output = Quantize(name="x", **values), tmp_path_factory.mktemp("alone") / "whole"
             made[key] = quantize.run(
-                quantize.QuantizeJob(
-                    model=model, output=output, entry=entry, measurement=measurement
-                ),
+                QuantizeJob(model=model, output=output, entry=entry, measurement=measurement),
                 QUIET,
             )
         return made[key]
@@ -217,7 +217,7 @@ def shards(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def together(folder: Path, output: Path, **options) -> Path:
-    return unify.run(unify.UnifyJob(measurement=folder, output=output, **options), QUIET)
+    return unify.run(UnifyJob(measurement=folder, output=output, **options), QUIET)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -307,9 +307,9 @@ def test_a_family_whose_queries_keys_and_values_are_one_linear(
     neox, recipe = family_model("gpt_neox"), {"scheme": "W4A16", "group_size": 16}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
     measured = measure.run(
-        measure.MeasureJob(model=neox, output=tmp_path / "m", calibration=calibration), QUIET
+        MeasureJob(model=neox, output=tmp_path / "m", calibration=calibration), QUIET
     )
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=neox,
         output=tmp_path / "whole",
         entry=Quantize(name="x", **recipe),
@@ -323,7 +323,7 @@ def test_a_family_whose_queries_keys_and_values_are_one_linear(
 
 def test_the_unified_shards_are_exported_with_the_proof_of_the_canary(shards, tmp_path):
     made = together(shards(2), tmp_path / "made")
-    artifact = export.run(export.ExportJob(quantized=made, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=made, output=tmp_path / "artifact"), QUIET)
     assert json.loads((artifact / "quantflow.json").read_text())["proof"]["kind"] == "canary"
 
 

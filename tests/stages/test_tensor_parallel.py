@@ -21,12 +21,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.merging.ranks import unify as unify_measurements
 from quantflow.measuring.record import open_measurements, read_measurement, read_meta
-from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.planning.recipe import Calibration, Measure, Quantize
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 QUIET = ProgressLine(quiet=True)
 SAMPLES = 6
@@ -90,8 +93,11 @@ def alone(model: Path, text_files: dict[str, Path], folder: Path, stats: str) ->
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
     )
     return measure.run(
-        measure.MeasureJob(
-            model=model, output=folder, calibration=calibration, stats=tuple(stats.split(","))
+        MeasureJob(
+            model=model,
+            output=folder,
+            calibration=calibration,
+            options=Measure(stats=tuple(stats.split(","))),
         ),
         QUIET,
     )
@@ -164,14 +170,10 @@ def compare(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def unified(folder: Path, groups: int, work: Path) -> Path:
     """Unify ranks into so many groups, and where these are several, the groups into one."""
-    fewer = unify.run(
-        unify.UnifyJob(measurement=folder, output=work / "fewer", ranks=groups), QUIET
-    )
+    fewer = unify.run(UnifyJob(measurement=folder, output=work / "fewer", ranks=groups), QUIET)
     assert len(list(fewer.glob("rank-*"))) == groups
     return (
-        fewer
-        if groups == 1
-        else unify.run(unify.UnifyJob(measurement=fewer, output=work / "one"), QUIET)
+        fewer if groups == 1 else unify.run(UnifyJob(measurement=fewer, output=work / "one"), QUIET)
     )
 
 
@@ -269,9 +271,7 @@ def test_an_artifact_quantized_from_sharded_ranks_is_that_of_one_rank(
     ):
         entry = Quantize(name=name, scheme="FP8")
         quantize.run(
-            quantize.QuantizeJob(
-                model=model, output=tmp_path / name, entry=entry, measurement=measurement
-            ),
+            QuantizeJob(model=model, output=tmp_path / name, entry=entry, measurement=measurement),
             QUIET,
         )
         written.append(
@@ -347,8 +347,11 @@ def test_a_world_that_does_not_divide_the_model_is_refused_before_anything_is_re
     calibration = Calibration(
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
     )
-    job = measure.MeasureJob(
-        model=model, output=tmp_path / "m", calibration=calibration, ranks=world, tp=tp
+    job = MeasureJob(
+        model=model,
+        output=tmp_path / "m",
+        calibration=calibration,
+        options=Measure(ranks=world, tp=tp),
     )
     with pytest.raises(UsageError, match=re.escape(message)):
         measure.run(job, QUIET)
@@ -363,8 +366,12 @@ def test_ranks_that_are_not_those_of_the_launcher_are_refused(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES)
-    job = measure.MeasureJob(
-        model=model, output=tmp_path / "m", calibration=calibration, ranks=4, trust_network=True
+    job = MeasureJob(
+        model=model,
+        output=tmp_path / "m",
+        calibration=calibration,
+        trust_network=True,
+        options=Measure(ranks=4),
     )
     with pytest.raises(UsageError, match="ranks=4, torchrun started 2"):
         measure.run(job, QUIET)
@@ -374,8 +381,11 @@ def test_ranks_that_are_not_those_of_the_launcher_are_refused(
 def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(
     single_folder: Path, model: Path
 ) -> None:
-    job = measure.MeasureJob(
-        model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2
+    job = MeasureJob(
+        model=model,
+        output=single_folder,
+        calibration=Calibration(source="not read"),
+        options=Measure(ranks=2),
     )
     with pytest.raises(UsageError, match="rank-000-of-001: is not one of 2 ranks") as caught:
         measure.run(job, QUIET)
@@ -390,8 +400,11 @@ def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
     calibration = Calibration(
         source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48
     )
-    job = measure.MeasureJob(
-        model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",)
+    job = MeasureJob(
+        model=model,
+        output=tmp_path / "m",
+        calibration=calibration,
+        options=Measure(stats=("amax",)),
     )
     measure._measure_rank(job, QUIET, rank=1, world=2)
     assert not (tmp_path / "m" / ".hashes.json").exists()

@@ -11,17 +11,20 @@ from safetensors.torch import load_file, save_file
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
 from quantflow.exporting.gguf_source import open_weights
+from quantflow.exporting.job import ExportJob
 from quantflow.files.verify import verify
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models import layer_store
 from quantflow.models.load import load_model, open_source
-from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.planning.recipe import Calibration, Measure, Quantize
 from quantflow.quantizing import quantize, rotated
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.runtime.load import load
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
@@ -37,9 +40,7 @@ BOTH = {
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict, **options) -> Path:
     words = Quantize(name="x", **entry)
     return quantize.run(
-        quantize.QuantizeJob(
-            model=model, output=folder, entry=words, measurement=measurement, **options
-        ),
+        QuantizeJob(model=model, output=folder, entry=words, measurement=measurement, **options),
         QUIET,
     )
 
@@ -98,7 +99,7 @@ def test_a_searched_artifact_is_proven_and_close_to_its_source(
 ):
     """In eight bits, where a factor that is not undone would show."""
     folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
     assert 0 < found < 0.08
@@ -194,8 +195,11 @@ def test_a_measurement_without_what_awq_reads_is_refused_by_name(
     family_model, text_files, tmp_path
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=32)
-    job = measure.MeasureJob(
-        model=family_model("llama"), output=tmp_path / "m", calibration=calibration, stats=("amax",)
+    job = MeasureJob(
+        model=family_model("llama"),
+        output=tmp_path / "m",
+        calibration=calibration,
+        options=Measure(stats=("amax",)),
     )
     with pytest.raises(
         StatisticsError,
@@ -210,7 +214,7 @@ def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(
 ):
     """Eight bits per channel: what is left is mostly the rounding of embedding and head to the source's bfloat16."""
     folder = quantized(family_model(family), None, tmp_path / "q", HADAMARD)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
     assert 0 < found < 0.05
@@ -225,7 +229,7 @@ def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(
 def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_model, tmp_path):
     entry = {**HADAMARD, "ignore": ("re:.*o_proj",)}
     folder = quantized(family_model("llama"), None, tmp_path / "q", entry)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     assert difference(family_model("llama"), artifact) < 0.05
     ledger = {
         item["name"]: item
@@ -240,7 +244,7 @@ def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_it
     family, family_model, tmp_path
 ):
     folder = quantized(family_model(family), None, tmp_path / "q", DOWN)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     verify(artifact)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
@@ -266,9 +270,8 @@ def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_it
 def mixing(family_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixing")
     export.run(
-        export.ExportJob(
-            quantized=quantized(family_model("llama"), None, folder / "q", DOWN),
-            output=folder / "a",
+        ExportJob(
+            source=quantized(family_model("llama"), None, folder / "q", DOWN), output=folder / "a"
         ),
         QUIET,
     )
@@ -307,8 +310,8 @@ def test_weights_on_disk_give_the_same_tokens(mixing):
 def test_an_ignored_down_projection_gets_its_inputs_as_they_are(family_model, tmp_path):
     entry = {**DOWN, "ignore": ("re:.*layers.0.mlp.down_proj",)}
     artifact = export.run(
-        export.ExportJob(
-            quantized=quantized(family_model("llama"), None, tmp_path / "q", entry),
+        ExportJob(
+            source=quantized(family_model("llama"), None, tmp_path / "q", entry),
             output=tmp_path / "a",
         ),
         QUIET,
@@ -345,7 +348,7 @@ def test_static_inputs_of_a_rotated_model_are_observed_in_it(
     """The measurement has seen other inputs. The bound: static ranges of a random model cost much, foreign ones all."""
     model = family_model("llama")
     folder = quantized(model, measured_family("llama"), tmp_path / "q", BOTH)
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     assert difference(model, artifact) < 0.5
     scale = load_file(folder / "layers" / "00000.safetensors")[
         "model.layers.0.self_attn.q_proj.input_scale"
@@ -409,7 +412,7 @@ def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(
     assert (folder / "outside.safetensors").is_file()
     quantized(model, measured_family("llama"), tmp_path / "q", AWQ, replace=True)
     assert not (folder / "outside.safetensors").exists()
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     source, written = (load_file(path / "model.safetensors") for path in (model, artifact))
     assert torch.equal(source["model.embed_tokens.weight"], written["model.embed_tokens.weight"])
 

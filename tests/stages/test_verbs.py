@@ -11,11 +11,12 @@ import pytest
 
 from quantflow.exporting import export as export_stage
 from quantflow.measuring import measure as measure_stage
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning import resources
 from quantflow.planning.recipe import Calibration
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
 SCHEME = ("--scheme", "W4A16", "--group-size", "32", "--name", "int4")
@@ -402,7 +403,7 @@ def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6)
     for rank in range(2):
-        job = measure_stage.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration)
+        job = MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration)
         measure_stage._measure_rank(job, ProgressLine(quiet=True), rank=rank, world=2)
     line = ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
     result, err = as_json(*line, "-g", "01")

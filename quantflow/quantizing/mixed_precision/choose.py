@@ -12,7 +12,7 @@ from typing import Any
 from quantflow.core.determinism import single_threaded
 from quantflow.core.parallel import Workers
 from quantflow.files import disk, stage_folder
-from quantflow.files.canonical import canonical_json
+from quantflow.files.canonical import canonical_json, read_json
 from quantflow.files.digests import NAME as HASHES
 from quantflow.files.digests import Digests
 from quantflow.measuring.record import Measurement, statistic
@@ -25,6 +25,7 @@ from quantflow.planning.recipe import Candidate, Quantize, Resources
 from quantflow.planning.resources import grant
 from quantflow.planning.sizes import elements_of, model_size, quantized_bytes
 from quantflow.progress import Progress
+from quantflow.quantizing.job import SchemeChoice
 from quantflow.quantizing.measurement_input import known_hashes, measurement_of, refuse_foreign
 from quantflow.quantizing.mixed_precision import chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture, recipe_text
@@ -184,6 +185,16 @@ def plot(mixture: ChosenMixture) -> str:
         x="bits per quantized weight, scales and zero points included",
         y="mean KL divergence, nats per token",
     )
+
+
+def choice_in(folder: Path) -> SchemeChoice:
+    """The schemes that were chosen, from the folder of quantized layers.
+
+    Raises:
+        InputError: none were.
+    """
+    table = rows(read_json(folder / RECORD))
+    return SchemeChoice(columns=COLUMNS, rows=table, recipe=folder / RECIPE, plot=folder / PLOT)
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -41,6 +41,9 @@ Result = TypeVar("Result")
 class RankedJob(Protocol):
     """What several ranks can do: a record that names an artifact, and how it is run."""
 
+    def run(self, progress: Progress) -> object:
+        """Do it, in each rank."""
+
     @property
     def artifact(self) -> Path:
         """The artifact's folder."""

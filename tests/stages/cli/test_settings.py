@@ -2,20 +2,25 @@
 
 from dataclasses import dataclass, fields
 from importlib import import_module
-from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 
-from quantflow import api
 from quantflow.benching.bench_job import BenchJob, KernelJob
 from quantflow.errors import UsageError
+from quantflow.exporting.job import ExportJob
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Quantize, Recipe, Resources, recipe_from
 from quantflow.progress import SILENT
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.runtime.generate_job import GenerateJob
 from quantflow.settings import every_setting, setting, settings_of
 from quantflow.stages import run as run_stage
 from quantflow.stages.cli.options import given, job_settings, recipe_flags, recipe_settings
+from quantflow.unifying.job import UnifyJob
+from quantflow.validating import recipe_check, tables
+from quantflow.validating.job import ValidateJob
 
 NEEDED = {
     "run": ["recipe"],
@@ -157,58 +162,42 @@ def test_run_hands_every_setting_to_the_stages(monkeypatch, tmp_path):
     )
     called = []
 
-    def record(name):
-        def call(*places, **words):
-            called.append((name, places, words))
-            folder = Path(words.get("report", places[1]))
-            return (
-                api.ValidateResult(folder=folder, outcome="fail", values={})
-                if name == "validate"
-                else api.StageResult(folder=folder)
-            )
+    def recorded(name):
+        def run(job, progress):
+            called.append((name, job))
+            folder = job.report if name == "validate" else job.output
+            return SimpleNamespace(folder=folder, outcome="fail", values={}, summary={})
 
-        return call
+        return run
 
-    monkeypatch.setattr(api, "resolve", lambda recipe, progress: recipe)
+    kinds = {
+        "measure": MeasureJob,
+        "unify": UnifyJob,
+        "quantize": QuantizeJob,
+        "export": ExportJob,
+        "validate": ValidateJob,
+    }
+    for name, kind in kinds.items():
+        monkeypatch.setattr(kind, "run", recorded(name))
+    monkeypatch.setattr(recipe_check, "resolved", lambda recipe, progress: recipe)
     monkeypatch.setattr(run_stage, "write_texts", lambda *_: None)  # there is no artifact to run
     monkeypatch.setattr(
-        api, "write_report", lambda path, results: called.append(("report", (path,), dict(results)))
+        tables, "write_report", lambda path, results: called.append(("report", dict(results)))
     )
-    for name in ("measure", "quantize", "unify", "export", "validate"):
-        monkeypatch.setattr(api, name, record(name))
     results = run_stage.run(run_stage.RunJob(recipe=recipe, name="r", folder=tmp_path), SILENT)
-    assert [name for name, _, _ in called] == [
-        *(
-            "measure",
-            "unify",
-            "quantize",
-            "export",
-            "validate",
-            "quantize",
-            "export",
-            "validate",
-            "report",
-        )
-    ]
+    stages = ["quantize", "export", "validate"]
+    assert [name for name, _ in called] == ["measure", "unify", *stages, *stages, "report"]
     assert len(results) == 2
-    words = {name: given for name, _, given in reversed(called)}  # the first artifact's
-    assert (
-        words["measure"]["calibration"] == recipe.calibration
-        and words["measure"]["measuring"] == recipe.measure
-    )
-    assert words["measure"]["artifacts"] == recipe.quantize and words["unify"]["groups"] == (
-        "0123",
-    )
-    assert (words["quantize"]["revision"], words["quantize"]["artifact"]) == (
-        "abc",
-        recipe.quantize[0],
-    )
-    assert words["export"]["options"] == recipe.export
-    assert (words["validate"]["options"], words["validate"]["expect"]) == (recipe.validate, "fail")
+    jobs = {name: job for name, job in reversed(called)}  # the first artifact's
+    assert jobs["measure"].calibration == recipe.calibration
+    assert jobs["measure"].options == recipe.measure
+    assert jobs["measure"].entries == recipe.quantize and jobs["unify"].groups == ("0123",)
+    assert (jobs["quantize"].revision, jobs["quantize"].entry) == ("abc", recipe.quantize[0])
+    assert jobs["export"].options == recipe.export
+    assert (jobs["validate"].options, jobs["validate"].expect) == (recipe.validate, "fail")
     for name in ("measure", "quantize", "export", "validate"):
-        assert words[name]["resources"] == Resources(
-            max_memory="4GiB", max_disk="5GiB", disk_offload=True
-        )
-        assert words[name]["force"] is True
+        limits = Resources(max_memory="4GiB", max_disk="5GiB", disk_offload=True)
+        assert jobs[name].resources == limits
+        assert jobs[name].force is True
     for name in ("measure", "quantize", "validate"):
-        assert words[name]["seed"] == 5
+        assert jobs[name].seed == 5

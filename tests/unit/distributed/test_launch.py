@@ -24,7 +24,7 @@ from quantflow.distributed.launch import (
     speaks,
 )
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UsageError
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.reporting.progress_line import ProgressLine
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quantflow.errors import UsageError
-from quantflow.exporting import EXPORTERS, ExportRequest, exporter
+from quantflow.exporting import EXPORTERS, exporter
+from quantflow.exporting.job import ExportJob
 from quantflow.formats import FORMATS
 from quantflow.formats.llama_cpp import gguf
 from quantflow.planning.recipe import Export
@@ -15,9 +16,7 @@ from quantflow.planning.recipe import Export
 
 @pytest.mark.parametrize("name", EXPORTERS)
 def test_every_format_has_a_module_that_makes_a_job_of_a_request_and_runs_it(name):
-    request = ExportRequest(
-        source=Path("s"), output=Path("o"), options=Export(format=name), replace=True
-    )
+    request = ExportJob(source=Path("s"), output=Path("o"), options=Export(format=name), force=True)
     job = EXPORTERS[name].job(request)
     assert (job.output, job.replace) == (Path("o"), True)
     assert callable(import_module(EXPORTERS[name].module).run)
@@ -39,7 +38,7 @@ def test_an_unknown_format_is_refused_with_the_nearest():
 
 
 def test_a_model_beside_the_one_that_becomes_a_gguf_is_refused():
-    request = ExportRequest(
+    request = ExportJob(
         source=Path("s"), output=Path("o"), options=Export(format="gguf"), model=Path("x")
     )
     with pytest.raises(

@@ -10,15 +10,18 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.errors import StatisticsError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files import inspect
 from quantflow.files.manifest import read_manifest
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.layer_by_layer import refuse_unchanged
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 ENTRY = Quantize(name="int4", scheme="W4A16", algorithm="gptq", group_size=32)
@@ -44,9 +47,7 @@ def on_the_grid(folder, llama, text_files, *, but=()):
 
 def measured_of(model, folder, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    return measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
-    )
+    return measure.run(MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def measured(tmp_path_factory, llama, text_files):
 
 
 def made(model, measured, folder, **words):
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=model, output=folder, entry=replace(ENTRY, **words), measurement=measured
     )
     return quantize.run(job, QUIET)
@@ -95,9 +96,7 @@ def test_errors_before_and_after_are_told_where_a_hessian_is_there(
 
 def test_manifest_inspect_and_card_show_them(llama, measured, tmp_path):
     made(llama, measured, tmp_path / "2")
-    artifact = export.run(
-        export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "artifact"), QUIET
-    )
+    artifact = export.run(ExportJob(source=tmp_path / "2", output=tmp_path / "artifact"), QUIET)
     manifest = read_manifest(artifact)
     told = [of for layer in manifest["layers"] for of in layer["decisions"].values()]
     errors = sorted(of["output_error"] for of in told)

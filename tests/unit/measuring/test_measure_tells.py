@@ -3,7 +3,8 @@
 import pytest
 
 from quantflow.measuring import measure
-from quantflow.planning.recipe import Calibration
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.recipe import Calibration, Measure
 from quantflow.progress import Silent
 
 
@@ -24,8 +25,11 @@ def test_less_than_half_of_the_tokens_is_said_with_the_remedy(llama, tmp_path, p
     calibration = Calibration(source=str(text), samples=4, sequence_length=64, pack=pack)
     heard = Heard()
     measure.run(
-        measure.MeasureJob(
-            model=llama, output=tmp_path / "m", calibration=calibration, stats=("amax",)
+        MeasureJob(
+            model=llama,
+            output=tmp_path / "m",
+            calibration=calibration,
+            options=Measure(stats=("amax",)),
         ),
         heard,
     )

@@ -15,15 +15,17 @@ from quantflow.errors import StatisticsError, UsageError
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
 from quantflow.measuring.backward import generator_for
+from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.stored import Deferred
 from quantflow.models.load import load_model, open_source
 from quantflow.numerics import output_blocks
-from quantflow.planning.recipe import Calibration, KVCacheSettings, Quantize, Tune
+from quantflow.planning.recipe import Calibration, KVCacheSettings, Measure, Quantize, Tune
 from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for, transforms_of
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 # tune: test_tune.py
@@ -39,8 +41,11 @@ def calibration(text_files):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
-    job = measure.MeasureJob(
-        model=llama, output=folder, calibration=calibration(text_files), stats=STATS
+    job = MeasureJob(
+        model=llama,
+        output=folder,
+        calibration=calibration(text_files),
+        options=Measure(stats=STATS),
     )
     measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
@@ -53,7 +58,7 @@ def best(tmp_path_factory, llama, measured):
 
 def made(llama, measured, folder, entry=ENTRY, progress=QUIET):
     return quantize.run(
-        quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
+        QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
         progress,
     )
 
@@ -99,11 +104,11 @@ def test_ranks_that_share_the_text_measure_summands(
 ):
     monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     found = []
-    job = measure.MeasureJob(
+    job = MeasureJob(
         model=llama,
         output=tmp_path / "two",
         calibration=calibration(text_files),
-        stats=("gradient",),
+        options=Measure(stats=("gradient",)),
     )
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
@@ -125,8 +130,11 @@ def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as
 ):
     """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
     monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",)
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "1",
+        calibration=calibration(text_files),
+        options=Measure(stats=("gradient",)),
     )
     alone = rank_folder(measure.run(job, QUIET), 0, 1)
     found, exact = (load_file(folder / "statistics.safetensors") for folder in (alone, measured))
@@ -184,8 +192,11 @@ def stopping(*, before=None, inside=None):
 def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(
     llama, text_files, measured, tmp_path
 ):
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path,
+        calibration=calibration(text_files),
+        options=Measure(stats=STATS),
     )
     for where in (
         {"before": 0},
@@ -207,8 +218,11 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
     llama, text_files, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",)
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "1",
+        calibration=calibration(text_files),
+        options=Measure(stats=("gradient",)),
     )
     once = rank_folder(measure.run(job, QUIET), 0, 1)
     monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
@@ -224,8 +238,11 @@ def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(
     llama, text_files, tmp_path, monkeypatch
 ):
     """Nor is it what a measurement in bfloat16 would be: the CPU is part of what it is made from."""
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path, calibration=calibration(text_files), stats=("gradient",)
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path,
+        calibration=calibration(text_files),
+        options=Measure(stats=("gradient",)),
     )
     monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     with pytest.raises(Stopped):
@@ -390,8 +407,11 @@ GOOD = ("--scheme", "W4A16", "--group-size", 32, "--algorithm", "good")
 
 
 def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_files, tmp_path):
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=()
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "1",
+        calibration=calibration(text_files),
+        options=Measure(stats=()),
     )
     measured = rank_folder(measure.run(job, QUIET), 0, 1)
     given = ["quantize", llama, "-o", tmp_path / "2", *GOOD, "--measurement", measured, "-q"]
@@ -479,8 +499,11 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
         made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=()
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "1",
+        calibration=calibration(text_files),
+        options=Measure(stats=()),
     )
     measure.run(job, QUIET)
     with pytest.raises(
@@ -492,8 +515,11 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     given = calibration(text_files)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "x",
+        calibration=given,
+        options=Measure(stats=("gradient",), ranks=2, tp=2),
     )
     with pytest.raises(UsageError, match="statistic gradient with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)

@@ -30,7 +30,7 @@ from quantflow.quantizing.file_to_file import quantize_files
 from quantflow.quantizing.hashes_ahead import HashesAhead
 from quantflow.quantizing.layer_error import relative_error
 from quantflow.quantizing.weight_rows import row_step
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.reporting.progress_line import ProgressLine
 
 SCHEMES = [
     "FP8_DYNAMIC",

@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 from quantflow.core.scheme import scheme_words
 from quantflow.errors import GateError, StatisticsError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.manifest import read_manifest
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
 from quantflow.measuring.backward import generator_for
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.numerics.divergence import token_kld
@@ -23,6 +25,7 @@ from quantflow.planning.recipe import (
     Calibration,
     Candidate,
     HeadSettings,
+    Measure,
     Override,
     Quantize,
     Tune,
@@ -31,13 +34,14 @@ from quantflow.planning.recipe import (
 )
 from quantflow.planning.requirements import entries_of, statistics_for, transforms_of
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.mixed_precision import chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantizing.mixed_precision.sensitivity import Item, candidates_of
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 SMALL = tuple(
@@ -55,8 +59,11 @@ def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     measure.run(
-        measure.MeasureJob(
-            model=llama, output=folder, calibration=calibration, stats=("amax", "fisher")
+        MeasureJob(
+            model=llama,
+            output=folder,
+            calibration=calibration,
+            options=Measure(stats=("amax", "fisher")),
         ),
         QUIET,
     )
@@ -67,7 +74,7 @@ def measured(tmp_path_factory, llama, text_files):
 def mixed(tmp_path_factory, llama, measured):
     folder = tmp_path_factory.mktemp("mixed") / "out"
     return quantize.run(
-        quantize.QuantizeJob(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET
+        QuantizeJob(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET
     )
 
 
@@ -178,9 +185,7 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
         for path in mixed.rglob("*")
         if path.is_file() and ".lock" not in path.name
     }
-    quantize.run(
-        quantize.QuantizeJob(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET
-    )
+    quantize.run(QuantizeJob(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     class Stopped(BaseException):
@@ -193,9 +198,7 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
                     raise Stopped
                 yield item
 
-    job = quantize.QuantizeJob(
-        model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured
-    )
+    job = QuantizeJob(model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured)
     for stage in ("choose mixed", "quantize mixed", "measure mixed"):
         progress = StopAt(quiet=True)
         object.__setattr__(progress, "stage", stage)
@@ -232,7 +235,7 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
         progress = kind(quiet=True)
         object.__setattr__(progress, "lines", [])
         quantize.run(
-            quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
+            QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured),
             progress,
         )
         return progress.lines
@@ -279,7 +282,7 @@ def divergence(artifact, llama, measured):
 def test_what_is_measured_is_the_divergence_of_the_exported_artifact(
     mixed, llama, measured, tmp_path
 ):
-    artifact = export.run(export.ExportJob(quantized=mixed, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=mixed, output=tmp_path / "artifact"), QUIET)
     expected, tokens = divergence(artifact, llama, measured)
     assert record(mixed)["measured_kld"] == pytest.approx(expected, rel=1e-3)
     assert record(mixed)["tokens"] == tokens
@@ -295,11 +298,9 @@ def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_
     mixed, llama, measured, tmp_path
 ):
     entry = replace(ENTRY, head=HeadSettings(scheme="W3A16", algorithm="rtn", group_size=64))
-    job = quantize.QuantizeJob(
-        model=llama, output=tmp_path / "q", entry=entry, measurement=measured
-    )
+    job = QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured)
     artifact = export.run(
-        export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
+        ExportJob(source=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET
     )
     found, plain = record(job.output), record(mixed)
     for key in ("items", "bits_per_weight", "predicted_kld", "tokens"):
@@ -352,8 +353,11 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     llama, text_files, measured, tmp_path, monkeypatch
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher")
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "found",
+        calibration=calibration,
+        options=Measure(stats=("amax", "fisher")),
     )
     original = measure.allow_measure
     monkeypatch.setattr(
@@ -395,8 +399,11 @@ def test_ranks_that_share_the_text_measure_the_same_sensitivities(
 ):
     found = []
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "two", calibration=calibration, stats=("fisher",)
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "two",
+        calibration=calibration,
+        options=Measure(stats=("fisher",)),
     )
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
@@ -409,13 +416,11 @@ def test_ranks_that_share_the_text_measure_the_same_sensitivities(
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]))
-    job = measure.MeasureJob(
+    job = MeasureJob(
         model=llama,
         output=tmp_path / "x",
         calibration=calibration,
-        stats=("fisher",),
-        ranks=2,
-        tp=2,
+        options=Measure(stats=("fisher",), ranks=2, tp=2),
     )
     with pytest.raises(UsageError, match="statistic fisher with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)
@@ -517,9 +522,7 @@ def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured
         ENTRY, target_bpw=5.2, overrides=(fixed,), ignore=("model.layers.1.self_attn.o_proj",)
     )
     folder = quantize.run(
-        quantize.QuantizeJob(
-            model=llama, output=tmp_path / "out", entry=entry, measurement=measured
-        ),
+        QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured),
         QUIET,
     )
     plan = json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
@@ -543,14 +546,15 @@ def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed
     entry = replace(ENTRY, algorithm="best", tune=Tune(steps=0))
     assert transforms_of(entry) == ()
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.MeasureJob(
-        model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry])
+    job = MeasureJob(
+        model=llama,
+        output=tmp_path / "m",
+        calibration=calibration,
+        options=Measure(stats=statistics_for([entry])),
     )
     measured = measure.run(job, QUIET)
     folder = quantize.run(
-        quantize.QuantizeJob(
-            model=llama, output=tmp_path / "out", entry=entry, measurement=measured
-        ),
+        QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured),
         QUIET,
     )
     (recipe,) = recipe_from(read_yaml(folder / "recipe.yaml")).quantize
@@ -603,7 +607,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     assert statistics_for(entries_of("W4A16@4.25")) == ("fisher",)
     with pytest.raises(UsageError, match="'four' is no number of bits; write W4A16@4.25"):
         entries_of("W4A16@four")
-    job = quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY)
+    job = QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY)
     with pytest.raises(UsageError, match="needs count, hessian_sum, square_sum, none is given"):
         quantize.run(job, QUIET)
     text = ("--calibration", text_files["calibration"], "--samples", 2)
@@ -615,9 +619,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     with pytest.raises(
         UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"
     ):
-        quantize.run(
-            quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET
-        )
+        quantize.run(QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
 
 
 @pytest.mark.parametrize("transform", ["smoothquant", "awq", "hadamard"])
@@ -627,7 +629,7 @@ def test_transforms_are_refused_before_anything_is_measured_or_chosen(llama, tmp
     with pytest.raises(UsageError, match=message):
         statistics_for([entry])
     with pytest.raises(UsageError, match=message):
-        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry), QUIET)
+        quantize.run(QuantizeJob(model=llama, output=tmp_path / "out", entry=entry), QUIET)
     assert not (tmp_path / "out").exists()
 
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from quantflow.exporting import ExportRequest, exporter
+from quantflow.exporting import exporter
+from quantflow.exporting.job import ExportJob
 from quantflow.files.manifest import read_manifest
 from quantflow.planning.recipe import Export
 from quantflow.progress import SILENT
@@ -88,7 +89,7 @@ def test_what_needs_the_model_or_matches_nothing_is_refused(given, told, model, 
 
 
 def dequantized(artifact, output):
-    request = ExportRequest(
+    request = ExportJob(
         source=artifact, output=output, options=Export(format="dequantized", dtype="f32")
     )
     return exporter("dequantized").run(exporter("dequantized").job(request), SILENT)

@@ -17,13 +17,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import InputError, IntegrityError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.weight_rows import Unit
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -38,11 +41,11 @@ def entry(scheme: str, *, group_size: int = 16, **options) -> Quantize:
 
 
 def one(model: Path, output: Path, recipe: Quantize) -> Path:
-    return quantize.run(quantize.QuantizeJob(model=model, output=output, entry=recipe), QUIET)
+    return quantize.run(QuantizeJob(model=model, output=output, entry=recipe), QUIET)
 
 
 def together(shards: Path, output: Path, **options) -> Path:
-    return unify.run(unify.UnifyJob(measurement=shards, output=output, **options), QUIET)
+    return unify.run(UnifyJob(measurement=shards, output=output, **options), QUIET)
 
 
 @pytest.fixture
@@ -117,7 +120,7 @@ def test_the_embedded_model_in_shards_is_the_same_artifact(tmp_path, cards, sche
     assert hashes(made) == hashes(whole)
     if (scheme, ranks) == ("FP8_DYNAMIC", 4):
         artifacts = [
-            export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET)
+            export.run(ExportJob(source=path, output=path.with_suffix(".out")), QUIET)
             for path in (whole, made)
         ]
         assert len(hashes(artifacts[0])) > 5 and hashes(artifacts[0]) == hashes(artifacts[1])
@@ -129,7 +132,7 @@ def test_the_artifact_of_a_model_with_few_key_heads_is_the_same(model, tmp_path,
         cards(model, tmp_path / "shards", entry("W4A16_ASYM"), ranks=4), tmp_path / "made"
     )
     artifacts = [
-        export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET)
+        export.run(ExportJob(source=path, output=path.with_suffix(".out")), QUIET)
         for path in (whole, made)
     ]
     assert hashes(artifacts[0]) == hashes(artifacts[1])
@@ -325,7 +328,7 @@ def test_what_cannot_be_cut_is_refused_before_a_weight_is_read(model, tmp_path, 
     # NaN: whoever reads one says so
     path.write_bytes(content[:header] + b"\xff" * (len(content) - header))
     recipe = Quantize(name="x", **{key: value for key, value in options.items() if key != "ranks"})
-    job = quantize.QuantizeJob(
+    job = QuantizeJob(
         model=folder, output=tmp_path / "out", entry=recipe, ranks=options.get("ranks", 2)
     )
     with pytest.raises(UsageError, match=told):
@@ -407,7 +410,7 @@ def test_export_of_shards_says_what_to_do(model, tmp_path, cards):
         (shards / "rank-001-of-002", "one of 2 shards"),
     ):
         with pytest.raises(InputError, match=told) as refused:
-            export.run(export.ExportJob(quantized=folder, output=tmp_path / "out"), QUIET)
+            export.run(ExportJob(source=folder, output=tmp_path / "out"), QUIET)
         assert f"quantflow unify -m {shards}" in refused.value.remedy
 
 

@@ -12,13 +12,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, IntegrityError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.exporting.proof_process import _prove_tensors
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.measuring import measure
-from quantflow.planning.recipe import Calibration, Override, Quantize
+from quantflow.measuring.job import MeasureJob
+from quantflow.planning.recipe import Calibration, Measure, Override, Quantize
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.unifying import unify
+from quantflow.unifying.job import UnifyJob
 
 QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -30,7 +34,7 @@ def entry(scheme: str, **options) -> Quantize:
 
 
 def together(shards: Path, output: Path, **options) -> Path:
-    return unify.run(unify.UnifyJob(measurement=shards, output=output, **options), QUIET)
+    return unify.run(UnifyJob(measurement=shards, output=output, **options), QUIET)
 
 
 def layers(folder: Path) -> list[bytes]:
@@ -68,14 +72,12 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(model, text_files, tmp_path_factory) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=8, sequence_length=64)
     folder = tmp_path_factory.mktemp("measured") / "m"
-    return measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET
-    )
+    return measure.run(MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
     return quantize.run(
-        quantize.QuantizeJob(model=model, output=output, entry=recipe, measurement=measured), QUIET
+        QuantizeJob(model=model, output=output, entry=recipe, measurement=measured), QUIET
     )
 
 
@@ -104,15 +106,18 @@ def test_the_artifacts_of_the_embedded_model_are_the_same_but_for_what_proved_th
     text_files, tmp_path, cards
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=64)
-    job = measure.MeasureJob(
-        model=EXAMPLE, output=tmp_path / "m", calibration=calibration, stats=("amax",)
+    job = MeasureJob(
+        model=EXAMPLE,
+        output=tmp_path / "m",
+        calibration=calibration,
+        options=Measure(stats=("amax",)),
     )
     measured = measure.run(job, QUIET)
     whole = one(EXAMPLE, tmp_path / "whole", entry("FP8"), measured)
     shards = cards(EXAMPLE, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
     made = together(shards, tmp_path / "made")
     ours, theirs = (
-        export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET)
+        export.run(ExportJob(source=path, output=path.with_suffix(".out")), QUIET)
         for path in (made, whole)
     )
     for name in ("model.safetensors", "config.json"):
@@ -199,7 +204,7 @@ def test_a_foreign_or_missing_measurement_is_refused_by_every_rank(
 def test_the_proof_sees_another_scale(model, measured, tmp_path, cards, key):
     shards = cards(model, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
     made = together(shards, tmp_path / "made")
-    artifact = export.run(export.ExportJob(quantized=made, output=tmp_path / "out"), QUIET)
+    artifact = export.run(ExportJob(source=made, output=tmp_path / "out"), QUIET)
     path = artifact / "model.safetensors"
     stored = safetensors.torch.load_file(path)
     stored[f"model.layers.1.self_attn.{key}"] *= 2

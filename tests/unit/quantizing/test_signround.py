@@ -9,17 +9,20 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, recipe_from
 from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 FEW = SignRound(iterations=12, sequences=3)
@@ -30,9 +33,7 @@ ENTRY = Quantize(
 
 def measured_of(model, text_files, folder, **options):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(
-        measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET
-    )
+    measure.run(MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -43,9 +44,7 @@ def measured(tmp_path_factory, llama, text_files):
 
 def made(model, measured, folder, entry=ENTRY, **options):
     return quantize.run(
-        quantize.QuantizeJob(
-            model=model, output=folder, entry=entry, measurement=measured, **options
-        ),
+        QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options),
         QUIET,
     )
 
@@ -71,7 +70,7 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
     llama, measured, tmp_path
 ):
     folder = made(llama, measured, tmp_path / "2")
-    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     original, quantized = (
         load_model(open_source(llama), dtype=torch.float32),
         load(artifact, backend="reference", exact=True).model,
@@ -211,7 +210,7 @@ def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
     with pytest.raises(
         UsageError, match="W4A16 with signround needs the calibration text, none is given"
     ) as caught:
-        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
+        quantize.run(QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
     assert "learned" not in caught.value.cause
 
 

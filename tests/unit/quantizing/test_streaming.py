@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from quantflow.errors import InputError
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.planning.recipe import Calibration, Quantize, SignRound
 from quantflow.quantizing import quantize
-from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
 ENTRIES = {
@@ -67,13 +69,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def measured(model, text_files, folder):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
+    measure.run(MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
     return rank_folder(folder, 0, 1)
 
 
 def quantized(model, measurement, folder, entry):
     return quantize.run(
-        quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measurement),
+        QuantizeJob(model=model, output=folder, entry=entry, measurement=measurement),
         QUIET,
     )
 
@@ -120,7 +122,7 @@ def test_quantized_layers_do_not_depend_on_cores(llama, text_files, tmp_path, mo
 def test_a_measurement_goes_on_at_the_layer_where_it_was_stopped(llama, text_files, tmp_path):
     expected = files_of(measured(llama, text_files, tmp_path / "expected"))
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    job = measure.MeasureJob(model=llama, output=tmp_path / "found", calibration=calibration)
+    job = MeasureJob(model=llama, output=tmp_path / "found", calibration=calibration)
     with pytest.raises(Stopped):
         measure.run(job, StopAfter(1))
     first = tmp_path / "found" / ".rank-000-of-001.work" / "layers" / "00000.safetensors"
@@ -141,9 +143,7 @@ def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(
 ):
     measurement = measured(llama, text_files, tmp_path / "measured")
     expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
-    job = quantize.QuantizeJob(
-        model=llama, output=tmp_path / "found", entry=entry, measurement=measurement
-    )
+    job = QuantizeJob(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement)
     with pytest.raises(Stopped):
         quantize.run(job, StopAfter(1))
     (kept,) = (tmp_path / ".found.hidden").glob("*.hidden")
@@ -170,7 +170,7 @@ def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(
     entry = ENTRIES["gptq"]
     with pytest.raises(Stopped):
         quantize.run(
-            quantize.QuantizeJob(
+            QuantizeJob(
                 model=llama,
                 output=tmp_path / "found",
                 entry=replace(entry, group_size=64),
@@ -179,9 +179,7 @@ def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(
             StopAfter(1),
         )
     quantize.run(
-        quantize.QuantizeJob(
-            model=llama, output=tmp_path / "found", entry=entry, measurement=measurement
-        ),
+        QuantizeJob(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement),
         ProgressLine(),
     )
     assert "the unfinished result was made with plan." in capsys.readouterr().err
@@ -199,7 +197,7 @@ def test_a_weight_that_is_not_finite_in_a_later_layer_leaves_the_finished_layers
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    job = quantize.QuantizeJob(model=model, output=tmp_path / "found", entry=ENTRIES["gptq"])
+    job = QuantizeJob(model=model, output=tmp_path / "found", entry=ENTRIES["gptq"])
     with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj"):
         quantize.run(replace(job, entry=Quantize(name="x", scheme="W8A16")), QUIET)
     assert not (tmp_path / "found" / "DONE.json").exists()

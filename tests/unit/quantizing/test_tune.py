@@ -12,14 +12,17 @@ from quantflow.algorithms import COMBINATIONS, tune
 from quantflow.core import determinism
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
+from quantflow.measuring.job import MeasureJob
 from quantflow.models import layer_store, stand_ins
 from quantflow.models.capture import LayerStream
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import (
     Calibration,
+    Measure,
     Override,
     Quantize,
     SignRound,
@@ -29,11 +32,13 @@ from quantflow.planning.recipe import (
 )
 from quantflow.planning.requirements import entries_of, tune_of
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validating import validate
+from quantflow.validating.job import ValidateJob
 
 QUIET = ProgressLine(quiet=True)
 FEW = Tune(steps=6, sequences=2)
@@ -45,8 +50,11 @@ def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
     measure.run(
-        measure.MeasureJob(
-            model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")
+        MeasureJob(
+            model=llama,
+            output=folder,
+            calibration=calibration,
+            options=Measure(stats=("mean_abs", "gradient")),
         ),
         QUIET,
     )
@@ -55,9 +63,7 @@ def measured(tmp_path_factory, llama, text_files):
 
 def made(model, measured, folder, entry=ENTRY, **options):
     return quantize.run(
-        quantize.QuantizeJob(
-            model=model, output=folder, entry=entry, measurement=measured, **options
-        ),
+        QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options),
         QUIET,
     )
 
@@ -105,7 +111,7 @@ def sequences_of(measured):
 
 def exported(folder, to):
     return open_artifact(
-        export.run(export.ExportJob(quantized=folder, output=to), QUIET), backend="reference"
+        export.run(ExportJob(source=folder, output=to), QUIET), backend="reference"
     )
 
 
@@ -354,7 +360,7 @@ def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
     exported(tuned, tmp_path / "artifact")
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.ValidateJob(
+    job = ValidateJob(
         artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options
     )
     assert validate.run(job, QUIET)["algorithm"] == "rtn + tune"
@@ -503,7 +509,7 @@ def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path):
     with pytest.raises(
         UsageError, match="W4A16 with rtn needs the calibration text, none is given"
     ):
-        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
+        quantize.run(QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quantflow import api
+import quantflow
 from quantflow.exporting import export as export_stage
 from quantflow.planning.recipe import Quantize
 from quantflow.progress import SILENT
@@ -32,10 +32,10 @@ def artifact(tmp_path_factory):
     work = tmp_path_factory.mktemp("served")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # other tests prove artifacts
-        quantized = api.quantize(
-            ROOT / "examples/tiny-llama", work / "2", artifact=Quantize(name="int8", scheme="W8A16")
+        quantized = quantflow.quantize(
+            ROOT / "examples/tiny-llama", work / "2", entry=Quantize(name="int8", scheme="W8A16")
         )
-        return api.export(quantized.folder, work / "python-model").folder
+        return quantflow.export(quantized.folder, work / "python-model").folder
 
 
 @pytest.fixture(scope="session")

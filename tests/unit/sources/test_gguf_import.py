@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.exporting.gguf_export import GGUFExportJob
 from quantflow.exporting.gguf_export import run as export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.origin import origin_of
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.blocks import read_rows, readable
@@ -26,6 +26,7 @@ from quantflow.formats.llama_cpp.pieces import pieces
 from quantflow.formats.llama_cpp.tokenizer_files import write_tokenizer
 from quantflow.models.load import load_model, open_source
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.planning.recipe import Export
 from quantflow.progress import SILENT
 from quantflow.sources.gguf_import import import_gguf
 
@@ -39,10 +40,10 @@ def exported(family_model, tmp_path_factory):
 
     def make(family: str) -> Path:
         if family not in made:
-            job = GGUFExportJob(
+            job = ExportJob(
                 source=family_model(family),
                 output=tmp_path_factory.mktemp("gguf") / family,
-                dtype="bf16",
+                options=Export(format="gguf", dtype="bf16"),
             )
             (made[family],) = export(job, SILENT).glob("*.gguf")
         return made[family]

@@ -14,11 +14,12 @@ from urllib.parse import urlparse
 import pytest
 from huggingface_hub import constants
 
-from quantflow import api
+import quantflow
 from quantflow.benching.bench_job import BenchJob
 from quantflow.errors import InputError
+from quantflow.exporting.job import ExportJob
 from quantflow.files.origin import origin_of
-from quantflow.planning.recipe import Quantize
+from quantflow.planning.recipe import Export, Quantize
 from quantflow.progress import SILENT
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.generate_job import GenerateJob
@@ -265,10 +266,14 @@ def test_verbs_take_names_and_the_token_stays_unsaid(hub, tmp_path):
 
 
 def test_a_file_of_the_hub_is_imported(hub, llama, tmp_path, monkeypatch):
-    from quantflow.exporting.gguf_export import GGUFExportJob
     from quantflow.exporting.gguf_export import run as export
 
-    export(GGUFExportJob(source=llama, output=tmp_path / "gguf", dtype="bf16"), SILENT)
+    export(
+        ExportJob(
+            source=llama, output=tmp_path / "gguf", options=Export(format="gguf", dtype="bf16")
+        ),
+        SILENT,
+    )
     hub.repositories["org/files"] = (tmp_path / "gguf", False)
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     folder = model_folder("org/files/model-bf16.gguf", progress=SILENT)
@@ -277,42 +282,40 @@ def test_a_file_of_the_hub_is_imported(hub, llama, tmp_path, monkeypatch):
     job = in_folders(ServeJob(artifact=tmp_path / "gguf/model-bf16.gguf"), SILENT)
     assert (job.artifact, job.first_name) == (folder, "model-bf16.gguf")
     words = {"prompts": ("value",), "max_new_tokens": 4}
-    imported = api.generate(GenerateJob(artifact=Path("org/files/model-bf16.gguf"), **words))
-    assert imported["outputs"] == api.generate(GenerateJob(artifact=folder, **words))["outputs"]
+    imported = GenerateJob(artifact=Path("org/files/model-bf16.gguf"), **words).run()
+    assert imported["outputs"] == GenerateJob(artifact=folder, **words).run()["outputs"]
 
 
 def test_the_hubs_model_runs_as_its_folder_does_at_the_revision_that_is_asked_for(
     hub, llama, tmp_path
 ):
     words = {"prompts": ("value",), "max_new_tokens": 4}
-    here = api.generate(GenerateJob(artifact=llama, **words))
-    there = api.generate(GenerateJob(artifact=Path("org/llama"), revision="v1", **words))
+    here = GenerateJob(artifact=llama, **words).run()
+    there = GenerateJob(artifact=Path("org/llama"), revision="v1", **words).run()
     assert there["outputs"] == here["outputs"]
-    timed = api.bench(
-        BenchJob(
-            artifact=Path("org/llama"),
-            revision="v1",
-            input_tokens=(4,),
-            new_tokens=2,
-            runs=1,
-            warmups=0,
-        )
-    )
+    timed = BenchJob(
+        artifact=Path("org/llama"),
+        revision="v1",
+        input_tokens=(4,),
+        new_tokens=2,
+        runs=1,
+        warmups=0,
+    ).run()
     assert timed["artifact"].endswith(f"models--org--llama/snapshots/{OLDER}")
     assert not (tmp_path / "cache/models--org--llama/snapshots" / COMMIT).exists()
     with pytest.raises(InputError, match="org/llama: has no revision 'v9'"):
-        api.generate(GenerateJob(artifact=Path("org/llama"), revision="v9", **words))
+        GenerateJob(artifact=Path("org/llama"), revision="v9", **words).run()
     with pytest.raises(
         InputError,
         match="nobody: no such folder or file; give a folder, a name on the hub such as org/name",
     ):
-        api.generate(GenerateJob(artifact=Path("nobody"), **words))
+        GenerateJob(artifact=Path("nobody"), **words).run()
 
 
 def test_a_chat_and_a_server_call_the_hubs_model_by_its_name(hub, tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    partner = api.conversation(ChatJob(artifact=Path("org/llama"), chat_template=template))
+    partner = ChatJob(artifact=Path("org/llama"), chat_template=template).partner()
     assert partner.name == "org/llama"
     partner.close()
     job = in_folders(
@@ -325,14 +328,14 @@ def test_a_chat_and_a_server_call_the_hubs_model_by_its_name(hub, tmp_path):
 
 
 def test_of_an_artifact_on_the_hub_every_file_is_taken(hub, llama, tmp_path):
-    made = api.make_artifact(
-        llama, tmp_path / "fp8", artifact=Quantize(name="fp8", scheme="FP8_DYNAMIC")
+    made = quantflow.make_artifact(
+        llama, tmp_path / "fp8", entry=Quantize(name="fp8", scheme="FP8_DYNAMIC")
     ).folder
     hub.repositories["org/fp8"] = (made, False)
     words = {"prompts": ("value",), "max_new_tokens": 4}
     # verifies what the manifest names
-    there = api.generate(GenerateJob(artifact=Path("org/fp8"), **words))
-    assert there["outputs"] == api.generate(GenerateJob(artifact=made, **words))["outputs"]
+    there = GenerateJob(artifact=Path("org/fp8"), **words).run()
+    assert there["outputs"] == GenerateJob(artifact=made, **words).run()["outputs"]
     assert {path.name for path in model_folder("org/fp8", progress=SILENT).iterdir()} == {
         path.name for path in made.iterdir()
     }

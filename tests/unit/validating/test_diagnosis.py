@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow import api
+import quantflow
 from quantflow.errors import UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from quantflow.planning.recipe import (
@@ -21,8 +22,10 @@ from quantflow.planning.recipe import (
 )
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
-from quantflow.validating import probes, validate
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.validating import probes, tables, validate
 from quantflow.validating.diagnosis_table import cells, hint
+from quantflow.validating.job import ValidateJob
 from quantflow.validating.layerwise import BASELINE
 from quantflow.validating.swaps import Swapping
 
@@ -36,8 +39,8 @@ def artifact_of(llama, tmp_path_factory, text_files):
         entry = Quantize(
             **{"name": "a", "scheme": "W4A16", "algorithm": "rtn", "group_size": 32} | words
         )
-        quantize.run(quantize.QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
-        return export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT)
+        quantize.run(QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
+        return export.run(ExportJob(source=folder / "2", output=folder / "4"), SILENT)
 
     return make
 
@@ -54,7 +57,7 @@ def job_of(artifact, llama, text_files, report, **options):
         "sequence_length": 40,
         "diagnose": 100,
     }
-    return validate.ValidateJob(
+    return ValidateJob(
         artifact=artifact, baseline=llama, report=report, options=Validate(**words | options)
     )
 
@@ -118,8 +121,8 @@ def test_the_mend_lowers_the_divergence_as_predicted(
     mend = before["diagnosis"]["mend"]
     recipe = recipe_from(read_yaml(job.report / mend["recipe"]))
     (entry,) = recipe.quantize
-    quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), SILENT)
-    mended = export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "4"), SILENT)
+    quantize.run(QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), SILENT)
+    mended = export.run(ExportJob(source=tmp_path / "2", output=tmp_path / "4"), SILENT)
     after = validate.run(
         job_of(mended, llama, text_files, tmp_path / "after", diagnose=None), SILENT
     )
@@ -281,7 +284,7 @@ def test_the_table_has_the_costliest_linears_first():
 
 def test_the_functions_offer_the_table_and_the_hint(diagnosed, artifact, llama):
     job, _ = diagnosed
-    result = api.validate(artifact, llama, options=job.options, report=job.report)
-    columns, rows = api.diagnosis_table(result)
+    result = quantflow.validate(artifact, llama, options=job.options, report=job.report)
+    columns, rows = tables.diagnosis(result)
     assert columns[0] == "quantized" and len(rows) == 10
-    assert "mend.yaml is its recipe" in api.mend_hint(result)
+    assert "mend.yaml is its recipe" in tables.mend_hint(result)

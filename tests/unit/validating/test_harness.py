@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.planning.recipe import Quantize
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.runtime.load import load
 from quantflow.validating.harness import TaskOptions, evaluate, loaded_tasks
 
@@ -84,8 +86,8 @@ def same(ours, theirs):
 def artifact(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     entry = Quantize(name="a", scheme="W4A16", algorithm="rtn")
-    quantize.run(quantize.QuantizeJob(model=EXAMPLE, output=folder / "2", entry=entry), SILENT)
-    return export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT)
+    quantize.run(QuantizeJob(model=EXAMPLE, output=folder / "2", entry=entry), SILENT)
+    return export.run(ExportJob(source=folder / "2", output=folder / "4"), SILENT)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import recovery
 from quantflow.validating.gate import Gate, load_gate
+from quantflow.validating.job import GateJob
 from quantflow.validating.junit import write_junit
-from quantflow.validating.recorded import GateJob, run
+from quantflow.validating.recorded import run
 from quantflow.validating.verdict import raise_for_verdict
 
 RIGHT, WRONG = "1" * 600 + "0" * 400, "0" * 1000

@@ -8,8 +8,9 @@ import pytest
 
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.validating.gate import METRICS, Gate, load_gate
+from quantflow.validating.job import GateJob
 from quantflow.validating.junit import write_junit
-from quantflow.validating.recorded import GateJob, run
+from quantflow.validating.recorded import run
 from quantflow.validating.regression import allowances, compare_with, read_validation
 from quantflow.validating.verdict import raise_for_verdict
 

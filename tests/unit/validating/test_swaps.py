@@ -7,12 +7,14 @@ import torch
 from torch.nn import functional
 
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
 from quantflow.runtime.artifact import open_artifact
 from quantflow.validating.layerwise import BASELINE
 from quantflow.validating.swaps import CANDIDATE, Swap, Swapping
@@ -31,9 +33,9 @@ def artifact(llama, tmp_path_factory):
         group_size=32,
         head=HeadSettings(scheme="W4A16", algorithm="rtn", group_size=32),
     )
-    quantize.run(quantize.QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
+    quantize.run(QuantizeJob(model=llama, output=folder / "2", entry=entry), SILENT)
     return open_artifact(
-        export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), SILENT),
+        export.run(ExportJob(source=folder / "2", output=folder / "4"), SILENT),
         backend="reference",
     )
 

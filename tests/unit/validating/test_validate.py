@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.exporting import export
+from quantflow.exporting.job import ExportJob
 from quantflow.files.canonical import digest_of, file_digest
 from quantflow.files.manifest import read_manifest, write_manifest
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
@@ -22,9 +23,11 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Quantize, Validate
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize
+from quantflow.quantizing.job import QuantizeJob
+from quantflow.reporting.progress_line import ProgressLine
 from quantflow.runtime.artifact import open_folder
-from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validating import validate
+from quantflow.validating.job import ValidateJob
 from quantflow.validating.regression import read_validation
 from quantflow.validating.verdict import raise_for_verdict
 
@@ -51,9 +54,7 @@ def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, t
     short, long = (torch.tensor(words(part.strip())["input_ids"]) for part in (heading, body))
     assert len(short) < CANARY_TOKENS < len(long)
     options = Validate(text=str(text), tokens=96, sequence_length=96)
-    job = validate.ValidateJob(
-        artifact=llama, baseline=llama, report=tmp_path / "r", options=options
-    )
+    job = ValidateJob(artifact=llama, baseline=llama, report=tmp_path / "r", options=options)
 
     def manifest(*sequences):
         heads = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in sequences]
@@ -77,13 +78,13 @@ QUIET = ProgressLine(quiet=True)
 def artifact(tmp_path_factory, llama):
     folder = tmp_path_factory.mktemp("artifact")
     entry = Quantize(name="a", scheme="W4A16", algorithm="rtn", group_size=32)
-    quantize.run(quantize.QuantizeJob(model=llama, output=folder / "2", entry=entry), QUIET)
-    return export.run(export.ExportJob(quantized=folder / "2", output=folder / "4"), QUIET)
+    quantize.run(QuantizeJob(model=llama, output=folder / "2", entry=entry), QUIET)
+    return export.run(ExportJob(source=folder / "2", output=folder / "4"), QUIET)
 
 
 def job_of(artifact, llama, text_files, report):
     options = Validate(text=str(text_files["heldout"]), tokens=400, sequence_length=40)
-    return validate.ValidateJob(artifact=artifact, baseline=llama, report=report, options=options)
+    return ValidateJob(artifact=artifact, baseline=llama, report=report, options=options)
 
 
 @pytest.fixture

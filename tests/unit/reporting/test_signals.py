@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from quantflow.stages.cli.progress_line import ProgressLine
-from quantflow.stages.cli.signals import Interrupted, Signals
+from quantflow.reporting.progress_line import ProgressLine
+from quantflow.reporting.signals import Interrupted, Signals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 

@@ -10,7 +10,7 @@ import pytest
 # aborts it at its end.
 PROCESS = """
 import atexit, os, sys
-from quantflow.stages.cli.output import end_failed_rank
+from quantflow.distributed.rank import end_failed_rank
 atexit.register(os.abort)
 print("said")
 end_failed_rank(int(sys.argv[1]))

@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 
 from quantflow.errors import InputError
-from quantflow.stages.cli.log import Log, logged
+from quantflow.reporting.log import Log, logged
 from quantflow.units import duration, size
 
 

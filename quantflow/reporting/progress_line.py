@@ -12,8 +12,8 @@ from typing import Self, TextIO, TypeVar
 
 from quantflow.plain_text import one_line, plain
 from quantflow.process_memory import usage
-from quantflow.stages.cli.log import Log, logged, peaks
-from quantflow.stages.cli.signals import Signals
+from quantflow.reporting.log import Log, logged, peaks
+from quantflow.reporting.signals import Signals
 from quantflow.units import duration, size
 
 Item = TypeVar("Item")

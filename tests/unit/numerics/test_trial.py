@@ -5,8 +5,8 @@ import torch
 
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.numerics.smoothing import Absorber, Fold
+from quantflow.numerics.trial import trial, working_bytes
 from quantflow.transforms import trial as module
-from quantflow.transforms.trial import trial, working_bytes
 
 
 def fold_of(weights, scheme="W8A8", **statistics):

@@ -1,0 +1,1 @@
+"""What a process tells people: lines about its steps, a log, and how it ends."""
