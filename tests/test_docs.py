@@ -3,6 +3,8 @@
 import dataclasses
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -88,7 +90,7 @@ def test_every_page_is_reached_from_the_readme():
     assert set(re.findall(r"\(docs/(\w[\w-]*\.md)", (ROOT / "README.md").read_text())) >= pages
 
 
-def test_the_picture_of_the_readme_is_drawn_from_the_tables(monkeypatch):
+def test_the_picture_of_the_peers_is_drawn_from_the_tables(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import peers_picture
 
@@ -101,20 +103,17 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
     import peers_picture
 
     readme = ROOT / "README.md"
-    rows = peers_picture.table(ROOT / "docs/accuracy.md", "model | program")
-    accuracy = {(row["model"], row["program"], row["scheme"]): row["KLD mean"] for row in rows}
+    losses = _losses(peers_picture.table)
     compared = peers_picture.table(readme, "model | scheme")
-    assert len(compared) == 8
+    assert len(compared) == 13
     for row in compared:
-        peer, _, its = row["best peer"].rpartition(" ")
-        ours = accuracy[row["model"], "quantflow best", row["scheme"]]
-        others = {
-            program: kld
-            for (model, program, scheme), kld in accuracy.items()
-            if (model, scheme) == (row["model"], row["scheme"]) and not program.startswith("quantflow")
-        }
-        assert (row["quantflow best"], its, others[peer]) == (ours, others[peer], min(others.values(), key=float)), row
-        assert row["of the peer's"] == f"{float(ours) / float(its):.2f}x"
+        programs = losses[row["model"], row["scheme"]]
+        ours, name = programs.pop("quantflow " + row["quantflow"]), row["other program"]
+        fast = {program: kld for program, kld in programs.items() if "GPTQ" in program or "matrix" in program}
+        others = fast if row["quantflow"] == "gptq" else {p: k for p, k in programs.items() if not p.startswith("quantflow")}
+        assert (row["loss"], row["its loss"]) == (ours, others[name]), row
+        assert float(others[name]) == min(map(float, others.values())), row
+        assert row["ratio"] == f"{float(ours) / float(row['its loss']):.2f}x"
 
     tables = [
         peers_picture.table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:")
@@ -129,6 +128,25 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
         assert row["decode"] == single[program]["decode tokens/s"]
         assert row["decode, 8 at once"] == eight[program]["decode tokens/s"]
     sys.modules.pop("peers_picture")
+
+
+def _losses(table: Callable[..., list[dict[str, str]]]) -> dict[tuple[str, str], dict[str, str]]:
+    """Mean KLD of each program by model and scheme, from all tables of docs/accuracy.md and docs/smollm2.md."""
+    accuracy, smollm2 = ROOT / "docs/accuracy.md", ROOT / "docs/smollm2.md"
+    losses = defaultdict(dict)
+    for row in table(accuracy, "model | program"):
+        losses[row["model"], row["scheme"]][row["program"]] = row["KLD mean"]
+    for heading, after in (("scheme | program", "## 4-bit floats"), ("type | program", "## llama.cpp's types")):
+        for row in table(accuracy, heading, after=after):
+            losses["tiny-llama", row[heading.split(" ")[0]]][row["program"]] = row["KLD mean"]
+    for row in table(smollm2, "scheme | program", after="## 4-bit floats"):
+        losses["SmolLM2", row["scheme"]][row["program"].replace("`", "")] = row["mean KLD"]
+    for after in ("## Beside AutoRound", "## Beside llm-compressor"):
+        for row in table(smollm2, "program | bits per weight", after=after):
+            program, _, scheme = row["program"].replace("`", "").partition(", W4A16")
+            if scheme or ", file" not in program:
+                losses["SmolLM2", "W4A16 g64"][program] = row["mean KLD"]
+    return losses
 
 
 def test_no_page_speaks_of_private_modules():
