@@ -108,11 +108,16 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
     assert len(compared) == 13
     for row in compared:
         programs = losses[row["model"], row["scheme"]]
-        ours, name = programs.pop("quantflow " + row["quantflow"]), row["other program"]
-        fast = {program: kld for program, kld in programs.items() if "GPTQ" in program or "matrix" in program}
-        others = fast if row["quantflow"] == "gptq" else {p: k for p, k in programs.items() if not p.startswith("quantflow")}
-        assert (row["loss"], row["its loss"]) == (ours, others[name]), row
-        assert float(others[name]) == min(map(float, others.values())), row
+        ours = programs["quantflow " + row["quantflow"]]
+        rivals = ("GPTQ", "matrix") if row["quantflow"] == "gptq" else ("",)
+        others = {
+            program: kld
+            for program, kld in programs.items()
+            if not program.startswith("quantflow") and any(word in program for word in rivals)
+        }
+        theirs = others[row["other program"]]
+        assert (row["loss"], row["its loss"]) == (ours, theirs), row
+        assert theirs == min(others.values(), key=float), row
         assert row["ratio"] == f"{float(ours) / float(row['its loss']):.2f}x"
 
     tables = [
@@ -130,15 +135,42 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
     sys.modules.pop("peers_picture")
 
 
+def test_the_figures_of_the_page_about_choosing_are_those_of_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import peers_picture
+
+    table = peers_picture.table
+    losses, speeds = _losses(table), {}
+    for many, column in (("One", "decode"), ("Eight", "decode, 8 at once")):
+        measured = ROOT / "benchmarks/README.md"
+        for row in table(measured, "program | prefill tokens/s", after=f"{many} at once:"):
+            speed = speeds.setdefault(row["program"].removeprefix("quantflow "), {})
+            speed.setdefault("prompt", row["prefill tokens/s"])
+            speed[column] = row["decode tokens/s"]
+    compared = 0
+    for row in table(ROOT / "docs/choosing.md", "machine and engine | scheme"):
+        scheme = row["scheme"].split(",")[0]
+        program = "quantflow " + row["algorithm"].split(" ")[0]
+        for model, groups in (("tiny-llama", " g128"), ("SmolLM2", " g64")):
+            measured = losses.get((model, scheme + groups * (scheme == "W4A16")), {})
+            if row[f"loss, {model}"] and program in measured:
+                assert abs(float(row[f"loss, {model}"]) - float(measured[program])) < 5e-6, row
+                compared += 1
+        for column in ("prompt", "decode", "decode, 8 at once"):
+            assert not row[column] or row[column] == speeds[scheme][column], row
+    assert compared == 10
+    sys.modules.pop("peers_picture")
+
+
 def _losses(table: Callable[..., list[dict[str, str]]]) -> dict[tuple[str, str], dict[str, str]]:
-    """Mean KLD of each program by model and scheme, from all tables of docs/accuracy.md and docs/smollm2.md."""
+    """Mean KLD of each program by model and scheme, from docs/accuracy.md and docs/smollm2.md."""
     accuracy, smollm2 = ROOT / "docs/accuracy.md", ROOT / "docs/smollm2.md"
     losses = defaultdict(dict)
     for row in table(accuracy, "model | program"):
         losses[row["model"], row["scheme"]][row["program"]] = row["KLD mean"]
-    for heading, after in (("scheme | program", "## 4-bit floats"), ("type | program", "## llama.cpp's types")):
-        for row in table(accuracy, heading, after=after):
-            losses["tiny-llama", row[heading.split(" ")[0]]][row["program"]] = row["KLD mean"]
+    for column, after in (("scheme", "## 4-bit floats"), ("type", "## llama.cpp's types")):
+        for row in table(accuracy, f"{column} | program", after=after):
+            losses["tiny-llama", row[column]][row["program"]] = row["KLD mean"]
     for row in table(smollm2, "scheme | program", after="## 4-bit floats"):
         losses["SmolLM2", row["scheme"]][row["program"].replace("`", "")] = row["mean KLD"]
     for after in ("## Beside AutoRound", "## Beside llm-compressor"):
