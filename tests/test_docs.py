@@ -16,8 +16,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from quantflow.planning.recipe import Calibration, Quantize, Recipe, Validate, recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OURS = re.compile(r"`((?:quantflow|stages|tests|configs|benchmarks|examples|docs)/[\w./-]+\.(?:py|c|md|yaml|svg))`")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "benchmarks/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+OURS = re.compile(
+    r"`((?:quantflow|stages|tests|configs|benchmarks|examples|docs)/[\w./-]+\.(?:py|c|md|yaml|svg))`"
+)
 
 
 def name(page: Path) -> str:
@@ -27,7 +34,9 @@ def name(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page as GitHub makes them of its headings."""
     headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        r"^#+ (.*)$",
+        re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE),
+        re.MULTILINE,
     )
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -36,8 +45,15 @@ def anchors(page: Path) -> set[str]:
 def notebook_folder(tmp_path, llama, text_files, monkeypatch):
     """Return the current folder, with the texts and a model that the pages speak of; groups of 128 divide the model."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = LlamaConfig(**shape, vocab_size=320, max_position_embeddings=64, bos_token_id=0, eos_token_id=1)
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        **shape, vocab_size=320, max_position_embeddings=64, bos_token_id=0, eos_token_id=1
+    )
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
     PreTrainedTokenizerFast.from_pretrained(llama).save_pretrained(tmp_path / "llama")
     (tmp_path / "text.jsonl").symlink_to(text_files["calibration"])
@@ -47,7 +63,9 @@ def notebook_folder(tmp_path, llama, text_files, monkeypatch):
 
 
 def test_the_python_of_the_page_about_python_runs_as_printed(notebook_folder, capsys):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     assert len(blocks[0].strip().splitlines()) <= 15  # about ten, with blank lines and imports
     names = {}
     for block in blocks:
@@ -56,7 +74,9 @@ def test_the_python_of_the_page_about_python_runs_as_printed(notebook_folder, ca
     assert names["result"].outcome in ("pass", "fail", "inconclusive")
     assert names["answer"]["outputs"][0]["text"] in said
     assert "W4A61" in said
-    assert (notebook_folder / "work/fp8/quantflow.json").exists() and (notebook_folder / "work/int8/quantflow.json").exists()
+    assert (notebook_folder / "work/fp8/quantflow.json").exists() and (
+        notebook_folder / "work/int8/quantflow.json"
+    ).exists()
     assert names["tokens"].shape[0] == 1
 
 
@@ -77,8 +97,14 @@ def test_links_and_paths_lead_somewhere(page):
 
 def test_every_row_of_what_other_programs_confirmed_names_a_test_that_is_there():
     text = (ROOT / "docs/formats.md").read_text()
-    (head, _, *rows) = (line for line in text.split("What other programs confirmed")[1].splitlines() if line.startswith("|"))
-    rows = rows[: next((at for at, row in enumerate(rows) if row.count("|") != head.count("|")), len(rows))]
+    (head, _, *rows) = (
+        line
+        for line in text.split("What other programs confirmed")[1].splitlines()
+        if line.startswith("|")
+    )
+    rows = rows[
+        : next((at for at, row in enumerate(rows) if row.count("|") != head.count("|")), len(rows))
+    ]
     assert len(rows) >= 13
     for row in rows:
         file, test = re.search(r"`(\w+\.py)::(test_\w+)` \|$", row).groups()
@@ -121,7 +147,9 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
         assert row["ratio"] == f"{float(ours) / float(row['its loss']):.2f}x"
 
     tables = [
-        peers_picture.table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:")
+        peers_picture.table(
+            ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:"
+        )
         for many in ("One", "Eight")
     ]
     single, eight = ({row["program"]: row for row in rows} for rows in tables)
@@ -187,12 +215,22 @@ def test_no_page_speaks_of_private_modules():
 
 
 def test_the_recipe_of_the_page_has_every_key_and_its_defaults():
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(
+        r"^```yaml\n(.*?)^```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     data = yaml.safe_load(text)
     recipe = recipe_from(data)
     assert set(data) == {field.name for field in dataclasses.fields(Recipe)}
-    assert [field.name for field in dataclasses.fields(Quantize) if not re.search(rf"\b{field.name}\b", text)] == []
-    plain = Recipe(model="./llama", calibration=Calibration(source="text.jsonl"), validate=Validate(text="heldout.jsonl"))
+    assert [
+        field.name
+        for field in dataclasses.fields(Quantize)
+        if not re.search(rf"\b{field.name}\b", text)
+    ] == []
+    plain = Recipe(
+        model="./llama",
+        calibration=Calibration(source="text.jsonl"),
+        validate=Validate(text="heldout.jsonl"),
+    )
     assert dataclasses.replace(recipe, quantize=()) == plain
     assert set(data["validate"]) == {field.name for field in dataclasses.fields(Validate)}
     named, examples = Quantize(name="int4", scheme="W4A16"), {"ignore", "overrides"}
@@ -204,4 +242,7 @@ def test_the_readme_counts_families_as_their_table_does():
     table, readme = ((ROOT / name).read_text() for name in ("docs/families.md", "README.md"))
     found = re.search(r"- W4A16: (\d+) of (\d+) types pass", table)
     assert found is not None
-    assert f"Of {found[2]} types of causal LMs" in readme and f"[{found[1]} pass](docs/families.md)" in readme
+    assert (
+        f"Of {found[2]} types of causal LMs" in readme
+        and f"[{found[1]} pass](docs/families.md)" in readme
+    )
