@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md from coverage.toml: what five programs' documents describe, row by row, and the tests of it here.
+"""Writes docs/coverage.md from coverage.toml: what five programs' documents describe, row by row.
 
 python docs/make_coverage.py                          write it
 python docs/make_coverage.py --check                  exit 1 where the file is stale
@@ -6,9 +6,10 @@ python docs/make_coverage.py --break                  break each row's feature i
 python docs/make_coverage.py --break --rows H1,B2     those rows alone
 python docs/make_coverage.py --break --stale          rows whose mutation was not run, or whose tests did not fail
 
-A row works where it names tests and misses nothing, is there in part where it names tests and what is missing, and is not there
-where it names no test. A row that works also has a mutation: a small change that breaks its feature, with which one of its
-tests fails (mutations.py). So no row can claim what no test shows.
+A row works where it names tests and misses nothing, is there in part where it names tests and what
+is missing, and is not there where it names no test. A row that works also has a mutation: a small
+change that breaks its feature, with which one of its tests fails (mutations.py). So no row can
+claim what no test shows.
 """
 
 import argparse
@@ -145,8 +146,8 @@ def main() -> int:
     if options.breaks:
         names = options.rows.split(",") if options.rows else working(rows)
         if options.stale:
-            stale = " ".join(mutations.mistakes(ROOT, rows, working(rows), records))
-            names = [name for name in names if f"--rows {name}`" in stale or f"{name}: its tests" in stale]
+            found = mutations.mistakes(ROOT, rows, working(rows), records)
+            names = [name for name in names if name in {line.partition(":")[0] for line in found}]
         wrong = [f"{name}: no row that works" for name in names if name not in working(rows)]
         wrong += [] if wrong else _inapplicable(rows, names)
         if wrong:

@@ -1,8 +1,9 @@
-"""Breaks the feature of a row of coverage.toml once, in a copy of the repository, and runs the row's tests there.
+"""Breaks the feature of a row of coverage.toml once, in a copy of the repository, and runs its tests.
 
-A mutation replaces a text that stands exactly once in a file. It shows something where a test of its row passes without it
-and fails with it. mutations.json keeps the result of each row with a digest of its mutation, so that a result of another
-mutation is seen. The digest leaves the file's path out: a file may move.
+A mutation replaces a text that stands exactly once in a file. It shows something where a test of
+its row passes without it and fails with it. mutations.json keeps the result of each row with a
+digest of its mutation, so that a result of another mutation is seen. The digest leaves the path of
+the file out, and the result the path of the test: files may move.
 """
 
 import ast
