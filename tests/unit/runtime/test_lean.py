@@ -581,6 +581,21 @@ def test_without_a_compiler_transformers_modules_run_it_and_say_so(
     )
 
 
+def test_the_cache_is_allocated_once_for_all_batches_that_fit(tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    decoder = LeanDecoder(open_artifact(tmp_path))
+    decoder.begin(rows=2, capacity=16)
+    cache = decoder.cache
+    places = [keys.data_ptr() for keys in cache.keys]
+    decoder.forward(ids(2, 3, 0))
+    decoder.forward(ids(2, 1, 1))
+    decoder.begin(rows=1, capacity=12)
+    assert decoder.cache is cache and cache.length == 0
+    assert [keys.data_ptr() for keys in cache.keys] == places
+    decoder.begin(rows=3, capacity=16)
+    assert decoder.cache is not cache
+
+
 def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, W4A16)
     decoder = LeanDecoder(open_artifact(tmp_path))
