@@ -48,7 +48,11 @@ def results() -> Records:
 
 def ids(documents: dict[str, Row]) -> list[str]:
     """Return the id of every row that the documents have, in their order."""
-    return [f"{letter}{number}" for letter, document in documents.items() for number in range(1, document["rows"] + 1)]
+    return [
+        f"{letter}{number}"
+        for letter, document in documents.items()
+        for number in range(1, document["rows"] + 1)
+    ]
 
 
 def state(row: Row) -> str:
@@ -84,7 +88,11 @@ def _tests_of(path: str) -> frozenset[str]:
     if not file.is_file():
         return frozenset()
     tree = ast.parse(file.read_text())
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"))
+    return frozenset(
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
 
 
 def working(rows: dict[str, Row]) -> list[str]:
@@ -96,18 +104,25 @@ def page(documents: dict[str, Row], rows: dict[str, Row], records: Records) -> s
     """Return the page."""
     counts = Counter(state(row) for row in rows.values())
     lines = [
-        f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, {counts[NOT]} not",
+        f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, "
+        f"{counts[NOT]} not",
         "",
-        f"The documents of five programs describe {len(rows)} features, a row each; this page says what quantflow has of them.",
-        "`python docs/make_coverage.py` makes it from coverage.toml; a test checks that all rows and tests of it",
-        "are there. What works on other devices than CPUs was tried with stand-ins alone ([not-run.md](not-run.md)).",
+        f"The documents of five programs describe {len(rows)} features, a row each; this page "
+        "says what quantflow has of them.",
+        "`python docs/make_coverage.py` makes it from coverage.toml; a test checks that all rows "
+        "and tests of it",
+        "are there. What works on other devices than CPUs was tried with stand-ins alone "
+        "([not-run.md](not-run.md)).",
         "",
-        "The feature of every row that works was broken once on purpose, in a copy of the repository, as the column *broken*",
-        "says; the test in bold failed, and passes without that (`python docs/make_coverage.py --break`).",
+        "The feature of every row that works was broken once on purpose, in a copy of the "
+        "repository, as the column *broken*",
+        "says; the test in bold failed, and passes without that (`python docs/make_coverage.py "
+        "--break`).",
         "",
         "| state | when |",
         "|---|---|",
-        "| works | the named tests cover it, and nothing asked for is missing; the column *here* has differences |",
+        "| works | the named tests cover it, and nothing asked for is missing; the column *here* "
+        "has differences |",
         "| in part | the column *here* says what is missing; the tests cover the rest |",
         "| not | the column *here* says why |",
     ]
@@ -115,8 +130,14 @@ def page(documents: dict[str, Row], rows: dict[str, Row], records: Records) -> s
         own = {name: row for name, row in rows.items() if name.rstrip("0123456789") == letter}
         counts = Counter(state(row) for row in own.values())
         lines += ["", f"## {document['name']}", ""]
-        lines += [f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not.", ""]
-        lines += ["| row | what is asked | state | here | broken | tests |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"{counts[WORKS]} of {len(own)} work, {counts[IN_PART]} in part, {counts[NOT]} not.",
+            "",
+        ]
+        lines += [
+            "| row | what is asked | state | here | broken | tests |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [_line(name, rows, records) for name in own]
     return "\n".join(lines) + "\n"
 
@@ -167,14 +188,33 @@ def main() -> int:
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where something is stale")
-    parser.add_argument("--break", action="store_true", dest="breaks", help="run the mutations, write mutations.json")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, exit 1 where something is stale"
+    )
+    parser.add_argument(
+        "--break",
+        action="store_true",
+        dest="breaks",
+        help="run the mutations, write mutations.json",
+    )
     parser.add_argument("--rows", metavar="H1,B2", help="rows to break; all that work if not given")
-    parser.add_argument("--stale", action="store_true", help="of these, rows without a result that holds")
-    parser.add_argument("--jobs", type=int, default=1, help="mutations at once, each in a copy of its own (1)")
-    parser.add_argument("--timeout", type=int, default=600, metavar="SECONDS", help="for the tests of a mutation (600)")
+    parser.add_argument(
+        "--stale", action="store_true", help="of these, rows without a result that holds"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="mutations at once, each in a copy of its own (1)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=int,
+        default=600,
+        metavar="SECONDS",
+        help="for the tests of a mutation (600)",
+    )
     return parser
 
 
@@ -187,11 +227,15 @@ def _inapplicable(rows: dict[str, Row], names: list[str]) -> list[str]:
     return found
 
 
-def _break(rows: dict[str, Row], names: list[str], records: Records, options: argparse.Namespace) -> Records:
+def _break(
+    rows: dict[str, Row], names: list[str], records: Records, options: argparse.Namespace
+) -> Records:
     """Records with those of the rows `names` taken anew; the file is written every now and then."""
     kept = {name: record for name, record in records.items() if name in working(rows)}
     done = 0
-    for outcomes in mutations.run(ROOT, rows, names, options.jobs, options.timeout) if names else ():
+    for outcomes in (
+        mutations.run(ROOT, rows, names, options.jobs, options.timeout) if names else ()
+    ):
         for name, outcome in outcomes.items():
             mutation = mutations.of_row(name, rows)
             assert mutation is not None
@@ -200,7 +244,9 @@ def _break(rows: dict[str, Row], names: list[str], records: Records, options: ar
             print(f"{name}: {mutation.says}: {verdict} ({outcome.detail[:160]})", flush=True)
         done += len(outcomes)
         print(f"{done} of {len(names)} rows", flush=True)
-        RESULTS.write_text(json.dumps({name: kept[name] for name in rows if name in kept}, indent=1) + "\n")
+        RESULTS.write_text(
+            json.dumps({name: kept[name] for name in rows if name in kept}, indent=1) + "\n"
+        )
     return kept
 
 

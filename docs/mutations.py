@@ -9,6 +9,7 @@ the file out, and the result the path of the test: files may move.
 import ast
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,8 @@ from xml.etree import ElementTree
 KEYS = {"file", "replace", "with", "says"}
 OPTIONAL = {"test"}
 CHUNK = 20  # mutations whose failing tests share one run without a mutation
-EPOCH = 1_000_000_000  # times of files that are broken begin here; zip files know no year before 1980
+# Times of files that are broken begin here; zip files know no year before 1980.
+EPOCH = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,35 @@ class Mutation:
         """Digest of what is replaced and by what."""
         return hashlib.sha256(f"{self.old}\0{self.new}".encode()).hexdigest()[:12]
 
+    def places(self, text: str) -> list[re.Match[str]]:
+        """Places of the old text; white space does not count, nor a comma before a bracket.
+
+        So a formatter may break a line in two without making the mutation stale.
+        """
+        words = re.findall(r"\w+|[^\w\s]", self.old)
+        parts = [
+            rf"(?:,\s*)?{re.escape(word)}" if word in ")]}" else re.escape(word) for word in words
+        ]
+        return list(re.finditer(r"\s*".join(parts), text))
+
+    def applied(self, text: str) -> str:
+        """A file's text with the mutation."""
+        (place,) = self.places(text)
+        return text[: place.start()] + self.new + text[place.end() :]
+
     def mistakes(self, root: Path) -> list[str]:
         """Reasons why it cannot be applied to the repository at `root`."""
         path = root / self.file
         if not path.is_file():
             return [f"there is no file {self.file} to break"]
         text = path.read_text()
-        if text.count(self.old) != 1:
-            return [f"{self.old!r} stands {text.count(self.old)} times in {self.file}, not once"]
+        if (times := len(self.places(text))) != 1:
+            return [f"{self.old!r} stands {times} times in {self.file}, not once"]
         if self.old == self.new:
             return [f"{self.old!r} is replaced by itself"]
         if path.suffix == ".py":
             try:
-                ast.parse(text.replace(self.old, self.new))
+                ast.parse(self.applied(text))
             except SyntaxError as error:
                 return [f"{self.file} is no Python when broken: {error}"]
         return []
@@ -90,7 +108,9 @@ def of_row(name: str, rows: dict[str, dict[str, Any]]) -> Mutation | None:
         given = rows.get(given, {}).get("break")
     if not isinstance(given, dict) or not given.keys() >= KEYS or given.keys() - KEYS - OPTIONAL:
         return None
-    return Mutation(given["file"], given["replace"], given["with"], given["says"], given.get("test", ""))
+    return Mutation(
+        given["file"], given["replace"], given["with"], given["says"], given.get("test", "")
+    )
 
 
 def tests_of(row: dict[str, Any], mutation: Mutation) -> tuple[str, ...]:
@@ -100,16 +120,29 @@ def tests_of(row: dict[str, Any], mutation: Mutation) -> tuple[str, ...]:
 
 
 def mistakes(
-    root: Path, rows: dict[str, dict[str, Any]], working: Sequence[str], records: dict[str, dict[str, str]]
+    root: Path,
+    rows: dict[str, dict[str, Any]],
+    working: Sequence[str],
+    records: dict[str, dict[str, str]],
 ) -> list[str]:
     """What is wrong with the mutations and the records of the rows that work."""
-    found = [f"{name}: is broken, but does not work" for name, row in rows.items() if "break" in row and name not in working]
-    found += [f"{name}: has a result in mutations.json, but does not work" for name in records if name not in working]
+    found = [
+        f"{name}: is broken, but does not work"
+        for name, row in rows.items()
+        if "break" in row and name not in working
+    ]
+    found += [
+        f"{name}: has a result in mutations.json, but does not work"
+        for name in records
+        if name not in working
+    ]
     for name in working:
         mutation = of_row(name, rows)
         if mutation is None:
             keys = ", ".join(sorted(KEYS))
-            found.append(f"{name}: `break` must have {keys}, and may name a `test`, or be another row's id")
+            found.append(
+                f"{name}: `break` must have {keys}, and may name a `test`, or be another row's id"
+            )
             continue
         found += [f"{name}: {mistake}" for mistake in mutation.mistakes(root)]
         names = [test.partition("::")[2] for test in rows[name]["tests"]]
@@ -117,7 +150,10 @@ def mistakes(
             found.append(f"{name}: the test of `break`, {mutation.test}, is none of the row's")
         record = records.get(name, {})
         if record.get("mutation") != mutation.digest:
-            found.append(f"{name}: its mutation was not run; `python docs/make_coverage.py --break --rows {name}`")
+            found.append(
+                f"{name}: its mutation was not run; `python docs/make_coverage.py --break --rows "
+                f"{name}`"
+            )
         elif record["failed"] not in names:
             found.append(f"{name}: its tests do not fail where {mutation.says}")
     return found
@@ -128,7 +164,8 @@ def run(
 ) -> Iterator[dict[str, Outcome]]:
     """Outcomes of the rows `names`, some at a time; the tree at `root` is only read.
 
-    Rows of the same mutation and tests share one run. A failing test counts where it passes without the mutation.
+    Rows of the same mutation and tests share one run. A failing test counts where it passes without
+    the mutation.
     """
     groups: dict[tuple[Mutation, tuple[str, ...]], list[str]] = {}
     for name in names:
@@ -136,8 +173,14 @@ def run(
         assert mutation is not None, f"{name} has no mutation"
         groups.setdefault((mutation, tests_of(rows[name], mutation)), []).append(name)
     entries = list(groups.items())
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="broken-", ignore_cleanup_errors=True) as folder:
-        copies = [_Copy(root, Path(folder) / str(index), seconds) for index in range(min(jobs, len(entries)))]
+    with (
+        _ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix="broken-", ignore_cleanup_errors=True) as folder,
+    ):
+        copies = [
+            _Copy(root, Path(folder) / str(index), seconds)
+            for index in range(min(jobs, len(entries)))
+        ]
         copies[0].check_import()
         for start in range(0, len(entries), CHUNK):
             chunk = entries[start : start + CHUNK]
@@ -147,8 +190,12 @@ def run(
             outcomes: dict[str, Outcome] = {}
             for (_, group), outcome in zip(chunk, found, strict=True):
                 if outcome.failed and outcome.failed not in passed:
-                    outcome = Outcome("", f"{outcome.failed} does not pass without the mutation either")
-                outcomes |= dict.fromkeys(group, Outcome(outcome.failed.partition("[")[0], outcome.detail))
+                    outcome = Outcome(
+                        "", f"{outcome.failed} does not pass without the mutation either"
+                    )
+                outcomes |= dict.fromkeys(
+                    group, Outcome(outcome.failed.partition("[")[0], outcome.detail)
+                )
             yield outcomes
 
 
@@ -203,27 +250,40 @@ class _Copy:
         self.stopped = False
         self._writes = 0
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            command, cwd=root, check=True, capture_output=True, text=True
+        ).stdout
         for name in filter(None, listed.split("\0")):
             if os.path.lexists(root / name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name, follow_symlinks=False)
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+        }
         self.environment["PYTHONPATH"] = str(folder)
         self.report = folder.with_suffix(".xml")
 
     def check_import(self) -> None:
         """Refuse to run where another package than the copy's would be imported."""
         command = [sys.executable, "-c", "import quantflow; print(quantflow.__file__)"]
-        shown = subprocess.run(command, cwd=self.folder, env=self.environment, check=True, capture_output=True, text=True)
+        shown = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         if not Path(shown.stdout.strip()).is_relative_to(self.folder):
-            raise RuntimeError(f"{shown.stdout.strip()} would be imported in place of the copy's package")
+            raise RuntimeError(
+                f"{shown.stdout.strip()} would be imported in place of the copy's package"
+            )
 
     def broken(self, mutation: Mutation, tests: Sequence[str]) -> Outcome:
         """Outcome of the tests with the mutation, up to the first that fails."""
         path = self.folder / mutation.file
         before = path.read_text()
-        self._write(path, before.replace(mutation.old, mutation.new))
+        self._write(path, mutation.applied(before))
         try:
             code, cases = self._pytest(["-x", *tests], self.seconds)
         finally:
@@ -232,7 +292,9 @@ class _Copy:
             if state == "failed" and "::" in test:
                 return Outcome(test, line)
         if code in (None, 0):
-            return Outcome("", "no test fails" if code == 0 else f"took longer than {self.seconds} s")
+            return Outcome(
+                "", "no test fails" if code == 0 else f"took longer than {self.seconds} s"
+            )
         return Outcome("", f"pytest ended with {code}: no test ran to its end")
 
     def passing(self, tests: Sequence[str]) -> set[str]:
@@ -253,10 +315,22 @@ class _Copy:
         self._writes += 1
         os.utime(path, (EPOCH + self._writes, EPOCH + self._writes))
 
-    def _pytest(self, arguments: Sequence[str], seconds: int) -> tuple[int | None, dict[str, tuple[str, str]]]:
+    def _pytest(
+        self, arguments: Sequence[str], seconds: int
+    ) -> tuple[int | None, dict[str, tuple[str, str]]]:
         """Exit code of pytest, None after too long, and for each test its state and first line of failure."""
         self.report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "--tb=short"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "",
+            "--tb=short",
+        ]
         command += [f"--junitxml={self.report}", "-o", "junit_family=xunit1", *arguments]
         with (self.folder.with_suffix(".out")).open("w") as output:
             self.process = subprocess.Popen(
@@ -294,7 +368,13 @@ def _cases(report: Path) -> dict[str, tuple[str, str]]:
         problem = case.find("failure")
         problem = case.find("error") if problem is None else problem
         line = "" if problem is None else (problem.get("message") or "").partition("\n")[0]
-        state = "failed" if problem is not None else "skipped" if case.find("skipped") is not None else "passed"
+        state = (
+            "failed"
+            if problem is not None
+            else "skipped"
+            if case.find("skipped") is not None
+            else "passed"
+        )
         name, file = case.get("name"), case.get("file")
         if file is None or line == "collection failure":
             continue  # a file that could not be collected is no test

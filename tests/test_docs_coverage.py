@@ -19,21 +19,30 @@ def coverage(monkeypatch):
 
 def test_every_row_of_the_documents_is_accounted_for_once(coverage):
     documents, rows = coverage.read()
-    assert {name: document["rows"] for name, document in documents.items()} == {"H": 61, "G": 31, "B": 42, "I": 37, "A": 20}
+    assert {name: document["rows"] for name, document in documents.items()} == {
+        "H": 61,
+        "G": 31,
+        "B": 42,
+        "I": 37,
+        "A": 20,
+    }
     assert len(rows) == 191
     assert coverage.mistakes(documents, rows) == []
 
 
 def test_the_page_is_made_from_the_data(coverage):
     documents, rows = coverage.read()
-    assert (DOCS / "coverage.md").read_text() == coverage.page(documents, rows, coverage.results()), (
-        "run `python docs/make_coverage.py`"
-    )
+    assert (DOCS / "coverage.md").read_text() == coverage.page(
+        documents, rows, coverage.results()
+    ), "run `python docs/make_coverage.py`"
 
 
 def test_each_row_that_works_was_broken_once_and_a_test_of_it_failed(coverage):
     _, rows = coverage.read()
-    assert coverage.mutations.mistakes(coverage.ROOT, rows, coverage.working(rows), coverage.results()) == []
+    assert (
+        coverage.mutations.mistakes(coverage.ROOT, rows, coverage.working(rows), coverage.results())
+        == []
+    )
 
 
 def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
@@ -45,7 +54,10 @@ def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
     }
     assert [coverage.state(row) for row in rows.values()] == ["works", "in part", "not"]
     assert coverage.mistakes({"X": {"rows": 3}}, rows) == []
-    rows |= {"X4": {"asks": "d"}, "X6": {"asks": "e", "tests": [f"{test}_not", "tests/nowhere.py::test_a"], "state": "works"}}
+    rows |= {
+        "X4": {"asks": "d"},
+        "X6": {"asks": "e", "tests": [f"{test}_not", "tests/nowhere.py::test_a"], "state": "works"},
+    }
     assert coverage.mistakes({"X": {"rows": 5}}, rows) == [
         "X6: no such row",
         "X5: not accounted for",

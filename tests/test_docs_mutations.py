@@ -26,12 +26,17 @@ def repository(tmp_path, monkeypatch):
     root = tmp_path / "repository"
     (root / "quantflow").mkdir(parents=True)
     (root / "quantflow/__init__.py").write_text("")
-    (root / "quantflow/sums.py").write_text("def twice(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n")
+    (root / "quantflow/sums.py").write_text(
+        "def twice(x):\n    return x * 2\n\n\ndef half(x):\n    return x / 2\n"
+    )
     child = "import subprocess, sys\nSAY = 'from quantflow.sums import half; print(half(4))'\n"
     (root / "test_sums.py").write_text(
-        f"{child}from quantflow.sums import twice\n\n\ndef test_twice():\n    assert twice(3) == 6\n\n\n"
-        "def test_half_in_a_child():\n    assert subprocess.check_output([sys.executable, '-c', SAY]) == b'2.0\\n'\n\n\n"
-        "def test_nothing():\n    twice(1)\n\n\ndef test_always_fails():\n    assert twice(1) == 5\n"
+        f"{child}from quantflow.sums import twice\n\n\ndef test_twice():\n    assert twice(3) == "
+        "6\n\n\n"
+        "def test_half_in_a_child():\n    assert subprocess.check_output([sys.executable, '-c', "
+        "SAY]) == b'2.0\\n'\n\n\n"
+        "def test_nothing():\n    twice(1)\n\n\ndef test_always_fails():\n    assert twice(1) == "
+        "5\n"
     )
     (root / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers = slow: long\n")
     (root / ".gitignore").write_text("ignored*\n__pycache__\n")
@@ -45,14 +50,23 @@ def repository(tmp_path, monkeypatch):
 
 def row(replace, new, *tests, file="quantflow/sums.py", **more):
     names = [f"test_sums.py::{test}" for test in tests]
-    return {"tests": names, "break": {"file": file, "replace": replace, "with": new, "says": "it is broken", **more}}
+    return {
+        "tests": names,
+        "break": {"file": file, "replace": replace, "with": new, "says": "it is broken", **more},
+    }
 
 
 def files(root):
-    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and ".git/" not in str(path)}
+    return {
+        path: path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and ".git/" not in str(path)
+    }
 
 
-def test_a_test_counts_where_it_fails_with_the_mutation_and_passes_without(mutations, repository, tmp_path):
+def test_a_test_counts_where_it_fails_with_the_mutation_and_passes_without(
+    mutations, repository, tmp_path
+):
     rows = {
         "X1": row("x * 2", "x * 3", "test_nothing", "test_twice"),
         "X2": row("x / 2", "x / 3", "test_half_in_a_child"),
@@ -80,7 +94,10 @@ def test_a_test_counts_where_it_fails_with_the_mutation_and_passes_without(mutat
         "X8": "",
     }
     assert outcomes["X3"].detail == "no test fails"
-    assert outcomes["X4"].detail == "test_sums.py::test_always_fails does not pass without the mutation either"
+    assert (
+        outcomes["X4"].detail
+        == "test_sums.py::test_always_fails does not pass without the mutation either"
+    )
     assert outcomes["X8"].detail == "pytest ended with 4: no test ran to its end"
 
 
@@ -100,9 +117,16 @@ def test_what_is_wrong_with_a_mutation_or_its_result_is_named(mutations, reposit
         "X10": {"missing": "all", "break": "X1"},
     }
     held = {"mutation": digest, "failed": "test_twice"}
-    records = {"X1": held, "X7": {"mutation": digest, "failed": ""}, "X8": held, "X9": held, "X10": held}
+    records = {
+        "X1": held,
+        "X7": {"mutation": digest, "failed": ""},
+        "X8": held,
+        "X9": held,
+        "X10": held,
+    }
     records |= {
-        name: {"mutation": mutations.of_row(name, rows).digest, "failed": "test_twice"} for name in ("X2", "X3", "X4", "X5")
+        name: {"mutation": mutations.of_row(name, rows).digest, "failed": "test_twice"}
+        for name in ("X2", "X3", "X4", "X5")
     }
     found = mutations.mistakes(repository, rows, [name for name in rows if name != "X10"], records)
     assert found == [
@@ -112,7 +136,8 @@ def test_what_is_wrong_with_a_mutation_or_its_result_is_named(mutations, reposit
         "X3: 'x * 2' is replaced by itself",
         "X4: quantflow/sums.py is no Python when broken: invalid syntax (<unknown>, line 2)",
         "X5: there is no file nowhere.py to break",
-        "X6: `break` must have file, replace, says, with, and may name a `test`, or be another row's id",
+        "X6: `break` must have file, replace, says, with, and may name a `test`, or be another "
+        "row's id",
         "X7: its tests do not fail where it is broken",
         "X9: the test of `break`, test_half, is none of the row's",
         "X9: its mutation was not run; `python docs/make_coverage.py --break --rows X9`",
@@ -121,7 +146,9 @@ def test_what_is_wrong_with_a_mutation_or_its_result_is_named(mutations, reposit
 
 def test_a_file_that_moves_keeps_its_result_and_another_change_does_not(mutations):
     here = mutations.Mutation("a.py", "x * 2", "x * 3", "says")
-    assert here.digest == mutations.Mutation("b.py", "x * 2", "x * 3", "says otherwise", "test").digest
+    assert (
+        here.digest == mutations.Mutation("b.py", "x * 2", "x * 3", "says otherwise", "test").digest
+    )
     assert here.digest != mutations.Mutation("a.py", "x * 2", "x * 4", "says").digest
 
 
@@ -129,17 +156,21 @@ def test_a_file_that_moves_keeps_its_result_and_another_change_does_not(mutation
 def test_a_signal_ends_the_tests_and_removes_the_copies(mutations, repository, tmp_path, number):
     (repository / "test_sums.py").write_text(
         "import os, pathlib, time\nfrom quantflow.sums import twice\n\n\ndef test_long():\n"
-        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n    time.sleep(600)\n"
+        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n    "
+        "time.sleep(600)\n"
     )
     program = (
-        f"import sys, tempfile; sys.path.insert(0, {str(DOCS)!r}); import mutations; from pathlib import Path\n"
+        f"import sys, tempfile; sys.path.insert(0, {str(DOCS)!r}); import mutations; from "
+        "pathlib import Path\n"
         f"rows = {{'X1': {row('x * 2', 'x * 3', 'test_long')!r}}}\n"
         f"list(mutations.run(Path({str(repository)!r}), rows, ['X1'], 1, 600))"
     )
     run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     pid = tmp_path / "pid"
     until = time.monotonic() + 120
-    while not (pid.exists() and pid.read_text()) and run.poll() is None and time.monotonic() < until:
+    while (
+        not (pid.exists() and pid.read_text()) and run.poll() is None and time.monotonic() < until
+    ):
         time.sleep(0.05)
     run.send_signal(number)
     _, said = run.communicate(timeout=60)

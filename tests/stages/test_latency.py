@@ -130,7 +130,10 @@ Throughput: 100.00 produced tokens/second, 133.33 requested"""
 |---------|------------|---------------------|---------------------|---------------------|
 | Prefill | 1          | 4000.00 tokens/secs | 2000.00 tokens/secs | 8000.00 tokens/secs |"""
     assert rates in told
-    assert "| Decode  | 1          | 2000.00 tokens/secs | 1000.00 tokens/secs | 4000.00 tokens/secs |" in told
+    assert (
+        "| Decode  | 1          | 2000.00 tokens/secs | 1000.00 tokens/secs | 4000.00 tokens/secs |"
+        in told
+    )
 
 
 def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):

@@ -10,7 +10,9 @@ from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 
 
 @pytest.mark.parametrize("shapes", [False, True])
-def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the_models_name(serve, tmp_path, shapes):
+def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the_models_name(
+    serve, tmp_path, shapes
+):
     options = {
         "profile": tmp_path / "new",
         "profile_steps": 3,
@@ -20,12 +22,15 @@ def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the
     }
     path = tmp_path / "new" / "org-code.json"
     with serve(name="org/code", **options) as server:
-        # Six steps: its prompt, and five tokens. Without the four that are left alone the trace ends before the last.
+        # Six steps: its prompt, and five tokens. Without the four that are left alone the trace
+        # ends before the last.
         assert server.generate("def", max_new_tokens=6).status == 200
         assert not path.exists()
         assert server.generate("import", max_new_tokens=6).status == 200
     events = json.loads(path.read_text())["traceEvents"]
-    assert [event.get("name") for event in events if event.get("cat") == "user_annotation"].count("step") == 3
+    assert [event.get("name") for event in events if event.get("cat") == "user_annotation"].count(
+        "step"
+    ) == 3
     assert any("Input Dims" in event.get("args", {}) for event in events) == shapes
 
 

@@ -48,8 +48,13 @@ def test_when_beams_end_is_said_by_early_stopping_as_in_transformers(tiny, rows,
     for penalty, early in itertools.product((1.0, 2.0), (True, False, "never")):
         options = {"length_penalty": penalty, "early_stopping": early}
         beams = Beams(count=2, **options)
-        found = generate(tiny, ids, max_new_tokens=new, method=beams, eos_token_id=end, pad_token_id=PAD).tolist()
-        assert found == peer(ids, max_new_tokens=new, eos_token_id=end, num_beams=2, **options).tolist()
+        found = generate(
+            tiny, ids, max_new_tokens=new, method=beams, eos_token_id=end, pad_token_id=PAD
+        ).tolist()
+        assert (
+            found
+            == peer(ids, max_new_tokens=new, eos_token_id=end, num_beams=2, **options).tolist()
+        )
         said[penalty, early] = found
     assert said[1.0, "never"] != said[1.0, False] and said[2.0, True] != said[2.0, False]
 
