@@ -96,14 +96,14 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         mxfp4.layout_of,
     )
     for reader in readers:
-        found = reader(config, infos)
-        if found is not None:
-            return found
+        layout = reader(config, infos)
+        if layout is not None:
+            return layout
     method = config.get("quant_method")
-    told = (
+    packing = (
         f" with packing_format {config['packing_format']!r}" if "packing_format" in config else ""
     )
     raise UnsupportedError(
-        f"config.json: quant_method {method!r}{told} is not read here",
+        f"config.json: quant_method {method!r}{packing} is not read here",
         f"use a folder of {', '.join(LAYOUTS)}",
     )

@@ -120,7 +120,7 @@ class AWQLayout:
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
-        weights, words = scheme.weights, (torch.int32,)
+        weights, word_dtypes = scheme.weights, (torch.int32,)
         packed = tensors.get(f"{name}.qweight")
         if packed is None or packed.ndim != 2:
             shape = "missing" if packed is None else f"is {list(packed.shape)}"
@@ -129,14 +129,14 @@ class AWQLayout:
                 "download the folder again",
             )
         columns, rows = packed.shape[0], packed.shape[1] * _PER_WORD
-        packed = tensor(tensors, f"{name}.qweight", words, (columns, rows // _PER_WORD))
+        packed = tensor(tensors, f"{name}.qweight", word_dtypes, (columns, rows // _PER_WORD))
         try:
             groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
         except SchemeError as error:
             raise InputError(error.cause, "check group_size in config.json") from error
         either = replace(weights, symmetric=True)  # whose scales have either sign
         scale = scales(tensors, f"{name}.scales", (groups, rows), either).T.contiguous()  # [O, G]
-        zeros = tensor(tensors, f"{name}.qzeros", words, (groups, rows // _PER_WORD))
+        zeros = tensor(tensors, f"{name}.qzeros", word_dtypes, (groups, rows // _PER_WORD))
         zero_point = _unpack(zeros).T.contiguous()
         if (bad := (scale < 0) & (zero_point != 0)).any():
             cause = f"{name}.scales: scale {scale[bad][0].item()} beside zero point {int(zero_point[bad][0]) + 8}"
@@ -186,13 +186,13 @@ class AWQLayout:
                 f"config.json: bits is {bits}, words of the {VERSION} layout hold 4",
                 "check the folder",
             )
-        found = {}
+        by_name = {}
         for name in shapes:
             if f"{name}.qweight" in infos:
-                found[name] = named(
+                by_name[name] = named(
                     integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized"
                 )
-        return found
+        return by_name
 
 
 def _beside_positive(qvalue: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,8 +239,8 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> AWQLayout | None:
     del infos
     method = config.get("quant_method")
     if method in AUTO_ROUND:
-        found = str(config.get("packing_format") or config.get("backend") or "")
-        return AWQLayout() if found.endswith((":auto_awq", ":awq")) else None
+        packing = str(config.get("packing_format") or config.get("backend") or "")
+        return AWQLayout() if packing.endswith((":auto_awq", ":awq")) else None
     if method != METHOD:
         return None
     version = str(config.get("version") or VERSION).lower()

@@ -345,11 +345,11 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     elif scheme.layout == "pack-quantized":
         packed = _tensor(tensors, f"{name}.weight_packed", torch.int32)
         rows, columns = _tensor(tensors, f"{name}.weight_shape", torch.int64, (2,)).tolist()
-        words = (rows, -(-columns * weights.num_bits // 32))
-        if packed.shape != words:
+        packed_shape = (rows, -(-columns * weights.num_bits // 32))
+        if packed.shape != packed_shape:
             raise InputError(
                 f"{name}.weight_packed: {list(packed.shape)}, weight_shape ({rows}, {columns}) "
-                f"needs {list(words)}",
+                f"needs {list(packed_shape)}",
                 "the file is damaged; export again",
             )
         qvalue = packing.unpack(packed, weights.num_bits, columns)
@@ -470,16 +470,16 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
     if not isinstance(arguments, dict):
         raise _unsupported(f"kv_cache_scheme is {arguments!r}")
     try:
-        found = _tensor_scheme(arguments)
+        scheme = _tensor_scheme(arguments)
     except SchemeError as error:
         raise _unsupported(f"kv_cache_scheme is of an unknown kind: {error.cause}") from error
-    if found not in KV_SCHEMES:
-        told = f"{found.kind}{found.num_bits} {found.granularity}, symmetric={found.symmetric}, dynamic={found.dynamic}"
+    if scheme not in KV_SCHEMES:
+        description = f"{scheme.kind}{scheme.num_bits} {scheme.granularity}, symmetric={scheme.symmetric}, dynamic={scheme.dynamic}"
         raise _unsupported(
-            f"kv_cache_scheme is {told}; 8 bits, symmetric, static, per tensor or per head are "
+            f"kv_cache_scheme is {description}; 8 bits, symmetric, static, per tensor or per head are "
             "known"
         )
-    return found
+    return scheme
 
 
 def _kv_shape(scheme: TensorScheme, kv_heads: int) -> tuple[int, ...]:
@@ -633,9 +633,9 @@ def schemes_from_config(
         InputError: config_groups is missing, or a pattern is not a regular expression.
     """
     check(config, _QuantizationConfig, where="config.json: quantization_config")
-    for key, known in (("quant_method", NAME), ("quantization_status", "compressed")):
-        if config.get(key) != known:
-            raise _unsupported(f"{key} is {config.get(key)!r}, {known!r} is known")
+    for key, expected in (("quant_method", NAME), ("quantization_status", "compressed")):
+        if config.get(key) != expected:
+            raise _unsupported(f"{key} is {config.get(key)!r}, {expected!r} is known")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise InputError(
@@ -659,18 +659,18 @@ def schemes_from_config(
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
     for name, label in groups_of_linears(config, linears, modules=modules).items():
-        found = None if label is None else schemes[label]
+        by_linear = None if label is None else schemes[label]
         rotation = next(
             (rotations[each] for each in (name, modules.get(name, name)) if each in rotations), None
         )
-        if rotation is not None and found is None:
+        if rotation is not None and by_linear is None:
             raise _unsupported(
                 f"transform_config mixes the inputs of {name}, which is not quantized"
             )
         resolved[name] = (
-            replace(found, rotation=rotation)
-            if found is not None and rotation is not None
-            else found
+            replace(by_linear, rotation=rotation)
+            if by_linear is not None and rotation is not None
+            else by_linear
         )
     return resolved
 
@@ -700,7 +700,7 @@ def groups_of_linears(
     wide_targets, wide_ignore = (
         {word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore)
     )
-    found: dict[str, str | None] = {}
+    groups: dict[str, str | None] = {}
     for name in linears:
         names = dict.fromkeys((name, modules.get(name, name)))
         matches = [target for target, means in wide_targets.items() if any(map(means, names))]
@@ -708,8 +708,8 @@ def groups_of_linears(
         ignored = not ignore.isdisjoint(names) or any(
             means(each) for means in wide_ignore.values() for each in names
         )
-        found[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
-    return found
+        groups[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    return groups
 
 
 def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
@@ -734,7 +734,7 @@ def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
 def _rotations(config: Mapping[str, Any]) -> dict[str, int]:
     """Return which linears have their inputs mixed -> how many together; what else transforms may do is refused."""
     groups = (config.get("transform_config") or {}).get("config_groups") or {}
-    found: dict[str, int] = {}
+    blocks: dict[str, int] = {}
     for label, group in groups.items():
         block = group.get("head_dim")
         plain = group.get("type") == "hadamard" and not group.get("randomize")
@@ -746,8 +746,8 @@ def _rotations(config: Mapping[str, Any]) -> dict[str, int]:
                     f"transform_config: {label} is no hadamard of named inputs in blocks of "
                     "head_dim"
                 )
-            found.update(dict.fromkeys(part["targets"], block))
-    return found
+            blocks.update(dict.fromkeys(part["targets"], block))
+    return blocks
 
 
 def _check_layout(scheme: LinearScheme) -> None:
@@ -943,7 +943,7 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
                 "use square blocks, such as [128, 128]",
             )
         group_size = structure[0]
-    found = TensorScheme(
+    scheme = TensorScheme(
         kind=cast(Kind, kind),
         num_bits=num_bits,
         float8=FLOAT4 if (kind, num_bits) == ("float", 4) else "e4m3fn",
@@ -953,8 +953,8 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
         symmetric=arguments.get("symmetric", True),
         dynamic=dynamic,
     )
-    kind = _block_type(found, arguments)
-    return found if kind is None else replace(found, block_type=kind)
+    kind = _block_type(scheme, arguments)
+    return scheme if kind is None else replace(scheme, block_type=kind)
 
 
 def _inferred_strategy(arguments: Mapping[str, Any]) -> str | None:
@@ -972,12 +972,12 @@ def _block_type(scheme: TensorScheme, arguments: Mapping[str, Any]) -> str | Non
     """
     name = (arguments.get("observer_kwargs") or {}).get(_BLOCK_TYPE)
     dtypes = (arguments.get("scale_dtype"), arguments.get("zp_dtype"))
-    given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, *dtypes)
+    shape = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, *dtypes)
     for kind in BLOCK_TYPES.values():
         minima = "torch.float32" if kind.minima else None
         if name != (kind.name if kind.points else None):
             continue
-        if given == (
+        if shape == (
             "int",
             kind.num_bits,
             kind.group_size,
@@ -993,15 +993,15 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     """Return the scheme of one config group: the preset it equals, else a custom one."""
     inputs = group.get("input_activations")
     try:
-        found = named(
+        scheme = named(
             _tensor_scheme(group["weights"]),
             None if inputs is None else _tensor_scheme(inputs),
             layout,
         )
     except SchemeError as error:
         raise _unsupported(f"{label}: {error.cause}") from error
-    _check_layout(found)
-    return found
+    _check_layout(scheme)
+    return scheme
 
 
 def _specificity(target: str) -> tuple[bool, bool, str]:

@@ -82,10 +82,11 @@ class FP8Layout:
                 return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
         if weights.kind != "float" or weights.num_bits != 8:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
-        known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(
-            weights.granularity, ()
-        )
-        if inputs is None or inputs.kind != "float" or inputs.granularity not in known:
+        granularities = {
+            "per_block": ("per_group",),
+            "per_tensor": ("per_token", "per_tensor"),
+        }.get(weights.granularity, ())
+        if inputs is None or inputs.kind != "float" or inputs.granularity not in granularities:
             taken = "as they are" if inputs is None else inputs.granularity.replace("_", " ")
             held = weights.granularity.replace("_", " ")
             return f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has blocks, or one scale per tensor"
@@ -144,8 +145,10 @@ class FP8Layout:
         else:
             stored = single_scale(tensors, scale, weights).reshape(1, 1)
         input_scale = single_scale(tensors, inputs[0], weights).reshape(1) if inputs else None
-        found = QTensor(qvalue=codes, scale=stored, scheme=weights)
-        return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
+        qtensor = QTensor(qvalue=codes, scale=stored, scheme=weights)
+        return QuantizedLinear(
+            weight=checked(name, qtensor), scheme=scheme, input_scale=input_scale
+        )
 
     def quantization_config(
         self,

@@ -146,12 +146,14 @@ class IPEXLayout:
             )
         rows, groups = stored.shape
         packed = tensors.get(f"{name}.{_WEIGHT}")
-        words = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
+        word_count = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
         columns = (
-            groups * weights.group_size if weights.group_size is not None else words * _PER_WORD
+            groups * weights.group_size
+            if weights.group_size is not None
+            else word_count * _PER_WORD
         )
         try:
-            found = (
+            group_count = (
                 columns // group_size_for(weights, columns, name=f"{name}.{_WEIGHT}")
                 if columns > 0
                 else groups
@@ -161,7 +163,7 @@ class IPEXLayout:
         packed = tensor(
             tensors, f"{name}.{_WEIGHT}", (torch.int32,), (rows, -(-columns // _PER_WORD))
         )
-        scale = scales(tensors, f"{name}.{_SCALE}", (rows, found), weights)
+        scale = scales(tensors, f"{name}.{_SCALE}", (rows, group_count), weights)
         zero_point = None
         if not weights.symmetric:
             zeros = tensor(
@@ -209,21 +211,21 @@ class IPEXLayout:
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         del config
-        found = {}
+        by_name = {}
         for name, (rows, columns) in shapes.items():
             if f"{name}.{_WEIGHT}" not in infos:
                 continue
             scale = infos.get(f"{name}.{_SCALE}")
             groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 0
             if not groups or columns % groups or scale is None or scale.shape[0] != rows:
-                told = "missing" if scale is None else f"is {list(scale.shape)}"
-                cause = f"{name}.{_SCALE}: {told}, [{rows}, groups] that divide {columns} inputs is needed"
+                problem = "missing" if scale is None else f"is {list(scale.shape)}"
+                cause = f"{name}.{_SCALE}: {problem}, [{rows}, groups] that divide {columns} inputs is needed"
                 raise InputError(cause, "check that config.json belongs to this checkpoint")
             size = -1 if groups == 1 else columns // groups
-            found[name] = named(
+            by_name[name] = named(
                 integers(_BITS, size, symmetric=self.bare, where=name), None, "pack-quantized"
             )
-        return found
+        return by_name
 
 
 def file_name(schemes: Mapping[str, LinearScheme]) -> str:

@@ -128,11 +128,11 @@ class ModelOptLayout:
                 scale.flatten() if scheme.granularity == "per_channel" else scale
             )
         if linear.input_scale is not None:
-            given = linear.input_scale
+            input_scale = linear.input_scale
             parts["input_scale"] = (
-                _inverse(f"{name}.input_scale", given)
+                _inverse(f"{name}.input_scale", input_scale)
                 if scheme.scale_format == "e4m3"
-                else given.reshape(())
+                else input_scale.reshape(())
             )
         # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that
         # share memory.
@@ -175,8 +175,10 @@ class ModelOptLayout:
         else:
             scale = scales(tensors, key, (rows,), weights).reshape(rows, 1)
         if scheme.input is not None and scheme.input.measured:
-            found = single_scale(tensors, f"{name}.input_scale", weights).reshape(1)
-            input_scale = 1 / found if weights.scale_format == "e4m3" else found
+            stored_input_scale = single_scale(tensors, f"{name}.input_scale", weights).reshape(1)
+            input_scale = (
+                1 / stored_input_scale if weights.scale_format == "e4m3" else stored_input_scale
+            )
         weight = QTensor(qvalue=qvalue, scale=scale, scheme=weights, global_scale=global_scale)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
 
@@ -191,19 +193,19 @@ class ModelOptLayout:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
-        words: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "dynamic": False,
             "num_bits": first.weights.num_bits,
             "type": "float",
         }
         if first.weights.group_size is not None:
-            words["group_size"] = first.weights.group_size
+            arguments["group_size"] = first.weights.group_size
         weights = (
-            {**words, "strategy": "channel"}
+            {**arguments, "strategy": "channel"}
             if first.weights.granularity == "per_channel"
-            else words
+            else arguments
         )
-        inputs = {} if first.input is None else {"input_activations": words}
+        inputs = {} if first.input is None else {"input_activations": arguments}
         return {
             "quant_method": METHOD,
             "quant_algo": _algorithm(first),
@@ -223,17 +225,17 @@ class ModelOptLayout:
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        words = config.get("quantization", config)
-        algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
+        table = config.get("quantization", config)
+        algorithm = str(table.get("quant_algo")).upper() if isinstance(table, Mapping) else "None"
         scheme = _SCHEMES.get(algorithm)
         if scheme is None:
             raise UnsupportedError(
                 f"config.json: quant_algo {algorithm!r}", f"use a folder of {', '.join(_SCHEMES)}"
             )
-        if algorithm == "NVFP4" and _weights_alone(words):
+        if algorithm == "NVFP4" and _weights_alone(table):
             scheme = _SCHEMES["W4A16_NVFP4"]
-        if words.get("group_size") not in (None, 0, scheme.weights.group_size):
-            cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
+        if table.get("group_size") not in (None, 0, scheme.weights.group_size):
+            cause = f"config.json: group_size {table['group_size']!r} with quant_algo {algorithm}"
             raise UnsupportedError(
                 cause, f"use a folder with groups of {scheme.weights.group_size}"
             )
@@ -253,20 +255,20 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
     Raises:
         UnsupportedError: in another way than float8 with one measured scale.
     """
-    words = config.get("quantization", config)
+    table = config.get("quantization", config)
     cache = (
-        words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
-        if isinstance(words, Mapping)
+        table.get("kv_cache_scheme") or table.get("kv_cache_quant_algo")
+        if isinstance(table, Mapping)
         else None
     )
     if cache is None:
         return None
-    told = (
+    kind = (
         (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False))
         if isinstance(cache, Mapping)
         else cache
     )
-    if told not in (("float", 8, False), "FP8"):
+    if kind not in (("float", 8, False), "FP8"):
         raise UnsupportedError(
             f"config.json: keys and values are kept as {cache!r}",
             "use a folder without that, or with FP8",
@@ -283,9 +285,9 @@ def _algorithm(scheme: LinearScheme) -> str | None:
     return next((name for name, same in zip(_SCHEMES, matches, strict=True) if same), None)
 
 
-def _weights_alone(words: Mapping[str, Any]) -> bool:
+def _weights_alone(table: Mapping[str, Any]) -> bool:
     """Return whether no group of a configuration quantizes inputs, which vLLM reads as weights alone."""
-    groups = words.get("config_groups")
+    groups = table.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
     return bool(listed) and all(
         isinstance(one, Mapping) and one.get("input_activations") is None for one in listed

@@ -162,7 +162,7 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
             of them.
         UnsupportedError: a stack of linears that gpt-oss does not have.
     """
-    found: dict[str, SplitTensor] = {}
+    tensors: dict[str, SplitTensor] = {}
     for key, info in infos.items():
         stack = key.removesuffix(_BLOCKS)
         if key.endswith(_SCALES) and f"{key.removesuffix(_SCALES)}{_BLOCKS}" not in infos:
@@ -179,8 +179,8 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
         _require_pair(info, scales, f"{stack}{_SCALES}", turns=len(_LINEARS[leaf]))
         count, rows, groups, _ = info.shape
         whole = _stack(stack, count=count, rows=rows, groups=groups)
-        found |= {name: one for name, one in whole.items() if name in infos}
-    return found
+        tensors |= {name: one for name, one in whole.items() if name in infos}
+    return tensors
 
 
 def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
@@ -189,31 +189,31 @@ def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
     Args:
         shapes: name of each quantized linear -> (O, I).
     """
-    counts, found = dict[str, int](), dict[str, SplitTensor]()
+    counts, stacked = dict[str, int](), dict[str, SplitTensor]()
     for match in filter(None, map(_EXPERT.fullmatch, shapes)):
         counts[match["experts"]] = max(counts.get(match["experts"], 0), 1 + int(match["number"]))
     for experts, count in counts.items():
         for leaf, linears in _LINEARS.items():
             rows, columns = shapes.get(f"{experts}.0.{linears[0]}", (0, 0))
-            found |= _stack(
+            stacked |= _stack(
                 f"{experts}.{leaf}", count=count, rows=rows * len(linears), groups=columns // _GROUP
             )
-    return found
+    return stacked
 
 
 def _stack(stack: str, *, count: int, rows: int, groups: int) -> dict[str, SplitTensor]:
     """Return blocks, scales and bias of a stack of `count` experts, `rows` of an expert, and the shares of their linears."""
     experts, _, leaf = stack.rpartition(".")
     size = _GROUP // 2
-    found = {}
+    stacked = {}
     for ending, kind, row, shape in (
         (_BLOCKS, f"weight{_BLOCKS}", (groups * size,), (groups, size)),
         (_SCALES, f"weight{_SCALES}", (groups,), (groups,)),
         (_BIAS, "bias", (), ()),
     ):
         parts = _shares(f"{experts}.{{}}.{{}}.{kind}", _LINEARS[leaf], count, rows, row)
-        found[f"{stack}{ending}"] = SplitTensor(shape=(count, rows, *shape), parts=tuple(parts))
-    return found
+        stacked[f"{stack}{ending}"] = SplitTensor(shape=(count, rows, *shape), parts=tuple(parts))
+    return stacked
 
 
 def _shares(

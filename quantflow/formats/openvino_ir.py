@@ -198,7 +198,7 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
     if not np.array_equal(constant.data, weight.dequantize().numpy()):
         cause = f"{name}: its weight is not a constant of the traced graph as it is"
         raise UnsupportedError(cause, "export it in another format")
-    bits, words = weight.scheme.num_bits, constant.get_friendly_name()
+    bits, friendly_name = weight.scheme.num_bits, constant.get_friendly_name()
     (rows, columns), groups = weight.qvalue.shape, weight.scale.shape[1]
     whole = weight.scheme.granularity == "per_channel"
     shape, small = (
@@ -220,17 +220,17 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
 
     def integers(values: Tensor, form: tuple[int, ...], called: str) -> Any:
         stored = ov.Tensor(_bytes(values, bits, offset).numpy(), ov.Shape(form), kind)
-        made = opset13.constant(stored, shared_memory=False)
-        made.set_friendly_name(called)
-        return opset13.convert(made, real)
+        codes = opset13.constant(stored, shared_memory=False)
+        codes.set_friendly_name(called)
+        return opset13.convert(codes, real)
 
-    node = integers(weight.qvalue, shape, words)
-    constant.set_friendly_name(f"{words}/float")
+    node = integers(weight.qvalue, shape, friendly_name)
+    constant.set_friendly_name(f"{friendly_name}/float")
     if weight.zero_point is not None:
-        points = integers(weight.zero_point, small, f"{words}/zero_point")
-        node = opset13.subtract(node, points, name=f"{words}/zero_point/subtract")
-    scales = opset13.constant(scale.reshape(small).numpy(), name=f"{words}/scale")
-    node = opset13.multiply(node, scales, name=f"{words}/fq_weights_1")
+        points = integers(weight.zero_point, small, f"{friendly_name}/zero_point")
+        node = opset13.subtract(node, points, name=f"{friendly_name}/zero_point/subtract")
+    scales = opset13.constant(scale.reshape(small).numpy(), name=f"{friendly_name}/scale")
+    node = opset13.multiply(node, scales, name=f"{friendly_name}/fq_weights_1")
     if not whole:
         node = opset13.reshape(
             node, opset13.constant(np.array([rows, columns], dtype=np.int64)), special_zero=False
@@ -249,7 +249,7 @@ def narrow_(model: Any) -> None:
     for constant in constants(model).values():
         if constant.get_element_type() != ov.Type.f32 or constant.data.size < _NARROWED:
             continue
-        values, words = torch.from_numpy(constant.data), constant.get_friendly_name()
+        values, name = torch.from_numpy(constant.data), constant.get_friendly_name()
         exact = (
             dtype
             for dtype in (torch.float16, torch.bfloat16)
@@ -261,9 +261,9 @@ def narrow_(model: Any) -> None:
         stored = ov.Tensor(
             values.to(dtype).view(torch.float16).numpy(), ov.Shape(values.shape), kind
         )
-        constant.set_friendly_name(f"{words}/float")
+        constant.set_friendly_name(f"{name}/float")
         short = opset13.constant(stored, shared_memory=False)
-        short.set_friendly_name(words)
+        short.set_friendly_name(name)
         node = opset13.convert(short, ov.Type.f32)
         for reader in constant.output(0).get_target_inputs():
             reader.replace_source_output(node.output(0))
@@ -294,7 +294,7 @@ class Weight:
 
 def weights(model: Any) -> dict[str, Weight]:
     """Return the quantized weights of a graph by the names of their codes."""
-    found = {}
+    by_name = {}
     for multiply in model.get_ops():
         if multiply.get_type_name() != "Multiply":
             continue
@@ -309,8 +309,8 @@ def weights(model: Any) -> dict[str, Weight]:
         point = None if zero is None else _integers(zero).reshape(rows, -1)
         real = torch.from_numpy(scale.data.astype(np.float32)).reshape(rows, -1)
         weight = Weight(codes=_integers(codes).reshape(rows, -1), zero_point=point, scale=real)
-        found[codes.get_friendly_name()] = weight
-    return found
+        by_name[codes.get_friendly_name()] = weight
+    return by_name
 
 
 def read(folder: Path) -> Any:
@@ -340,17 +340,17 @@ def logits(model: Any, pieces: Sequence[Tensor]) -> Tensor:
 
     request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
     request.reset_state()
-    found, length = [], 0
+    outputs, length = [], 0
     for ids in pieces:
         start, length = length, length + ids.shape[1]
-        given = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, length), dtype=np.int64)}
-        given |= {
+        inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, length), dtype=np.int64)}
+        inputs |= {
             "position_ids": np.arange(start, length)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        request.infer({name: value for name, value in given.items() if _has_input(model, name)})
-        found.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
-    return torch.cat(found, dim=1)
+        request.infer({name: value for name, value in inputs.items() if _has_input(model, name)})
+        outputs.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
+    return torch.cat(outputs, dim=1)
 
 
 def _has_input(model: Any, name: str) -> bool:

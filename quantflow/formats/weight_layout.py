@@ -197,18 +197,16 @@ def tensor(
     Raises:
         InputError: it is missing, or has others.
     """
-    found = tensors.get(key)
-    if found is None:
+    stored = tensors.get(key)
+    if stored is None:
         raise InputError(f"{key}: missing, its linear's other tensors are there", _AGAIN)
-    if found.dtype not in dtypes or tuple(found.shape) != shape:
+    if stored.dtype not in dtypes or tuple(stored.shape) != shape:
         needed = " or ".join(str(dtype) for dtype in dtypes)
-        cause = (
-            f"{key}: is {found.dtype} {list(found.shape)}, config.json needs {needed} {list(shape)}"
-        )
+        cause = f"{key}: is {stored.dtype} {list(stored.shape)}, config.json needs {needed} {list(shape)}"
         raise InputError(
             cause, "check bits and group_size in config.json; or download the folder again"
         )
-    return found
+    return stored
 
 
 def scales(
@@ -219,15 +217,15 @@ def scales(
     Raises:
         InputError: one is no scale (`affine.is_scale`).
     """
-    found = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
-    bad = ~affine.is_scale(found, weights)
+    values = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
+    bad = ~affine.is_scale(values, weights)
     if bad.any():
         raise InputError(
-            f"{key}: scale {found[bad][0].item()}, scales are finite and "
+            f"{key}: scale {values[bad][0].item()}, scales are finite and "
             f"{affine.sign_of_scales(weights)}",
             _AGAIN,
         )
-    return found
+    return values
 
 
 def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme) -> Tensor:
@@ -249,16 +247,16 @@ def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Raises:
         UnsupportedError: naming the first that it does not hold.
     """
-    found = scale.to(dtype)
+    stored = scale.to(dtype)
     in_dtype = f" in {str(dtype).removeprefix('torch.')}"
     require_same_scales(
         name,
         scale,
-        found.float(),
+        stored.float(),
         where=in_dtype,
         instead="export with --dtype bf16 or f32, where the reader takes such scales",
     )
-    return found
+    return stored
 
 
 def require_same_scales(
@@ -321,14 +319,14 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
     Raises:
         InputError: it is none.
     """
-    found = config.get(key)
-    if found is None:
+    value = config.get(key)
+    if value is None:
         return default
-    if type(found) is not bool:
+    if type(value) is not bool:
         raise InputError(
-            f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN
+            f"config.json: quantization_config: {key} is {value!r}, true or false is needed", _AGAIN
         )
-    return found
+    return value
 
 
 def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:

@@ -75,7 +75,7 @@ def _is_there(folder: Path, inputs: dict[str, Any], digests: Digests) -> bool:
     record = stage_folder.done(folder)
     if record is None or record["inputs"] != inputs:
         return False
-    files = {folder / name: found["sha256"] for name, found in record["files"].items()}
+    files = {folder / name: entry["sha256"] for name, entry in record["files"].items()}
     return all(path.is_file() and digests.of(path) == sha256 for path, sha256 in files.items())
 
 
@@ -87,19 +87,19 @@ def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None
             cause, "merge them first: llama-gguf-split --merge FIRST-FILE MERGED-FILE"
         )
     factors = header.tensors.get(ROPE_FACTORS)
-    found = None if factors is None else read_rows(path, factors, 0, factors.shape[0])
-    config = config_from(header, path, factors=found)
+    rope_factors = None if factors is None else read_rows(path, factors, 0, factors.shape[0])
+    config = config_from(header, path, factors=rope_factors)
     config |= special_ids(header.metadata, path)
     matrix = NAMES[_matrix_dtype(header)]
     config["dtype"] = str(DTYPES[matrix]).removeprefix("torch.")
     write_tokenizer(header.metadata, folder, path, context=config["max_position_embeddings"])
     disk.write_file(folder / CONFIG, readable_json(config))
-    words = (
+    settings = (
         SimpleNamespace(num_key_value_heads=None, **config)
         if "num_key_value_heads" not in config
         else None
     )
-    tensors = _tensors(header, words or SimpleNamespace(**config), path)
+    tensors = _tensors(header, settings or SimpleNamespace(**config), path)
     specs = {place.source: (_stored_as(path, info, matrix), place.shape) for place, info in tensors}
     with Writer(folder / SINGLE, specs) as writer:
         steps = progress.steps(

@@ -95,8 +95,8 @@ def find_triples(
         InputError: none are there; two prefixes, observers or world sizes; a rank is missing or
             beyond the world size.
     """
-    found = _found(path, method=method)
-    if not found:
+    names = _found(path, method=method)
+    if not names:
         what = "measurement" if method is None else f"scales of {method}"
         scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
         beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
@@ -105,12 +105,12 @@ def find_triples(
             _MEASURE,
         )
     for what, values in (
-        ("prefixes", {name.prefix for name in found}),
-        ("observers", {name.observer for name in found}),
-        ("world sizes", {1 if name.world is None else name.world for name in found}),
+        ("prefixes", {name.prefix for name in names}),
+        ("observers", {name.observer for name in names}),
+        ("world sizes", {1 if name.world is None else name.world for name in names}),
         (
             "kinds of names, with and without ranks,",
-            {"_R_W" if name.rank is not None else "no rank" for name in found},
+            {"_R_W" if name.rank is not None else "no rank" for name in names},
         ),
     ):
         if len(values) > 1:
@@ -119,12 +119,12 @@ def find_triples(
                 f"{path}: files of {len(values)} {what} {listed}",
                 "give folder/prefix, or a folder of one run",
             )
-    (world,) = {1 if name.world is None else name.world for name in found}
+    (world,) = {1 if name.world is None else name.world for name in names}
     if world > MOST_RANKS:
         raise InputError(
             f"{path}: files of a world of {world} ranks, {MOST_RANKS} are the most", _MEASURE
         )
-    ranks = {name.rank or 0: files for name, files in found.items()}
+    ranks = {name.rank or 0: files for name, files in names.items()}
     beyond = sorted(rank for rank in ranks if rank >= world)
     missing = [] if partial else sorted(set(range(world)) - set(ranks))
     if beyond or missing:
@@ -145,13 +145,13 @@ def device_folder(path: Path) -> Path:
     """
     if not path.is_dir() or _inside(path):
         return path
-    found = [path / name for name in GENERATIONS.values() if _inside(path / name)]
-    if len(found) > 1:
+    folders = [path / name for name in GENERATIONS.values() if _inside(path / name)]
+    if len(folders) > 1:
         raise InputError(
-            f"{path}: holds measurements of two devices, {' and '.join(one.name for one in found)}",
+            f"{path}: holds measurements of two devices, {' and '.join(one.name for one in folders)}",
             "give one",
         )
-    return found[0] if found else path
+    return folders[0] if folders else path
 
 
 def _named(path: Path) -> list[tuple[FileName, str, Path]]:
@@ -165,10 +165,10 @@ def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
         return []
     parsed = [(parse_name(entry.name), entry) for entry in sorted(folder.iterdir())]
     return [
-        (*found, entry)
-        for found, entry in parsed
-        if found is not None
-        and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+        (*names, entry)
+        for names, entry in parsed
+        if names is not None
+        and (names[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
     ]
 
 

@@ -193,16 +193,16 @@ def config_table(
     config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs"
 ) -> dict[str, Any]:
     """Return the QUANT_CONFIG: what was given, with the path and the blocklist of these files."""
-    given = {
+    table = {
         key: getattr(config, key)
         for key in config.given - {"allowlist", "blocklist", "scale_method"}
     }
     if config.effective_scale_format != config.scale_format:
         # what the toolkit makes of it, with a warning
-        given["scale_format"] = config.effective_scale_format
+        table["scale_format"] = config.effective_scale_format
     return {
         **config.unknown,
-        **given,
+        **table,
         "method": "HOOKS",
         "mode": "QUANTIZE",
         "observer": observer,

@@ -67,9 +67,9 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
     """
     nodes: dict[str, Node] = {}
     sites: dict[str, dict[str, Tensor]] = {}
-    for (name, site), found in by_site(statistics).items():
-        if AMAX.name in found:
-            sites.setdefault(name, {})[site] = found[AMAX.name].reshape(1, 1)
+    for (name, site), by_statistic in by_site(statistics).items():
+        if AMAX.name in by_statistic:
+            sites.setdefault(name, {})[site] = by_statistic[AMAX.name].reshape(1, 1)
     for name, seen in sites.items():
         if "k_cache" in seen or "v_cache" in seen:
             nodes |= _attention(name, seen)
@@ -142,7 +142,7 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
     Raises:
         StatisticsError: a product has fewer than two inputs.
     """
-    found = dict(nodes)
+    completed = dict(nodes)
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
         cache = nodes.get(f"{owner}.{_CACHES[leaf]}") if leaf in _CACHES else None
@@ -152,8 +152,8 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
             raise StatisticsError(
                 f"{name}: {len(node.inputs)} inputs, a product has two", "measure again"
             )
-        found[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
-    return found
+        completed[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
+    return completed
 
 
 def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> dict[str, Node]:
@@ -172,19 +172,19 @@ def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> di
 
 def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
     """Return the nodes under the names of vLLM's model, which runs q, k and v, and gate and up, as one linear each."""
-    found: dict[str, Node] = {}
+    renamed: dict[str, Node] = {}
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
         if leaf in (*_CACHES, *_CACHES.values()):
-            found[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
+            renamed[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
         elif leaf in _PART_OF:
             whole = f"{owner}.{_PART_OF[leaf]}"
-            found[whole] = _larger(found[whole], node) if whole in found else node
+            renamed[whole] = _larger(renamed[whole], node) if whole in renamed else node
         elif leaf in ROW_PARALLEL and node.outputs:  # before and after the sum over cards
-            found[name] = replace(node, outputs=(node.outputs[0], node.outputs[0]))
+            renamed[name] = replace(node, outputs=(node.outputs[0], node.outputs[0]))
         else:
-            found[name] = node
-    return found
+            renamed[name] = node
+    return renamed
 
 
 def _larger(left: Node, right: Node) -> Node:

@@ -78,12 +78,12 @@ def _check_pattern(key: str, pattern: str) -> None:
     Raises:
         UsageError: with the pattern that was meant.
     """
-    for found in _CLASS_OF_NUMBERS.finditer(pattern):
-        if max(len(found[1]), len(found[2])) > 1:
+    for match in _CLASS_OF_NUMBERS.finditer(pattern):
+        if max(len(match[1]), len(match[2])) > 1:
             raise UsageError(
-                f"{key}.names: pattern {pattern!r}: {found[0]} is one character, not a number: "
-                f"{_characters(found)}",
-                f"write {_meant(pattern, found)!r}",
+                f"{key}.names: pattern {pattern!r}: {match[0]} is one character, not a number: "
+                f"{_characters(match)}",
+                f"write {_meant(pattern, match)!r}",
             )
     try:
         Pattern(pattern)
@@ -91,24 +91,24 @@ def _check_pattern(key: str, pattern: str) -> None:
         raise UsageError(f"{key}.names: {error.cause}", error.remedy) from error
 
 
-def _characters(found: "re.Match[str]") -> str:
+def _characters(match: "re.Match[str]") -> str:
     """Say which characters a class such as [29-31] matches."""
-    first, last = found[1], found[2]
+    first, last = match[1], match[2]
     single = [*dict.fromkeys(first[:-1] + last[1:])]
     low, high = first[-1], last[0]
-    words = [f"{character!r}" for character in single]
+    listed = [f"{character!r}" for character in single]
     if low > high:
-        return f"{', '.join(words)} and the range {low}-{high}, which runs backwards"
-    return ", ".join([*words, f"and {low!r} to {high!r}" if low < high else repr(low)])
+        return f"{', '.join(listed)} and the range {low}-{high}, which runs backwards"
+    return ", ".join([*listed, f"and {low!r} to {high!r}" if low < high else repr(low)])
 
 
-def _meant(pattern: str, found: "re.Match[str]") -> str:
+def _meant(pattern: str, match: "re.Match[str]") -> str:
     """Return the pattern with the numbers written out."""
-    first, last = sorted((int(found[1]), int(found[2])))
+    first, last = sorted((int(match[1]), int(match[2])))
     if last - first >= _LONGEST:
-        return pattern.replace(found[0], r"\d+")
+        return pattern.replace(match[0], r"\d+")
     numbers = "|".join(str(number) for number in range(first, last + 1))
-    return pattern.replace(found[0], f"({numbers})")
+    return pattern.replace(match[0], f"({numbers})")
 
 
 def as_table(modules: ModuleList) -> dict[str, Any]:

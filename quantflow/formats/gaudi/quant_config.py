@@ -222,14 +222,14 @@ def find_quant_config(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     shipped = {path.stem: path for path in sorted((SHIPPED / "gaudi").glob("*.json"))}
-    found = shipped.get(name.removesuffix(".json"))
-    if found is None:
+    preset = shipped.get(name.removesuffix(".json"))
+    if preset is None:
         word = nearest(Path(name).stem, list(shipped))
         raise UsageError(
             f"QUANT_CONFIG: Can't open {name}! No such file, and no shipped preset of that name",
             word,
         )
-    return found
+    return preset
 
 
 def quant_config(table: Mapping[str, Any]) -> QuantConfig:
@@ -238,7 +238,7 @@ def quant_config(table: Mapping[str, Any]) -> QuantConfig:
     Raises:
         UsageError: naming the key, the value and what is valid.
     """
-    known = {item.name for item in fields(QuantConfig)} - {"given", "unknown"}
+    names = {item.name for item in fields(QuantConfig)} - {"given", "unknown"}
     values: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
     for old, key in LEGACY.items():
@@ -246,7 +246,7 @@ def quant_config(table: Mapping[str, Any]) -> QuantConfig:
             raise UsageError(f"{old} and {key} are the same key", f"keep {key}")
     for original, value in table.items():
         key = LEGACY.get(original, original)
-        if key in known:
+        if key in names:
             values[key] = _value(key, value)
         elif key not in FILLED_IN:
             unknown[key] = value

@@ -150,7 +150,7 @@ def _encode(text: object, codec: object) -> bytes:
 
 def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
     """Return what stands for a global of a pickle, or None; the two spellings are numpy's before and since release 2."""
-    known: dict[tuple[str, str], Callable[..., Any]] = {
+    stand_ins: dict[tuple[str, str], Callable[..., Any]] = {
         ("numpy.multiarray", "_reconstruct"): _reconstruct,
         ("numpy.multiarray", "scalar"): _scalar,
         ("numpy", "ndarray"): _ndarray,
@@ -161,7 +161,7 @@ def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
         "numpy.core.multiarray": "numpy.multiarray",
         "numpy._core.multiarray": "numpy.multiarray",
     }
-    return known.get((spelled.get(module, module), name))
+    return stand_ins.get((spelled.get(module, module), name))
 
 
 class _Restricted(pickle.Unpickler):

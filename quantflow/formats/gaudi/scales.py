@@ -51,7 +51,7 @@ def scales_from(
         InputError: a method needs weights, and there is no `read_weight`.
         UnsupportedError: hardware scales for a device without them.
     """
-    found = {}
+    scaled = {}
     for name, node in nodes.items():
         method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if method.dynamic:
@@ -62,7 +62,7 @@ def scales_from(
         if maxima is None:
             continue
         try:
-            found[name] = _scales(
+            scaled[name] = _scales(
                 name,
                 node,
                 maxima,
@@ -73,7 +73,7 @@ def scales_from(
             )
         except StatisticsError as error:
             raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
-    return found
+    return scaled
 
 
 def _scales(
@@ -125,7 +125,7 @@ def near_steps(
     A maximum of 61 instead of 60 takes Gaudi2's scale from 1 to 16: a slightly tighter maximum,
     from other text or another clipping, would keep four binades of small values.
     """
-    found = []
+    near = []
     for name, node in nodes.items():
         method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if not method.needs_measurement or not maxima:
@@ -138,5 +138,5 @@ def near_steps(
         except QuantflowError:
             continue
         if method.activation.rounding != "IDENTITY" and below < here:
-            found.append(name)
-    return found
+            near.append(name)
+    return near

@@ -149,7 +149,7 @@ class GPTQLayout:
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
-        weights, words = scheme.weights, torch.int32
+        weights, word_dtype = scheme.weights, torch.int32
         bits = weights.num_bits
         packed = tensors.get(f"{name}.qweight")
         if packed is None or packed.ndim != 2:
@@ -159,14 +159,14 @@ class GPTQLayout:
                 "download the folder again",
             )
         rows, columns = packed.shape[1], packed.shape[0] * 32 // bits
-        packed = tensor(tensors, f"{name}.qweight", (words,), (columns * bits // 32, rows))
+        packed = tensor(tensors, f"{name}.qweight", (word_dtype,), (columns * bits // 32, rows))
         try:
             groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
         except SchemeError as error:
             raise InputError(error.cause, "check bits and group_size in config.json") from error
         qvalue = packing.unpack(packed.T.contiguous(), bits, columns)
         scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
-        stored = tensor(tensors, f"{name}.qzeros", (words,), (groups, rows * bits // 32))
+        stored = tensor(tensors, f"{name}.qzeros", (word_dtype,), (groups, rows * bits // 32))
         zero_point = self._zero_point(
             f"{name}.qzeros", packing.unpack(stored, bits, rows).T.contiguous(), weights
         )
@@ -252,14 +252,16 @@ class GPTQLayout:
             "group_size": group_size,
             "sym": flag(config, "sym", default=True),
         }
-        found, patterns = {}, _patterns(config)
+        by_name, patterns = {}, _patterns(config)
         for name in shapes:
             if f"{name}.qweight" not in infos:
                 continue
-            told = _rule(config, patterns, name) or _rule(config, patterns, modules.get(name, name))
-            rule = {**base, **told}
+            own_rule = _rule(config, patterns, name) or _rule(
+                config, patterns, modules.get(name, name)
+            )
+            rule = {**base, **own_rule}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
-            found[name] = named(weights, None, "pack-quantized")
+            by_name[name] = named(weights, None, "pack-quantized")
             several = weights.group_size is not None and weights.group_size < shapes[name][1]
             if self.reordered and several and f"{name}.g_idx" not in infos:
                 raise InputError(
@@ -267,7 +269,7 @@ class GPTQLayout:
                     "download the folder again; or set desc_act to false if its groups are of "
                     "inputs that stand together",
                 )
-        return found
+        return by_name
 
 
 def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]:
@@ -276,16 +278,16 @@ def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]
     Raises:
         InputError: it is no table of tables, or a pattern is no regular expression.
     """
-    found = []
+    rules = []
     for pattern, rule in _table(config.get("dynamic"), "dynamic").items():
         if not pattern.startswith("-:"):
             try:
-                found.append(
+                rules.append(
                     (Pattern(pattern.removeprefix("+:")), _table(rule, f"dynamic: {pattern}"))
                 )
             except InputError as error:
                 raise InputError(f"config.json: dynamic: {error.cause}", error.remedy) from error
-    return found
+    return rules
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
@@ -315,18 +317,18 @@ def _rule(
         UnsupportedError: a key of it that changes values and is not known here.
         InputError: a value of another kind, or a pattern that takes too long.
     """
-    found = next((rule for pattern, rule in patterns if pattern.match(name)), {})
-    found = found or _table(
+    own_rule = next((rule for pattern, rule in patterns if pattern.match(name)), {})
+    own_rule = own_rule or _table(
         _table(config.get("extra_config"), "extra_config").get(name), f"extra_config: {name}"
     )
-    words = {key: value for key, value in found.items() if key in _KNOWN_RULE}
-    for key, value in words.items():
+    settings = {key: value for key, value in own_rule.items() if key in _KNOWN_RULE}
+    for key, value in settings.items():
         if type(value) is not (bool if key == "sym" else int):
             raise InputError(
                 f"config.json: {name}: {key} is {value!r}",
                 "repair it, or download the folder again",
             )
-    return words
+    return settings
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:

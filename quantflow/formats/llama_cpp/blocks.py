@@ -23,11 +23,11 @@ from quantflow.models.reading import check_finite, read_into
 @functools.cache
 def readable() -> Mapping[int, Type]:
     """Return every type that can be read: number -> type. F32, F16 and BF16 come first."""
-    found = dict(PLAIN)
+    types = dict(PLAIN)
     for kind, (elements, nbytes) in GGML_QUANT_SIZES.items():
         if elements > 1 and _dequantizes(kind, nbytes):
-            found[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
-    return found
+            types[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
+    return types
 
 
 def _dequantizes(kind: GGMLQuantizationType, nbytes: int) -> bool:

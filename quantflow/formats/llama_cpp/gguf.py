@@ -392,9 +392,11 @@ class _Cursor:
         shape = self.unpack(f"{count}Q")[::-1]
         number, offset = self.unpack("IQ")
         if number not in self.types:
-            known = ", ".join(f"{number} ({kind.name})" for number, kind in self.types.items())
+            known_types = ", ".join(
+                f"{number} ({kind.name})" for number, kind in self.types.items()
+            )
             raise UnsupportedError(
-                f"{self.path}: tensor {name!r} has type {number}, known: {known}",
+                f"{self.path}: tensor {name!r} has type {number}, known: {known_types}",
                 "read it with llama.cpp",
             )
         kind = self.types[number]

@@ -126,12 +126,12 @@ def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[st
     scores: dict[str, float] = {}
     last = None
     for rank, (left, right) in enumerate(pairs):
-        made = left + right
-        if made != last and made in scores:
-            cause = f"{folder}: its tokenizer merges {made!r} at rank {-int(scores[made])} and again at {rank}"
+        merged = left + right
+        if merged != last and merged in scores:
+            cause = f"{folder}: its tokenizer merges {merged!r} at rank {-int(scores[merged])} and again at {rank}"
             raise UnsupportedError(f"{cause}, llama.cpp ranks tokens, not merges", ELSEWHERE)
-        scores.setdefault(made, -float(rank))
-        last = made
+        scores.setdefault(merged, -float(rank))
+        last = merged
     known = set(pairs)
     for text in sorted(normal):
         for cut in range(1, len(text)):

@@ -57,13 +57,17 @@ def vocabulary(folder: Path, config: Any) -> dict[str, tuple[str, Any]]:
     )
     table = json.loads(tokenizer.backend_tokenizer.to_str())
     convert = pieces if table["model"].get("byte_fallback") else byte_level
-    found = convert(
+    metadata = convert(
         table, size=config.vocab_size, special=special, around=_around(plain, whole), folder=folder
     )
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    return found if template is None else {**found, "tokenizer.chat_template": ("string", template)}
+    return (
+        metadata
+        if template is None
+        else {**metadata, "tokenizer.chat_template": ("string", template)}
+    )
 
 
 def byte_level(
@@ -115,8 +119,8 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
     model, pre = table["model"], table["pre_tokenizer"] or {}
     steps = pre.get("pretokenizers", [pre])
     if model.get("type") != "BPE" or not steps or steps[-1].get("type") != "ByteLevel":
-        found = f"{model.get('type')} behind {pre.get('type')}"
-        cause = f"{folder}: its tokenizer is {found}, written to GGUF is BPE at byte level or with byte fallback"
+        description = f"{model.get('type')} behind {pre.get('type')}"
+        cause = f"{folder}: its tokenizer is {description}, written to GGUF is BPE at byte level or with byte fallback"
         raise UnsupportedError(cause, ELSEWHERE)
     normalizer = table["normalizer"] or {"type": "NFC"}
     odd = [
@@ -166,9 +170,9 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[list[int], list
 
 def _first(*ids: int | Sequence[int] | None) -> int | None:
     """Return the first id that is there; of several that one name has, the first."""
-    for found in ids:
-        if isinstance(found, int):
-            return found
-        if found:
-            return found[0]
+    for candidate in ids:
+        if isinstance(candidate, int):
+            return candidate
+        if candidate:
+            return candidate[0]
     return None

@@ -78,17 +78,19 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
     )
     after = ids["eos"] if _field(metadata, "add_eos_token", path, False) else None
     tokenizer.post_processor = _around(texts, before, after, byte_level=kind == "gpt2")
-    words = {word: texts[ids[name]] for name, word in _SPECIAL.items() if ids[name] is not None}
-    made = PreTrainedTokenizerFast(
+    special_tokens = {
+        word: texts[ids[name]] for name, word in _SPECIAL.items() if ids[name] is not None
+    }
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
-        **words,
+        **special_tokens,
     )
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
-        made.chat_template = template[1]
-    made.save_pretrained(folder)
+        fast_tokenizer.chat_template = template[1]
+    fast_tokenizer.save_pretrained(folder)
     ends = [ids[name] for name in ("eos", *_TURNS_END) if ids[name] is not None]
     generation = {"bos_token_id": ids["bos"], "eos_token_id": ends if len(ends) > 1 else ids["eos"]}
     generation["pad_token_id"] = ids["padding"]
@@ -115,12 +117,12 @@ def _byte_level(
     Raises:
         UnsupportedError: the name's expression is not known here.
     """
-    known = {name: key for key, name in PRE_TOKENIZERS.items()}
-    if pre not in known:
+    keys = {name: key for key, name in PRE_TOKENIZERS.items()}
+    if pre not in keys:
         raise UnsupportedError(
-            f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(known)}", _CONVERT
+            f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(keys)}", _CONVERT
         )
-    splits, own, whole = known[pre]
+    splits, own, whole = keys[pre]
     steps: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
         if expression == DIGITS
@@ -183,18 +185,16 @@ def _vocabulary(texts: list[str], types: list[int], path: Path) -> dict[str, int
     Raises:
         InputError: two ids have one text, or a type is unknown.
     """
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for index, (text, kind) in enumerate(zip(texts, types, strict=True)):
         if kind not in (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE):
             raise InputError(f"{path}: token {index} has the unknown type {kind}", _DAMAGED)
         if kind == UNUSED:
             continue
-        if text in found:
-            raise InputError(
-                f"{path}: tokens {found[text]} and {index} are both {text!r}", _DAMAGED
-            )
-        found[text] = index
-    return found
+        if text in ids:
+            raise InputError(f"{path}: tokens {ids[text]} and {index} are both {text!r}", _DAMAGED)
+        ids[text] = index
+    return ids
 
 
 def _add(tokenizer: Tokenizer, texts: list[str], types: list[int]) -> None:
@@ -233,8 +233,8 @@ _NO = object()
 
 
 def _field(metadata: Metadata, name: str, path: Path, default: Any = _NO) -> Any:
-    if (found := metadata.get(f"{_GIVEN}.{name}")) is not None:
-        return found[1]
+    if (field := metadata.get(f"{_GIVEN}.{name}")) is not None:
+        return field[1]
     if default is _NO:
         raise InputError(
             f"{path}: no field {_GIVEN}.{name}",

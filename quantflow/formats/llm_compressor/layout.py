@@ -127,15 +127,17 @@ class CompressedTensorsLayout:
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        words = _in_our_words(config)
+        table = _in_our_words(config)
         try:
-            found = compressed_tensors.schemes_from_config(words, tuple(shapes), modules=modules)
+            every_scheme = compressed_tensors.schemes_from_config(
+                table, tuple(shapes), modules=modules
+            )
         except SchemeError as error:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
-        schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+        schemes = {name: scheme for name, scheme in every_scheme.items() if scheme is not None}
         _require_orders(
             config,
-            compressed_tensors.groups_of_linears(words, tuple(schemes), modules=modules),
+            compressed_tensors.groups_of_linears(table, tuple(schemes), modules=modules),
             schemes,
             shapes,
             infos,
@@ -146,8 +148,8 @@ class CompressedTensorsLayout:
 def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration as `schemes_from_config` takes it; what has another form is left to it."""
     groups = {}
-    found = config.get("config_groups")
-    for label, group in (found if isinstance(found, dict) else {}).items():
+    groups_there = config.get("config_groups")
+    for label, group in (groups_there if isinstance(groups_there, dict) else {}).items():
         groups[label] = group
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             continue
@@ -160,7 +162,7 @@ def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
     status = config.get("quantization_status")
     return {
         **config,
-        "config_groups": groups or found,
+        "config_groups": groups or groups_there,
         "quantization_status": "compressed" if status in (None, "frozen") else status,
     }
 
