@@ -12,16 +12,16 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UnsupportedError
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt, mxfp4
+from quantflow.formats.compressed_tensors import layout as compressed_tensors_layout
 from quantflow.formats.gptq import auto_round
 from quantflow.formats.gptq import layout as gptq
-from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
 FORMATS: dict[str, ModuleType] = {compressed_tensors.NAME: compressed_tensors}
 DEFAULT: str = compressed_tensors.NAME  # what artifacts are written in
 LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
     {
-        compressed_tensors.NAME: llm_compressor.CompressedTensorsLayout(),
+        compressed_tensors.NAME: compressed_tensors_layout.CompressedTensorsLayout(),
         gptq.NAME: gptq.GPTQLayout(stored_less=1),
         gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
         auto_round.NAME: auto_round.AutoRoundLayout(),
@@ -86,7 +86,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         UnsupportedError: a layout that this version does not read.
     """
     readers: tuple[Callable[[Mapping[str, Any], Infos], WeightLayout | None], ...] = (
-        llm_compressor.layout_of,
+        compressed_tensors_layout.layout_of,
         gptq.layout_of,
         auto_round.layout_of,
         awq.layout_of,

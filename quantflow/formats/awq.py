@@ -64,15 +64,15 @@ class AWQLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "AWQLayout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
@@ -82,20 +82,23 @@ class AWQLayout:
             or weights.granularity not in ("per_group", "per_channel")
         ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
+            return (
+                f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits "
+                "per group"
+            )
         if shape[0] % _PER_WORD:
             return f"out_features={shape[0]}, whole words hold multiples of {_PER_WORD}"
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return tuple(f"{name}.{part}" for part in _PARTS)
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
         zero_point = (
@@ -119,7 +122,7 @@ class AWQLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights, word_dtypes = scheme.weights, (torch.int32,)
         packed = tensors.get(f"{name}.qweight")
         if packed is None or packed.ndim != 2:
@@ -139,7 +142,10 @@ class AWQLayout:
         zeros = tensor(tensors, f"{name}.qzeros", word_dtypes, (groups, rows // _PER_WORD))
         zero_point = _unpack(zeros).T.contiguous()
         if (bad := (scale < 0) & (zero_point != 0)).any():
-            cause = f"{name}.scales: scale {scale[bad][0].item()} beside zero point {int(zero_point[bad][0]) + 8}"
+            cause = (
+                f"{name}.scales: scale {scale[bad][0].item()} beside zero point "
+                f"{int(zero_point[bad][0]) + 8}"
+            )
             raise InputError(
                 f"{cause}, a scale beside another than 8 is positive", "download the folder again"
             )
@@ -155,7 +161,7 @@ class AWQLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         return {
@@ -174,7 +180,7 @@ class AWQLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
         bits, group_size = (
             number(config, "bits", "w_bit"),

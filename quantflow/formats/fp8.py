@@ -60,15 +60,15 @@ class FP8Layout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "FP8Layout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         weights, inputs = scheme.weights, scheme.input
         if (mixed := why_not_mixed(scheme)) is not None:
@@ -81,7 +81,10 @@ class FP8Layout:
             ):
                 return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
         if weights.kind != "float" or weights.num_bits != 8:
-            return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
+            return (
+                f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout "
+                "holds e4m3fn"
+            )
         granularities = {
             "per_block": ("per_group",),
             "per_tensor": ("per_token", "per_tensor"),
@@ -89,11 +92,14 @@ class FP8Layout:
         if inputs is None or inputs.kind != "float" or inputs.granularity not in granularities:
             taken = "as they are" if inputs is None else inputs.granularity.replace("_", " ")
             held = weights.granularity.replace("_", " ")
-            return f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has blocks, or one scale per tensor"
+            return (
+                f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has "
+                "blocks, or one scale per tensor"
+            )
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         blocks = scheme.weights.granularity == "per_block"
         static = scheme.input is not None and not scheme.input.dynamic
         parts = [
@@ -106,7 +112,7 @@ class FP8Layout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
+        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
@@ -126,7 +132,7 @@ class FP8Layout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         weight, scale, *inputs = self.tensor_names(name, scheme)
         codes = matrix(tensors, weight)
@@ -134,7 +140,10 @@ class FP8Layout:
         if weights.granularity == "per_block":
             size = weights.block_rows
             if codes.shape[1] % size:
-                cause = f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide them"
+                cause = (
+                    f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide "
+                    "them"
+                )
                 raise UnsupportedError(cause, "use a folder whose blocks divide its linears")
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
         codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
@@ -158,7 +167,7 @@ class FP8Layout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
         size = first.weights.group_size
@@ -179,7 +188,7 @@ class FP8Layout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
         activation, blocks = (
             config.get("activation_scheme", "dynamic"),
@@ -193,7 +202,10 @@ class FP8Layout:
             )
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
         if config.get("scale_fmt") not in (None, "float"):
-            cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
+            cause = (
+                f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up "
+                "to powers of two"
+            )
             raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
         if config.get("fmt", _FMT[0]) not in _FMT:
             cause = f"config.json: fmt {config['fmt']!r}, {', '.join(_FMT)} are known"
@@ -229,7 +241,7 @@ class FP8Layout:
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     if config.get("quant_method") != METHOD:
         return None
     usual, leaves = FP8Layout(), {name.rpartition(".")[2] for name in infos}
@@ -243,4 +255,7 @@ def who_reads(schemes: Mapping[str, LinearScheme]) -> str | None:
     """Return which programs read what is written of some linears, in a sentence; None where all of the method do."""
     if all(scheme.weights.granularity == "per_block" for scheme in schemes.values()):
         return None
-    return "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them and computes something else"
+    return (
+        "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them "
+        "and computes something else"
+    )

@@ -64,7 +64,7 @@ class IPEXLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "IPEXLayout":
@@ -72,7 +72,7 @@ class IPEXLayout:
         return IPEXLayout(reordered=True, bare=self.bare)
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
@@ -82,13 +82,19 @@ class IPEXLayout:
             or weights.granularity not in ("per_group", "per_channel")
         ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
+            return (
+                f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits "
+                "per group"
+            )
         if weights.group_size is None and shape[1] % _PER_WORD:
-            return f"in_features={shape[1]} with a scale per row, whole words hold multiples of {_PER_WORD}"
+            return (
+                f"in_features={shape[1]} with a scale per row, whole words hold multiples of "
+                f"{_PER_WORD}"
+            )
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         parts = [
             _WEIGHT,
@@ -101,7 +107,7 @@ class IPEXLayout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
         zero_point = (
@@ -135,7 +141,7 @@ class IPEXLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         stored = tensors.get(f"{name}.{_SCALE}")
         if stored is None or stored.ndim != 2:
@@ -209,7 +215,7 @@ class IPEXLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del config
         by_name = {}
         for name, (rows, columns) in shapes.items():
@@ -219,7 +225,10 @@ class IPEXLayout:
             groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 0
             if not groups or columns % groups or scale is None or scale.shape[0] != rows:
                 problem = "missing" if scale is None else f"is {list(scale.shape)}"
-                cause = f"{name}.{_SCALE}: {problem}, [{rows}, groups] that divide {columns} inputs is needed"
+                cause = (
+                    f"{name}.{_SCALE}: {problem}, [{rows}, groups] that divide {columns} inputs is "
+                    "needed"
+                )
                 raise InputError(cause, "check that config.json belongs to this checkpoint")
             size = -1 if groups == 1 else columns // groups
             by_name[name] = named(

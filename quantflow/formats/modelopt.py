@@ -71,15 +71,15 @@ class ModelOptLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "ModelOptLayout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
@@ -89,7 +89,7 @@ class ModelOptLayout:
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         parts = ["weight", "weight_scale"]
         if scheme.weights.scale_format == "e4m3":
             parts.append("weight_scale_2")
@@ -100,7 +100,7 @@ class ModelOptLayout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
+        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
@@ -144,7 +144,7 @@ class ModelOptLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights, key = scheme.weights, f"{name}.weight"
         stored = matrix(tensors, key)
         if weights.num_bits == 4:
@@ -155,7 +155,10 @@ class ModelOptLayout:
             qvalue = tensor(tensors, key, (torch.float8_e4m3fn,), tuple(stored.shape))
         rows, columns = qvalue.shape
         if columns % (weights.group_size or 1):
-            cause = f"{key}: {columns} input features, groups of {weights.group_size} do not divide them"
+            cause = (
+                f"{key}: {columns} input features, groups of {weights.group_size} do not divide "
+                "them"
+            )
             raise InputError(cause, "check that config.json belongs to these weights")
         global_scale = input_scale = None
         key, groups = f"{name}.weight_scale", (rows, columns // (weights.group_size or columns))
@@ -190,7 +193,7 @@ class ModelOptLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
         arguments: dict[str, Any] = {
@@ -223,7 +226,7 @@ class ModelOptLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
         table = config.get("quantization", config)
         algorithm = str(table.get("quant_algo")).upper() if isinstance(table, Mapping) else "None"
@@ -323,6 +326,6 @@ def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> ModelOptLayout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     del infos
     return ModelOptLayout() if str(config.get("quant_method")).startswith(METHOD) else None

@@ -65,15 +65,15 @@ class MXFP4Layout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "MXFP4Layout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
@@ -81,14 +81,14 @@ class MXFP4Layout:
         return None if same else f"scheme {scheme.name}, the layout holds {_SCHEME.name}"
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return f"{name}.weight{_BLOCKS}", f"{name}.weight{_SCALES}"
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
+        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
         del scale_dtype
         if _EXPERT.fullmatch(name) is None:
             raise UnsupportedError(
@@ -104,7 +104,7 @@ class MXFP4Layout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         blocks, scales = self.tensor_names(name, scheme)
         packed = matrix(tensors, blocks)
         rows, width = packed.shape[0], 2 * packed.shape[1]
@@ -124,7 +124,7 @@ class MXFP4Layout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del schemes, ignore, modules
         if model_type != _MODEL_TYPE:
             raise UnsupportedError(
@@ -140,13 +140,13 @@ class MXFP4Layout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del config, modules
         return {name: _SCHEME for name in shapes if f"{name}.weight{_BLOCKS}" in infos}
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> MXFP4Layout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     del infos
     return MXFP4Layout() if config.get("quant_method") == METHOD else None
 
@@ -259,7 +259,10 @@ def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, t
         if each.dtype != "U8":
             raise InputError(f"{each.name}: is {each.dtype}, U8 is needed", _AGAIN)
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _GROUP // 2):
-        cause = f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: {_GROUP // 2} bytes to a scale"
+        cause = (
+            f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: "
+            f"{_GROUP // 2} bytes to a scale"
+        )
         raise InputError(cause, _AGAIN)
     if blocks.shape[1] % turns:
         raise InputError(

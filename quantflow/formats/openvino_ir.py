@@ -83,7 +83,10 @@ def why_not(scheme: LinearScheme) -> str | None:
         or weights.granularity not in ("per_group", "per_channel")
     ):
         held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-        return f"scheme {scheme.name} has weights of {held}, the IR holds integers of 4 or 8 bits per group or row"
+        return (
+            f"scheme {scheme.name} has weights of {held}, the IR holds integers of 4 or 8 bits per "
+            "group or row"
+        )
     return None
 
 

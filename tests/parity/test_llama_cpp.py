@@ -90,7 +90,10 @@ def caller(**needed: str) -> Callable[..., str]:
     how = f"python3 -m venv ENV; ENV/bin/pip install {packages} numpy"
     if not folder:
         pytest.skip(f"{VARIABLE} does not name an environment with {packages}; make one: {how}")
-    ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(needed)}}})"
+    ask = (
+        "from importlib.metadata import version; "
+        f"print({{name: version(name) for name in {list(needed)}}})"
+    )
     found = (
         subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False)
         if python.exists()

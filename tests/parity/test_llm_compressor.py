@@ -118,7 +118,10 @@ def caller() -> Callable[..., None]:
     """Return what runs a program of the other environment, or skip and say how to make one."""
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
-    how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.17.0 llmcompressor=={RELEASE}"
+    how = (
+        "python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.17.0 "
+        f"llmcompressor=={RELEASE}"
+    )
     if not folder:
         pytest.skip(
             f"{VARIABLE} does not name an environment with llmcompressor=={RELEASE}; make one: "

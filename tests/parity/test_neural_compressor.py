@@ -115,7 +115,10 @@ def toolkit() -> Path:
     """The interpreter of an environment with neural-compressor and without quantflow, or a skip that says how to make one."""
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
-    how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 neural-compressor-pt=={RELEASE}"
+    how = (
+        "python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 "
+        f"neural-compressor-pt=={RELEASE}"
+    )
     if not folder:
         pytest.skip(
             f"{VARIABLE} does not name an environment with neural-compressor; make one: {how}"

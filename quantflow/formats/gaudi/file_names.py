@@ -23,7 +23,10 @@ _NAME = re.compile(
     r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
     r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?(?P<ending>_mod_list\.json|\.json|\.npz)"
 )
-_MEASURE = "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of its dump_stats_path"
+_MEASURE = (
+    "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of "
+    "its dump_stats_path"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +151,8 @@ def device_folder(path: Path) -> Path:
     folders = [path / name for name in GENERATIONS.values() if _inside(path / name)]
     if len(folders) > 1:
         raise InputError(
-            f"{path}: holds measurements of two devices, {' and '.join(one.name for one in folders)}",
+            f"{path}: holds measurements of two devices, "
+            f"{' and '.join(one.name for one in folders)}",
             "give one",
         )
     return folders[0] if folders else path

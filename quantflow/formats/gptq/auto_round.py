@@ -51,7 +51,7 @@ class AutoRoundLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     @property
@@ -64,23 +64,23 @@ class AutoRoundLayout:
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         return self._tensors(scheme).why_not(scheme, shape)
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         return self._tensors(scheme).tensor_names(name, scheme)
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         return self._tensors(linear.scheme).encode(name, linear, scale_dtype=scale_dtype)
 
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         return self._tensors(scheme).decode(name, tensors, scheme)
 
     def quantization_config(
@@ -91,12 +91,15 @@ class AutoRoundLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
         packings = {_packing(scheme.weights): name for name, scheme in schemes.items()}
         if len(packings) > 1:
             first, second = packings.values()
-            cause = f"{first} and {second}: one has zero points, the other none; {NAME} stores those of all linears in one way"
+            cause = (
+                f"{first} and {second}: one has zero points, the other none; {NAME} stores those "
+                "of all linears in one way"
+            )
             raise UnsupportedError(
                 cause, "keep it as compressed-tensors, or quantize all linears symmetric"
             )
@@ -123,7 +126,7 @@ class AutoRoundLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         return GPTQLayout(stored_less=0).schemes(config, shapes, infos, modules)
 
     def _tensors(self, scheme: LinearScheme) -> GPTQLayout:

@@ -76,7 +76,7 @@ class GPTQLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME if self.stored_less else NAME_V2
 
     def with_order(self) -> "GPTQLayout":
@@ -84,7 +84,7 @@ class GPTQLayout:
         return replace(self, reordered=True)
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         weights = scheme.weights
         if (reason := why_not_integers(scheme)) is not None:
             return reason
@@ -94,7 +94,10 @@ class GPTQLayout:
             or weights.granularity not in ("per_group", "per_channel")
         ):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 or 8 bits per group"
+            return (
+                f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 "
+                "or 8 bits per group"
+            )
         whole = packing.elements_of_whole_words(weights.num_bits)
         for axis, size in zip(("out_features", "in_features"), shape, strict=True):
             if size % whole:
@@ -102,14 +105,14 @@ class GPTQLayout:
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return tuple(f"{name}.{part}" for part in (_PARTS if self.has_order else _PARTS[:-1]))
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight, bits = linear.weight, linear.weight.scheme.num_bits
         weight.validate(name)
         columns, groups = weight.qvalue.shape[1], weight.scale.shape[1]
@@ -148,7 +151,7 @@ class GPTQLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights, word_dtype = scheme.weights, torch.int32
         bits = weights.num_bits
         packed = tensors.get(f"{name}.qweight")
@@ -194,14 +197,20 @@ class GPTQLayout:
             middle = -self.stored_less
             if (other := stored[stored != middle]).numel():
                 half = 1 << (weights.num_bits - 1)
-                cause = f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                cause = (
+                    f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym "
+                    f"true, which is {middle + half}"
+                )
                 raise InputError(
                     cause, "set sym and checkpoint_format as the program that wrote the folder did"
                 )
             return None
         if self.stored_less and (stored == weights.qmax).any():
             largest = 2**weights.num_bits - 1
-            cause = f"{key}: zero point {largest} is stored less one: some programs read {largest + 1} there, others 0"
+            cause = (
+                f"{key}: zero point {largest} is stored less one: some programs read {largest + 1} "
+                "there, others 0"
+            )
             raise InputError(cause, f"make the folder again with checkpoint_format {NAME_V2}")
         return stored + self.stored_less
 
@@ -213,7 +222,7 @@ class GPTQLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         head = [name for name in schemes if name in ("lm_head", "embed_out")]
@@ -242,7 +251,7 @@ class GPTQLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         bits, group_size = (
             number(config, "bits", "w_bit"),
             number(config, "group_size", "q_group_size"),

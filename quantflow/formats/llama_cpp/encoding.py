@@ -127,7 +127,10 @@ def _steps(block: _Block) -> tuple[Tensor, Tensor]:
     """
     d, steps = blocks.steps_of(block.weight.scale, block.kind)
     if not torch.equal((steps * d[..., None]).flatten(1), block.weight.scale):
-        cause = f"{block.name}: the scales of a block are no multiples of a float16 by integers of {block.kind.scale_bits} bits"
+        cause = (
+            f"{block.name}: the scales of a block are no multiples of a float16 by integers of "
+            f"{block.kind.scale_bits} bits"
+        )
         raise SchemeError(cause, "quantize the weight again")
     return _float16(block.name, d)[..., None], steps.short()
 

@@ -402,7 +402,10 @@ class _Cursor:
         kind = self.types[number]
         _require_shape(name, shape)
         if shape[-1] % kind.elements:
-            cause = f"{self.path}: tensor {name!r} has rows of {shape[-1]}, {kind.name} is stored in blocks of {kind.elements}"
+            cause = (
+                f"{self.path}: tensor {name!r} has rows of {shape[-1]}, {kind.name} is stored in "
+                f"blocks of {kind.elements}"
+            )
             raise InputError(cause, _DAMAGED)
         nbytes = math.prod(shape) // kind.elements * kind.nbytes
         return TensorInfo(name=name, dtype=kind.name, shape=shape, offset=offset, nbytes=nbytes)
@@ -458,7 +461,8 @@ def _require_shape(name: str, shape: tuple[int, ...]) -> None:
     """Refuse a shape that the format cannot hold, or a name that llama.cpp does not take."""
     if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 1:
         raise InputError(
-            f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or more",
+            f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or "
+            "more",
             "leave it out",
         )
     if len(name.encode()) > MAX_NAME_BYTES:

@@ -128,7 +128,10 @@ def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[st
     for rank, (left, right) in enumerate(pairs):
         merged = left + right
         if merged != last and merged in scores:
-            cause = f"{folder}: its tokenizer merges {merged!r} at rank {-int(scores[merged])} and again at {rank}"
+            cause = (
+                f"{folder}: its tokenizer merges {merged!r} at rank {-int(scores[merged])} and "
+                f"again at {rank}"
+            )
             raise UnsupportedError(f"{cause}, llama.cpp ranks tokens, not merges", ELSEWHERE)
         scores.setdefault(merged, -float(rank))
         last = merged

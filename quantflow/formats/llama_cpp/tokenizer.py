@@ -120,7 +120,10 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
     steps = pre.get("pretokenizers", [pre])
     if model.get("type") != "BPE" or not steps or steps[-1].get("type") != "ByteLevel":
         description = f"{model.get('type')} behind {pre.get('type')}"
-        cause = f"{folder}: its tokenizer is {description}, written to GGUF is BPE at byte level or with byte fallback"
+        cause = (
+            f"{folder}: its tokenizer is {description}, written to GGUF is BPE at byte level or "
+            "with byte fallback"
+        )
         raise UnsupportedError(cause, ELSEWHERE)
     normalizer = table["normalizer"] or {"type": "NFC"}
     odd = [
@@ -140,7 +143,10 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
         bool(model.get("ignore_merges")),
     )
     if key not in PRE_TOKENIZERS:
-        cause = f"{folder}: its tokenizer splits text by {json.dumps(pre)[:200]} (ignore_merges {key[2]})"
+        cause = (
+            f"{folder}: its tokenizer splits text by {json.dumps(pre)[:200]} (ignore_merges "
+            f"{key[2]})"
+        )
         raise UnsupportedError(
             f"{cause}, known are {', '.join(PRE_TOKENIZERS.values())}", ELSEWHERE
         )

@@ -68,7 +68,10 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
         )
         tokenizer = _pieces(texts, types, scores, prefix=bool(prefix), path=path)
     else:
-        cause = f"{path}: tokenizer.ggml.model {kind!r}, read from GGUF are gpt2 (byte-level BPE) and llama (sentence pieces)"
+        cause = (
+            f"{path}: tokenizer.ggml.model {kind!r}, read from GGUF are gpt2 (byte-level BPE) and "
+            "llama (sentence pieces)"
+        )
         raise UnsupportedError(cause, _CONVERT)
     ids = {name: _id(metadata, name, texts, path) for name in (*_SPECIAL, *_TURNS_END)}
     before = (

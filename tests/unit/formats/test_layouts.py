@@ -432,7 +432,10 @@ def test_a_value_that_a_layout_would_change_is_refused_with_what_it_would_become
     ):
         LAYOUTS["gptq"].encode("a", linear, scale_dtype=torch.float16)
     linear.weight.scale[2, 0] = 1 + 2**-12
-    cause = r"a: 1 of 64 scales would change, the first \(row 2, group 0\) from 1.000244140625 to 1.0 in float16"
+    cause = (
+        r"a: 1 of 64 scales would change, the first \(row 2, group 0\) from 1.000244140625 to 1.0 "
+        r"in float16"
+    )
     with pytest.raises(UnsupportedError, match=cause):
         LAYOUTS["gptq_v2"].encode("a", linear, scale_dtype=torch.float16)
 

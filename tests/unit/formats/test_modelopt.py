@@ -103,7 +103,10 @@ def test_scales_that_the_other_layout_of_nvfp4_would_change_are_refused_with_the
     divided["a.weight_global_scale"] = torch.tensor([1234.567])
     for source, tensors, layout in ((ours, multiplied, theirs), (theirs, divided, ours)):
         read = source.decode("a", tensors, linear.scheme)
-        said = r"^a\.weight_scale: (\d+) of 144 scales would change, the first \(row (\d+), group (\d+)\) from (\S+) to (\S+)$"
+        said = (
+            r"^a\.weight_scale: (\d+) of 144 scales would change, the first \(row (\d+), group "
+            r"(\d+)\) from (\S+) to (\S+)$"
+        )
         with pytest.raises(UnsupportedError) as refused:
             layout.encode("a", read, scale_dtype=torch.float32)
         found = re.match(said, refused.value.cause)
