@@ -1,18 +1,22 @@
-"""FP8 checkpoints with `quant_method` fp8: DeepSeek's blocks, as transformers and vLLM read them, and vLLM's scale per tensor.
+"""FP8 checkpoints with `quant_method` fp8: DeepSeek's blocks, and vLLM's one scale per tensor.
 
-| kind                     | tensors of a linear called NAME                                                       |
-|--------------------------|---------------------------------------------------------------------------------------|
-| `weight_block_size` [g, g] | NAME.weight e4m3fn [O, I], NAME.weight_scale_inv [ceil(O / g), I / g]                 |
-| none, inputs dynamic     | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number                              |
-| none, inputs static      | these, and NAME.input_scale, one number                                               |
+| `weight_block_size`   | tensors of a linear called NAME                                       |
+|-----------------------|-----------------------------------------------------------------------|
+| [g, g]                | NAME.weight e4m3fn [O, I], NAME.weight_scale_inv [ceil(O / g), I / g] |
+| none, inputs dynamic  | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number              |
+| none, inputs static   | these, and NAME.input_scale, one number                               |
 
-Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place of
-NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. They are read too; vLLM's
-names are written, which transformers does not look for. All of these multiply, `weight_scale_inv`
-too. Inputs of blocks have a scale per token and g features, other dynamic ones a scale per token.
-`scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says
-so, such a folder is refused. Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM
-0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
+1. transformers and vLLM read blocks. Their inputs have a scale per token and g features; other
+   dynamic inputs have a scale per token.
+2. Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place
+   of NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. Both are read.
+   vLLM's names are written; transformers does not look for them.
+3. All scales multiply, `weight_scale_inv` too.
+4. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here
+   says so: such a folder is refused.
+
+Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`;
+arXiv:2412.19437, section 3.3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,18 +44,18 @@ from quantflow.formats.weight_layout import (
 
 NAME = "fp8"
 METHOD = "fp8"
-_STORED = "F8_E4M3"  # as safetensors names e4m3fn
-_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # as configurations do; the first is written
-_OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # as transformers names scales
+_STORED = "F8_E4M3"  # e4m3fn in safetensors' words
+_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # in configurations' words; the first is written
+_OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # transformers' names of scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Layout:
-    """The layout; which of its kinds a linear has, its scheme says.
+    """The layout; the scheme of a linear says its kind.
 
     Attributes:
         reordered: always False: there is no g_idx.
-        scale, input_scale: what the scales of a folder without blocks are called inside a linear.
+        scale, input_scale: names of the scales inside a linear, in a folder without blocks.
     """
 
     reordered: bool = False
@@ -112,7 +116,10 @@ class FP8Layout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: scales are float32.
+        """
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
@@ -190,10 +197,8 @@ class FP8Layout:
     ) -> dict[str, LinearScheme]:
         """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        activation, blocks = (
-            config.get("activation_scheme", "dynamic"),
-            config.get("weight_block_size"),
-        )
+        activation = config.get("activation_scheme", "dynamic")
+        blocks = config.get("weight_block_size")
         if activation not in ("dynamic", "static") or (
             blocks is not None and activation != "dynamic"
         ):
@@ -252,7 +257,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
 
 
 def who_reads(schemes: Mapping[str, LinearScheme]) -> str | None:
-    """Return which programs read what is written of some linears, in a sentence; None where all of the method do."""
+    """Sentence on the programs that read these linears; None where all programs of fp8 do."""
     if all(scheme.weights.granularity == "per_block" for scheme in schemes.values()):
         return None
     return (

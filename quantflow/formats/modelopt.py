@@ -1,23 +1,27 @@
 """The layout of NVIDIA's Model Optimizer, which TensorRT-LLM, vLLM and SGLang read.
 
-| `quant_algo`              | tensors of a linear called NAME                                                                |
-|---------------------------|------------------------------------------------------------------------------------------------|
-| FP8                       | NAME.weight e4m3fn [O, I], NAME.weight_scale and NAME.input_scale, float32 []                  |
-| FP8_PER_CHANNEL_PER_TOKEN | NAME.weight e4m3fn [O, I], NAME.weight_scale float32 [O]                                       |
-| MXFP8                     | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, I / 32] (e8m0)                          |
-| NVFP4                     | NAME.weight uint8 [O, I / 2] (e2m1), NAME.weight_scale e4m3fn [O, I / 16],                     |
-|                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
-| W4A16_NVFP4               | the same without NAME.input_scale                                                              |
+| `quant_algo`              | tensors of a linear called NAME                                      |
+|---------------------------|----------------------------------------------------------------------|
+| FP8                       | NAME.weight e4m3fn [O, I],                                           |
+|                           | NAME.weight_scale and NAME.input_scale, float32 []                   |
+| FP8_PER_CHANNEL_PER_TOKEN | NAME.weight e4m3fn [O, I], NAME.weight_scale float32 [O]             |
+| MXFP8                     | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, I / 32], e8m0 |
+| NVFP4                     | NAME.weight uint8 [O, I / 2] (e2m1),                                 |
+|                           | NAME.weight_scale e4m3fn [O, I / 16],                                |
+|                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                 |
+| W4A16_NVFP4               | the same without NAME.input_scale                                    |
+| a KV cache in FP8         | ATTENTION.k_proj.k_scale, ATTENTION.v_proj.v_scale, float32 []       |
 
-Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale
-and ATTENTION.v_proj.v_scale, float32 [], are the scales of the cache of the module ATTENTION, as
-compressed-tensors has them by other names. That is read, and not written. All of these numbers
-multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose
-scale is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A
-folder has one algorithm. config.json has it in the words of compressed-tensors, and
-hf_quant_config.json in those that older readers look for. Source: vLLM 0.32,
-`model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
-`modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
+1. All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale.
+2. A group of NVFP4 whose scale is 0 is one of zeros, whatever its codes are. It is read as zero
+   codes beside a scale of 1.
+3. A folder has one algorithm. config.json names it in the words of compressed-tensors,
+   hf_quant_config.json in those that older readers look for.
+4. The KV cache is FP8 where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` is float of 8 bits.
+   That is read, and not written.
+
+Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model
+Optimizer, `modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +65,7 @@ _SCHEMES: Mapping[str, LinearScheme] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptLayout:
-    """The layout; which algorithm a linear has, its scheme says.
+    """The layout; the scheme of a linear says its algorithm.
 
     Attributes:
         reordered: always False: there is no g_idx.
@@ -100,14 +104,15 @@ class ModelOptLayout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: the layout has its own.
+        """
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
-        codes, scale = (
-            weight.qvalue,
-            weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale,
-        )
+        codes = weight.qvalue
+        scale = weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale
         parts = {"weight": codes}
         if scheme.scale_format == "e4m3":
             assert weight.global_scale is not None  # beside every scale in e4m3
@@ -248,15 +253,15 @@ class ModelOptLayout:
 
 
 def kv_tensor_names(attention: str) -> tuple[str, str]:
-    """Return the names of the scales of the keys and of the values that the module `attention` writes to its cache."""
+    """Names of the scales of keys and of values in the KV cache of the module `attention`."""
     return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
 
 
 def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
-    """Return how config.json's `quantization_config` says that keys and values are kept, None for as they are.
+    """Scheme of keys and values that a `quantization_config` names; None for the model's dtype.
 
     Raises:
-        UnsupportedError: in another way than float8 with one measured scale.
+        UnsupportedError: another one than float8 with one measured scale.
     """
     table = config.get("quantization", config)
     cache = (
@@ -280,7 +285,7 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
 
 
 def _algorithm(scheme: LinearScheme) -> str | None:
-    """Return the `quant_algo` of a scheme, None where there is none."""
+    """The `quant_algo` of a scheme; None where there is none."""
     matches = (
         (known.weights, known.input) == (scheme.weights, scheme.input)
         for known in _SCHEMES.values()
@@ -289,7 +294,7 @@ def _algorithm(scheme: LinearScheme) -> str | None:
 
 
 def _weights_alone(table: Mapping[str, Any]) -> bool:
-    """Return whether no group of a configuration quantizes inputs, which vLLM reads as weights alone."""
+    """Whether no group of a configuration quantizes inputs; vLLM reads that as weights alone."""
     groups = table.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
     return bool(listed) and all(
@@ -298,10 +303,10 @@ def _weights_alone(table: Mapping[str, Any]) -> bool:
 
 
 def _inverse(key: str, value: Tensor) -> Tensor:
-    """Return 1 / value, float32 [], from which a reader has value again.
+    """1 / value, float32 [], from which a reader computes the value again.
 
     Raises:
-        UnsupportedError: it has another.
+        UnsupportedError: the reader would compute another value.
     """
     inverse = 1 / value.reshape(())
     if (back := 1 / inverse) != value.reshape(()):
@@ -312,9 +317,9 @@ def _inverse(key: str, value: Tensor) -> Tensor:
 
 
 def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json.  config: what `quantization_config` returned."""
+    """Content of hf_quant_config.json, from what `quantization_config` returned."""
     size = {"group_size": config["group_size"]} if "group_size" in config else {}
-    words = {
+    algorithm = {
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": None,
         **size,
@@ -322,7 +327,7 @@ def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     # older readers take the file for this name alone
     producer = {"name": METHOD, "version": "quantflow"}
-    return {"producer": producer, "quantization": words}
+    return {"producer": producer, "quantization": algorithm}
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> ModelOptLayout | None:

@@ -1,16 +1,17 @@
-"""MXFP4 as OpenAI's gpt-oss is published: the experts of a layer in a tensor of blocks and one of scales.
+"""MXFP4 as OpenAI's gpt-oss is published: a layer's experts in one tensor of blocks, one of scales.
 
-| tensor        | dtype, shape                 | content                                                     |
-|---------------|------------------------------|-------------------------------------------------------------|
-| STACK_blocks  | uint8 [E, O, I / 32, 16]     | e2m1 codes of 32 inputs, two a byte, the lower half first   |
-| STACK_scales  | uint8 [E, O, I / 32]         | the exponent of each 32, plus 127; 255 is NaN               |
-| STACK_bias    | [E, O]                       | as it is                                                    |
+| tensor       | dtype, shape             | content                                             |
+|--------------|--------------------------|-----------------------------------------------------|
+| STACK_blocks | uint8 [E, O, I / 32, 16] | e2m1 codes of 32 inputs, two a byte, low half first |
+| STACK_scales | uint8 [E, O, I / 32]     | the exponent of each 32, plus 127; 255 is NaN       |
+| STACK_bias   | [E, O]                   | the bias, unchanged                                 |
 
 A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or
 EXPERTS.down_proj. `split` names the share of each expert: its linear EXPERTS.3.gate_proj is
 `weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which lie in the stacks'
-bytes with steps between them. `stacks` is the way back. Source: transformers 5.23,
-`integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
+bytes with steps between them. `stacks` is the way back.
+
+Source: transformers 5.23, `integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
 """
 
 import re
@@ -40,15 +41,13 @@ METHOD = "mxfp4"
 _SCHEME = PRESETS["MXFP4A16"]
 _GROUP = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-# of a stack, whose rows take turns
+# stack -> its linears, whose rows take turns
 _LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(
     r"(?P<experts>.+[.]experts)[.](?P<number>[0-9]+)[.](?P<linear>gate_proj|up_proj|down_proj)"
 )
-_MODEL_TYPE, _PLAIN = (
-    "gpt_oss",
-    ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
-)
+_MODEL_TYPE = "gpt_oss"
+_PLAIN = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 _AGAIN = "download the folder again"
 _LEAVE = "quantize with --ignore for all other linears, such as 're:.*self_attn.*'"
 
@@ -88,7 +87,10 @@ class MXFP4Layout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: scales are exponents.
+        """
         del scale_dtype
         if _EXPERT.fullmatch(name) is None:
             raise UnsupportedError(
@@ -152,13 +154,13 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> MXFP4Layout | None:
 
 
 def split(infos: Infos) -> dict[str, SplitTensor]:
-    """Return the tensors of all stacks, and the share that each linear of an expert has of them.
+    """Tensors of all stacks, and the share that each linear of an expert has of them.
 
     Args:
-        infos: headers of all tensors, as the files have them.
+        infos: headers of all tensors as the files have them.
 
     Raises:
-        InputError: blocks without scales, scales without blocks, or another dtype or shape of one
+        InputError: blocks without scales, scales without blocks, or a wrong dtype or shape of one
             of them.
         UnsupportedError: a stack of linears that gpt-oss does not have.
     """
@@ -184,7 +186,7 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
 
 
 def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
-    """Return the tensors that stand for experts in a folder that is written, and the share of each linear.
+    """Stacks that stand for experts in a folder that is written, and the share of each linear.
 
     Args:
         shapes: name of each quantized linear -> (O, I).
@@ -202,7 +204,10 @@ def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
 
 
 def _stack(stack: str, *, count: int, rows: int, groups: int) -> dict[str, SplitTensor]:
-    """Return blocks, scales and bias of a stack of `count` experts, `rows` of an expert, and the shares of their linears."""
+    """Blocks, scales and bias of a stack, and the shares of its linears.
+
+    The stack has `count` experts of `rows` rows, each of `groups` groups.
+    """
     experts, _, leaf = stack.rpartition(".")
     size = _GROUP // 2
     stacked = {}
@@ -222,11 +227,11 @@ def _shares(
     """Yield the rows of each linear of each of `count` experts, whose rows take turns.
 
     Args:
-        name: of a share, without the number of the expert and the linear.
-        linears: of an expert.
-        count: experts.
-        rows: of an expert, those of all its linears.
-        row: shape of one of them.
+        name: name of a share, with {} for the number of the expert and for the linear.
+        linears: linears of an expert.
+        count: number of experts.
+        rows: rows of an expert, those of all its linears.
+        row: shape of one row.
     """
     turns, width = len(linears), row[0] if row else 1
     strides = (turns * width, *(1 for _ in row))
@@ -245,13 +250,13 @@ def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, t
     """Refuse blocks and scales that do not belong together.
 
     Args:
-        blocks: a stack's.
-        scales: its scales; None: they are missing.
-        name: of the scales.
+        blocks: header of a stack's blocks.
+        scales: header of its scales; None where they are missing.
+        name: name of the scales.
         turns: linears whose rows are in the stack.
 
     Raises:
-        InputError: naming the tensor.
+        InputError: the two disagree; the tensor is named.
     """
     if scales is None:
         raise InputError(f"{name}: missing, {blocks.name} is there", _AGAIN)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine
+from quantflow.core.groups import to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -65,7 +66,7 @@ class WeightLayout(TensorLayout, Protocol):
 
     @property
     def reordered(self) -> bool:
-        """Whether groups may be of inputs that lie apart: `decode` returns an order of inputs then."""
+        """Whether groups may be of inputs that lie apart, so that `decode` returns an order."""
 
     def with_order(self) -> "WeightLayout":
         """The layout as it is written where `reordered` holds; itself if it has no words for it."""
@@ -158,13 +159,26 @@ def why_not_mixed(scheme: LinearScheme) -> str | None:
     return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
 
 
-def why_not_integers(scheme: LinearScheme) -> str | None:
-    """Reason why no layout of integer weights alone can hold a scheme; None where one may."""
+def why_not_integers(scheme: LinearScheme, bits: Sequence[int], held: str) -> str | None:
+    """Reason why a layout of integer weights in groups or rows cannot hold a scheme, or None.
+
+    Args:
+        scheme: scheme of a linear.
+        bits: numbers of bits that the layout holds.
+        held: the layout's weights, at the end of the sentence.
+    """
+    weights = scheme.weights
     if scheme.input is not None:
         return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
-    if scheme.weights.block_type is not None:
+    if weights.block_type is not None:
         return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
-    return why_not_mixed(scheme)
+    if (mixed := why_not_mixed(scheme)) is not None:
+        return mixed
+    grouped = weights.granularity in ("per_group", "per_channel")
+    if weights.kind != "int" or weights.num_bits not in bits or not grouped:
+        kind = f"{weights.kind}{weights.num_bits} {weights.granularity}"
+        return f"scheme {scheme.name} has weights of {kind}, {held}"
+    return None
 
 
 def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> LinearScheme:
@@ -186,8 +200,15 @@ def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> LinearSchem
     return first
 
 
-def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
-    """A weight's tensor, of any dtype.
+def matrix(
+    tensors: Mapping[str, Tensor], key: str, axes: str = "[out_features, in_features]"
+) -> Tensor:
+    """A matrix among a linear's tensors, of any dtype.
+
+    Args:
+        tensors: full name -> tensor.
+        key: full name of the matrix.
+        axes: its axes, for the message.
 
     Raises:
         InputError: it is missing, or no matrix.
@@ -195,7 +216,7 @@ def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
     stored = tensors.get(key)
     if stored is None or stored.ndim != 2:
         cause = f"{key}: {'missing' if stored is None else f'is {list(stored.shape)}'}"
-        raise InputError(f"{cause}, [out_features, in_features] is needed", _AGAIN)
+        raise InputError(f"{cause}, {axes} is needed", _AGAIN)
     return stored
 
 
@@ -252,6 +273,28 @@ def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme)
     return scales(
         {key: stored.reshape(())} if stored is not None and one else tensors, key, (), weights
     )
+
+
+def zero_point_of(weight: QTensor) -> Tensor:
+    """Zero points of a weight of integers, int8 [O, G]; zeros where it is symmetric."""
+    if weight.zero_point is None:
+        return torch.zeros_like(weight.scale, dtype=torch.int8)
+    return weight.zero_point
+
+
+def beside_positive(qvalue: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and zero points that mean beside |scale| what these mean beside scale, to the bit.
+
+    scale * (q - z) is -scale * (~q - ~z).
+
+    Args:
+        qvalue: int8 [O, I].
+        zero_point: int8 [O, G].
+        scale: scales of either sign, [O, G].
+    """
+    turned = (scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
+    split = to_groups(qvalue, qvalue.shape[1] // scale.shape[1])  # [O, G, g]
+    return (split ^ turned[..., None]).reshape(qvalue.shape), zero_point ^ turned
 
 
 def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,15 @@
-"""Names of the files that Gaudi's toolkit keeps its statistics in, taken apart and put together exactly.
+"""Names of the files of Gaudi's toolkit, taken apart and put together exactly.
 
-    P_hooks_O[_S][_R_W].npz             P the prefix, O the observer, S the scale method of a file of scales,
-    P_hooks_O[_S][_R_W].json            R_W the rank and the world size; a single process has none
-    P_hooks_O[_R_W]_mod_list.json       every module that the toolkit looked at
+| name                              | content                                    |
+|-----------------------------------|--------------------------------------------|
+| `P_hooks_O[_S][_R_W].npz`         | statistics, or scales of the method S      |
+| `P_hooks_O[_S][_R_W].json`        | the same for people                        |
+| `P_hooks_O[_R_W]_mod_list.json`   | every module that the toolkit looked at    |
 
-A name is matched as a whole. Card 1 of 16 is `_1_16` at its end, and never a part of `_11_16`.
+P is the prefix, O the observer, S the scale method of a file of scales, R the rank and W the world
+size; a single process has neither. A name is matched as a whole: card 1 of 16 is `_1_16` at its
+end, and never a part of `_11_16`.
+
 Source: neural_compressor.torch.algorithms.fp8_quant, and optimum-habana's unify_measurements.py.
 """
 
@@ -21,7 +26,8 @@ GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
 _NAME = re.compile(
     r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
-    r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?(?P<ending>_mod_list\.json|\.json|\.npz)"
+    r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?"
+    r"(?P<ending>_mod_list\.json|\.json|\.npz)"
 )
 _MEASURE = (
     "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of "
@@ -31,12 +37,12 @@ _MEASURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class FileName:
-    """The parts of a name that a file's `.npz`, `.json` and `_mod_list.json` share.
+    """The parts of a name that a rank's `.npz`, `.json` and `_mod_list.json` share.
 
     Attributes:
-        prefix: the last component of dump_stats_path.
-        method: the scale method in capitals, of a file of scales; None of a measurement.
-        rank, world: both None when one process measured.
+        prefix: last component of dump_stats_path.
+        method: scale method in capitals of a file of scales; None for a measurement.
+        rank, world: number of the rank and of ranks; both None when one process measured.
     """
 
     prefix: str
@@ -64,7 +70,7 @@ class TripleFiles:
 
 
 def parse_name(text: str) -> tuple[FileName, str] | None:
-    """Return the parts of a file's name and its ending, or None when it is not one of the toolkit's."""
+    """Parts of a file's name and its ending; None for a name that is not the toolkit's."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -80,25 +86,28 @@ def parse_name(text: str) -> tuple[FileName, str] | None:
 
 
 def holds_triples(path: Path) -> bool:
-    """Return whether a folder, or folder/prefix, names files of Gaudi's toolkit, be it scales or module lists alone."""
+    """Whether a folder, or folder/prefix, names files of Gaudi's toolkit.
+
+    Scales or module lists alone count too.
+    """
     return bool(_named(path))
 
 
 def find_triples(
     path: Path, *, method: str | None = None, partial: bool = False
 ) -> dict[int, TripleFiles]:
-    """Return rank -> its files, complete and in order; files of other names are left alone.
+    """Files of each rank, complete and in order; files of other names are left alone.
 
     Args:
-        path: a folder with the files of one prefix, or folder/prefix as dump_stats_path spells it.
-        method: a scale method in capitals for its files of scales; None for measurements.
+        path: folder with the files of one prefix, or folder/prefix in the form of dump_stats_path.
+        method: scale method in capitals for its files of scales; None for measurements.
         partial: whether ranks may be missing.
 
     Raises:
         InputError: none are there; two prefixes, observers or world sizes; a rank is missing or
             beyond the world size.
     """
-    names = _found(path, method=method)
+    names = _files_by_name(path, method=method)
     if not names:
         what = "measurement" if method is None else f"scales of {method}"
         scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
@@ -141,10 +150,12 @@ def find_triples(
 
 
 def device_folder(path: Path) -> Path:
-    """Return the folder g2 or g3 of a folder that has none of the files itself, as vLLM's calibration of a model; else `path`.
+    """Folder g2 or g3 inside a folder that has none of the files itself; else `path`.
+
+    vLLM's calibration of a model writes such folders.
 
     Raises:
-        InputError: both are there with files.
+        InputError: both folders have files.
     """
     if not path.is_dir() or _inside(path):
         return path
@@ -159,7 +170,7 @@ def device_folder(path: Path) -> Path:
 
 
 def _named(path: Path) -> list[tuple[FileName, str, Path]]:
-    """Return (name, ending, path) of every file of a folder, or of those of one prefix, that is named as the toolkit's."""
+    """(name, ending, path) of the toolkit's files in a folder, or of those of one prefix."""
     return _inside(device_folder(path))
 
 
@@ -176,8 +187,8 @@ def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
     ]
 
 
-def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
-    """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
+def _files_by_name(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
+    """Measurements, or scales of a method, in a folder or of one prefix."""
     files: dict[FileName, dict[str, Path]] = {}
     for name, ending, entry in _named(path):
         if name.method == method and name.observer != "shape":
@@ -195,7 +206,10 @@ def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
 
 
 def _is_original(entry: Path, folder: Path) -> bool:
-    """Return whether a file is what the toolkit's postprocessing kept of one that is there: `orig_` and its name."""
+    """Whether a file is `orig_` and the name of a file beside it.
+
+    The toolkit's postprocessing keeps such copies.
+    """
     return entry.name.startswith("orig_") and (folder / entry.name.removeprefix("orig_")).exists()
 
 

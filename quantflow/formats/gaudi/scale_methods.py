@@ -1,8 +1,10 @@
 """`scale_method` of a QUANT_CONFIG: a method by its name, or the dictionary form that mixes them.
 
-The dictionary form names a method for single nodes, decoder layers and module types; the most
+The dictionary form names a method for single nodes, decoder layers and module types. The most
 particular one that fits is taken: nodes, layers, layer_types, default. The methods are rows of
-quantflow/core/scale_rules.py. Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
+quantflow/core/scale_rules.py.
+
+Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
 import re
@@ -34,14 +36,14 @@ DEFAULT_METHOD = "maxabs_hw"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Which method each node has.
+    """The scale method of each node.
 
     Attributes:
-        default: where nothing more particular fits.
+        default: method where nothing more particular fits.
         nodes: module path -> method.
         layers: number of the decoder layer -> method.
         layer_types: class name of the module -> method.
-        plain: the configuration was one name; only then are scales kept in files.
+        plain: whether the configuration was one name; only then are scales kept in files.
     """
 
     default: ScaleMethod
@@ -61,7 +63,7 @@ class MethodConfig:
         )
 
     def method(self, node: str, layer_type: str) -> ScaleMethod:
-        """Return the method of a node: its own, its layer's, its type's, or the default."""
+        """Method of a node: its own, its layer's, its type's, or the default."""
         if node in self.nodes:
             return self.nodes[node]
         layer = _LAYER.search(node)
@@ -119,7 +121,7 @@ def method_config(value: object) -> MethodConfig:
 
 
 def spelled(config: MethodConfig) -> Any:
-    """Return what `method_config` reads as `config`."""
+    """The value that `method_config` reads as `config`."""
     if config.plain:
         return config.default.name
     tables: dict[str, Mapping[Any, ScaleMethod]] = {
@@ -158,7 +160,10 @@ def _names() -> str:
 
 
 def _combined(value: object, where: str, default: ScaleMethod | None = None) -> ScaleMethod:
-    """Return the method whose row has these two parts, with the back-offs given; what is missing is the default's."""
+    """Method whose row has these two parts, with their back-offs.
+
+    A part that is missing is the default's.
+    """
     if not isinstance(value, Mapping) or set(value) - set(_PARTS):
         raise UsageError(
             f"scale_method.{where}: {value!r}", "give a table with `weight` and `activation`"
@@ -181,7 +186,10 @@ def _combined(value: object, where: str, default: ScaleMethod | None = None) -> 
 
 
 def _part(part: object, where: str, base: Rule) -> tuple[tuple[str, ...], float]:
-    """Return ((granularity, scale_value_type, rounding_method), backoff) of one part, checked; missing ones are `base`'s."""
+    """((granularity, scale_value_type, rounding_method), backoff) of one part, checked.
+
+    A field that is missing is `base`'s.
+    """
     if not isinstance(part, Mapping):
         raise UsageError(
             f"scale_method.{where}: {part!r} is no table", f"give {', '.join(_FIELDS)}"

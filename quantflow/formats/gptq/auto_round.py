@@ -1,15 +1,16 @@
 """AutoRound's own format: GPTQ's tensors without g_idx, and a scheme for each linear.
 
-config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has what
-differs of some: their bits, group size and symmetry, or 16 bits where they are not quantized.
-`block_name_to_quantize` names the decoder layers, so that a head counts only where `extra_config`
-names it. The end of `packing_format` says how zero points are stored:
+config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has the
+exceptions: other bits, group size and symmetry, or 16 bits for a linear that is not quantized.
+`block_name_to_quantize` names the decoder layers, so a head counts only where `extra_config` names
+it. The end of `packing_format` says how zero points are stored:
 
-| `packing_format`     | zero points are stored           | written here for                                               |
-|----------------------|----------------------------------|----------------------------------------------------------------|
-| auto_round:auto_gptq | less one, as in GPTQ's version 1 | symmetric weights; vLLM reads it too                           |
-| auto_round:gptqmodel | as they are, as in its version 2 | other weights: AutoRound reads auto_gptq as symmetric on a CPU |
-| auto_round:auto_awq  | as AWQ's layout has them         | nothing; quantflow/formats/awq.py reads it                     |
+| `packing_format`     | zero points are stored           | written here for                       |
+|----------------------|----------------------------------|----------------------------------------|
+| auto_round:auto_gptq | less one, as in GPTQ's version 1 | symmetric weights; vLLM reads it too   |
+| auto_round:gptqmodel | unchanged, as in its version 2   | other weights, since AutoRound reads   |
+|                      |                                  | auto_gptq as symmetric on a CPU        |
+| auto_round:auto_awq  | as in AWQ's layout               | nothing; formats/awq.py reads it       |
 
 Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and
 `inference/backend.py`.
@@ -31,7 +32,7 @@ from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import AUTO_ROUND, SAME_NAMES, Infos
 
 NAME = "auto_round"
-# the end of `packing_format` -> what zero points are stored less
+# the end of `packing_format` -> number that zero points are stored less
 _LESS = {"auto_gptq": 1, "gptqmodel": 0}
 _PLAIN = {"bits": 16, "data_type": "float"}  # the rule of a linear that is not quantized
 
@@ -56,11 +57,11 @@ class AutoRoundLayout:
 
     @property
     def reordered(self) -> bool:
-        """Whether groups may be of inputs that do not stand together: never."""
+        """Whether groups may be of inputs that lie apart: never."""
         return False
 
     def with_order(self) -> "AutoRoundLayout":
-        """Return the layout itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
@@ -148,17 +149,13 @@ def _rule(weights: TensorScheme) -> dict[str, Any]:
 
 
 def _block(name: str) -> str | None:
-    """Return what the decoder layers of a linear are called, `model.layers`; None of a linear outside of them."""
-    return found[1] if (found := re.match(r"(.+?)\.\d+\.", name)) else None
+    """Prefix of the decoder layers in a linear's name, `model.layers`; None outside of them."""
+    match = re.match(r"(.+?)\.\d+\.", name)
+    return match[1] if match else None
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> AutoRoundLayout | None:
-    """Return the layout if a quantization_config names it; None for another method, or another packing of AutoRound's.
-
-    Args:
-        config: of config.json.
-        infos: headers of all tensors.
-    """
+    """The layout if a quantization_config names it; None for another method or packing."""
     _, colon, packing = str(config.get("packing_format") or config.get("backend") or "").rpartition(
         ":"
     )

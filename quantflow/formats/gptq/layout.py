@@ -1,26 +1,28 @@
-"""GPTQ's layout, as AutoGPTQ and GPTQModel write it and vLLM, TGI and transformers read it.
+"""GPTQ's layout, which AutoGPTQ and GPTQModel write and vLLM, TGI and transformers read.
 
 AutoRound has the same tensors in another configuration (quantflow/formats/gptq/auto_round.py).
 
 A linear called NAME, of bits b and G = I / group_size groups, is stored as
 
-| tensor       | dtype, shape             | content                                                                          |
-|--------------|--------------------------|----------------------------------------------------------------------------------|
-| NAME.qweight | int32 [I * b / 32, O]    | qvalue + 2 ** (b - 1); of a column the bits of one input after another           |
-| NAME.qzeros  | int32 [G, O * b / 32]    | zero_point + 2 ** (b - 1), in version 1 less one; of a row output after output   |
-| NAME.scales  | [G, O]                   | scale                                                                            |
-| NAME.g_idx   | int32 [I]                | the group of each input                                                          |
+| tensor       | dtype, shape          | content                                               |
+|--------------|-----------------------|-------------------------------------------------------|
+| NAME.qweight | int32 [I * b / 32, O] | qvalue + 2 ** (b - 1); a column has input after input |
+| NAME.qzeros  | int32 [G, O * b / 32] | zero_point + 2 ** (b - 1), in version 1 less one;     |
+|              |                       | a row has output after output                         |
+| NAME.scales  | [G, O]                | scale                                                 |
+| NAME.g_idx   | int32 [I]             | the group of each input                               |
 
-Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words. Version
-1 (`checkpoint_format` gptq) stores zero points less one, and so holds no zero point of the lowest
-code: programs that mask read 2 ** b - 1 as 0, the others as 2 ** b. Such a tensor is refused, both
-ways. Version 2 (gptq_v2) stores them as they are. Symmetric weights have zero points in the middle,
-and qzeros say so.
+1. Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words.
+2. Version 1 (`checkpoint_format` gptq) stores zero points less one. It holds no zero point of the
+   lowest code, since programs that mask read 2 ** b - 1 as 0 and the others as 2 ** b. Such a
+   tensor is refused, both ways. Version 2 (gptq_v2) stores zero points unchanged.
+3. Symmetric weights have zero points in the middle, and qzeros say so.
+4. With `desc_act` (act-order) groups are of inputs that lie apart. They are decoded side by side,
+   in the order of their groups, and `QuantizedLinear.order` is the order of inputs. A linear of
+   several groups without g_idx is refused then.
 
-With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in
-the order of their groups, and `QuantizedLinear.order` is the order in which inputs come. A linear
-of several groups without g_idx is refused then. Source: github.com/ModelCloud/GPTQModel,
-`gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
+Source: github.com/ModelCloud/GPTQModel, `gptqmodel/nn_modules/qlinear/`, release 5;
+github.com/AutoGPTQ/AutoGPTQ 0.7.
 """
 
 import re
@@ -43,6 +45,7 @@ from quantflow.formats.weight_layout import (
     checked,
     flag,
     integers,
+    matrix,
     number,
     only_scheme,
     order_of,
@@ -50,6 +53,7 @@ from quantflow.formats.weight_layout import (
     stored_scales,
     tensor,
     why_not_integers,
+    zero_point_of,
 )
 
 NAME = "gptq"
@@ -65,9 +69,9 @@ class GPTQLayout:
     """A version of the layout.
 
     Attributes:
-        stored_less: what zero points are stored less: 1 in version 1, 0 in version 2.
+        stored_less: number that zero points are stored less: 1 in version 1, 0 in version 2.
         has_order: whether files have g_idx; AutoRound's have none.
-        reordered: whether groups may be of inputs that do not stand together (`desc_act`).
+        reordered: whether groups may be of inputs that lie apart (`desc_act`).
     """
 
     stored_less: int
@@ -80,25 +84,15 @@ class GPTQLayout:
         return NAME if self.stored_less else NAME_V2
 
     def with_order(self) -> "GPTQLayout":
-        """Return the layout as it is written where groups may be of inputs that do not stand together."""
+        """The layout as it is written where groups may be of inputs that lie apart."""
         return replace(self, reordered=True)
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
         """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
-        weights = scheme.weights
-        if (reason := why_not_integers(scheme)) is not None:
+        held = "the layout holds integers of 2, 3, 4 or 8 bits per group"
+        if (reason := why_not_integers(scheme, BITS, held)) is not None:
             return reason
-        if (
-            weights.kind != "int"
-            or weights.num_bits not in BITS
-            or weights.granularity not in ("per_group", "per_channel")
-        ):
-            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return (
-                f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 "
-                "or 8 bits per group"
-            )
-        whole = packing.elements_of_whole_words(weights.num_bits)
+        whole = packing.elements_of_whole_words(scheme.weights.num_bits)
         for axis, size in zip(("out_features", "in_features"), shape, strict=True):
             if size % whole:
                 return f"{axis}={size}, whole words hold multiples of {whole}"
@@ -116,11 +110,7 @@ class GPTQLayout:
         weight, bits = linear.weight, linear.weight.scheme.num_bits
         weight.validate(name)
         columns, groups = weight.qvalue.shape[1], weight.scale.shape[1]
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
+        zero_point = zero_point_of(weight)
         low = zero_point == weight.scheme.qmin
         if self.stored_less and low.any():
             row, group = low.nonzero()[0].tolist()
@@ -138,7 +128,7 @@ class GPTQLayout:
                 "keep it in a layout with g_idx and desc_act",
             )
         if linear.order is not None:
-            natural = torch.argsort(linear.order)  # where each input stands
+            natural = torch.argsort(linear.order)  # input -> its column among groups side by side
             qvalue, group_of = qvalue[:, natural], group_of[natural].contiguous()
         tensors = {
             f"{name}.qweight": packing.pack(qvalue, bits).T.contiguous(),
@@ -154,13 +144,7 @@ class GPTQLayout:
         """The linear; see `TensorLayout.decode`."""
         weights, word_dtype = scheme.weights, torch.int32
         bits = weights.num_bits
-        packed = tensors.get(f"{name}.qweight")
-        if packed is None or packed.ndim != 2:
-            shape = "missing" if packed is None else f"is {list(packed.shape)}"
-            raise InputError(
-                f"{name}.qweight: {shape}, [words, out_features] is needed",
-                "download the folder again",
-            )
+        packed = matrix(tensors, f"{name}.qweight", "[words, out_features]")
         rows, columns = packed.shape[1], packed.shape[0] * 32 // bits
         packed = tensor(tensors, f"{name}.qweight", (word_dtype,), (columns * bits // 32, rows))
         try:
@@ -192,7 +176,10 @@ class GPTQLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=order)
 
     def _zero_point(self, key: str, stored: Tensor, weights: TensorScheme) -> Tensor | None:
-        """Return the zero points of asymmetric weights, int8 [O, G]; None for those of symmetric ones.  stored: so too."""
+        """Zero points of asymmetric weights, int8 [O, G]; None for symmetric ones.
+
+        `stored` are those of the file, int8 [O, G].
+        """
         if weights.symmetric:
             middle = -self.stored_less
             if (other := stored[stored != middle]).numel():
@@ -252,13 +239,9 @@ class GPTQLayout:
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
         """Scheme of each quantized linear; see `WeightLayout.schemes`."""
-        bits, group_size = (
-            number(config, "bits", "w_bit"),
-            number(config, "group_size", "q_group_size"),
-        )
         base = {
-            "bits": bits,
-            "group_size": group_size,
+            "bits": number(config, "bits", "w_bit"),
+            "group_size": number(config, "group_size", "q_group_size"),
             "sym": flag(config, "sym", default=True),
         }
         by_name, patterns = {}, _patterns(config)
@@ -282,10 +265,12 @@ class GPTQLayout:
 
 
 def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]:
-    """Return GPTQModel's `dynamic`, patterns of names and what is said of those linears; of those left out nothing is said.
+    """Rules of GPTQModel's `dynamic`: a pattern of names, and the settings of those linears.
+
+    Linears that it leaves out have no rule.
 
     Raises:
-        InputError: it is no table of tables, or a pattern is no regular expression.
+        InputError: `dynamic` is no table of tables, or a pattern is no regular expression.
     """
     rules = []
     for pattern, rule in _table(config.get("dynamic"), "dynamic").items():
@@ -300,10 +285,10 @@ def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
-    """Return a table of the configuration, an empty one where there is none.
+    """A table of the configuration; an empty one where there is none.
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is no table.
     """
     if value is not None and not isinstance(value, dict):
         raise InputError(
@@ -315,15 +300,15 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 def _rule(
     config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str, Any]]], name: str
 ) -> dict[str, Any]:
-    """Return what the configuration says of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
+    """Settings of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
 
     Args:
         config: the configuration.
-        patterns: its `_patterns`.
-        name: of the linear.
+        patterns: what `_patterns` returns for it.
+        name: name of the linear.
 
     Raises:
-        UnsupportedError: a key of it that changes values and is not known here.
+        UnsupportedError: a key that changes values and is not known here.
         InputError: a value of another kind, or a pattern that takes too long.
     """
     own_rule = next((rule for pattern, rule in patterns if pattern.match(name)), {})
@@ -341,11 +326,7 @@ def _rule(
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:
-    """Return the version that a quantization_config names; None for one of another method.
-
-    Args:
-        config: of config.json.
-        infos: headers of all tensors.
+    """The version that a quantization_config names; None for one of another method.
 
     Raises:
         UnsupportedError: a packing of this method that is not known here.
