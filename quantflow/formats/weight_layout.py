@@ -81,7 +81,7 @@ class WeightLayout(TensorLayout, Protocol):
 
         Args:
             name: its source name, without `.weight`.
-            linear: not modified.
+            linear: linear of a scheme that the layout holds; not modified.
             scale_dtype: dtype in which the scales of integers are stored.
 
         Raises:

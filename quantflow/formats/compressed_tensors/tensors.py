@@ -201,7 +201,8 @@ def encode(
 
     Args:
         name: the linear's source name, without `.weight`.
-        linear: not modified; tensors of its weight that are stored unchanged are not copied.
+        linear: linear to store; not modified. Tensors of its weight that are stored unchanged are
+            not copied.
         scale_dtype: dtype that `scale_dtype` returned when the weight was quantized.
 
     Raises:

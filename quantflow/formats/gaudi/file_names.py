@@ -109,11 +109,11 @@ def find_triples(
     """
     names = _files_by_name(path, method=method)
     if not names:
-        what = "measurement" if method is None else f"scales of {method}"
+        wanted = "measurement" if method is None else f"scales of {method}"
         scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
         beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
         raise InputError(
-            f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}",
+            f"{path}: holds no {wanted} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}",
             _MEASURE,
         )
     for what, values in (

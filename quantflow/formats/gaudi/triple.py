@@ -287,17 +287,17 @@ def _modules(path: Path) -> tuple[str, ...]:
 
 
 def _refuse_disagreement(path: Path, triple: Triple, other_path: Path, other: Triple) -> None:
-    what = f"{path} and {other_path.name}"
+    both = f"{path} and {other_path.name}"
     heads = [(one.mode, one.local_rank) for one in (triple, other)]
     if heads[0] != heads[1]:
         raise InputError(
-            f"{what}: Mode and LocalRank are {heads[0]} and {heads[1]}",
+            f"{both}: Mode and LocalRank are {heads[0]} and {heads[1]}",
             "remove the one that is wrong",
         )
     for node in sorted({*triple.nodes, *other.nodes}):
         if node not in triple.nodes or node not in other.nodes:
             raise InputError(
-                f"{what}: node {node} is in one of them alone", "remove the one that is wrong"
+                f"{both}: node {node} is in one of them alone", "remove the one that is wrong"
             )
         ours, theirs = triple.nodes[node].tensors, other.nodes[node].tensors
         differing = [
@@ -305,7 +305,7 @@ def _refuse_disagreement(path: Path, triple: Triple, other_path: Path, other: Tr
         ]
         if differing:
             raise InputError(
-                f"{what}: {node}: {differing[0]} differs", "remove the one that is wrong"
+                f"{both}: {node}: {differing[0]} differs", "remove the one that is wrong"
             )
 
 

@@ -304,7 +304,7 @@ def _rule(
 
     Args:
         config: the configuration.
-        patterns: what `_patterns` returns for it.
+        patterns: rules of `dynamic`, from `_patterns`.
         name: name of the linear.
 
     Raises:

@@ -7,7 +7,6 @@ transformers' own conversion from SentencePiece does the same.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files import disk
+from quantflow.formats.llama_cpp.gguf import Metadata
 from quantflow.formats.llama_cpp.pieces import SPACE
 from quantflow.formats.llama_cpp.tokenizer import DIGITS, PRE_TOKENIZERS
 from quantflow.formats.llama_cpp.tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -36,8 +36,6 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 _TURNS_END = ("eot", "eom")  # tokens beside eos that end an answer
 # Whether llama.cpp puts BOS before a text where the file does not say it.
 _BOS_UNLESS_TOLD = {"llama": True, "llama-bpe": True}
-
-Metadata = Mapping[str, tuple[str, Any]]
 
 
 def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: int) -> None:

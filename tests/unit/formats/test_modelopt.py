@@ -1,4 +1,4 @@
-"""ModelOpt's layout: its tensors by its formulas, there and back, what would change, and damaged folders."""
+"""ModelOpt's layout: tensors by its formulas, there and back, refusals, and damaged folders."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def made(name: str) -> QuantizedLinear:
 
 
 def values(tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Return the weight by ModelOpt's formulas, in numpy with ml_dtypes' codes, [24, 96]."""
+    """The weight by ModelOpt's formulas, in numpy with ml_dtypes' codes, [24, 96]."""
     weight, scale = tensors["a.weight"], tensors["a.weight_scale"]
     if weight.dtype == torch.uint8:
         packed = weight.numpy()

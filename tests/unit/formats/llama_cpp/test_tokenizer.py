@@ -1,4 +1,4 @@
-"""A tokenizer as llama.cpp's metadata: tokens, types and merges, the name of what splits the text, and refusals."""
+"""A tokenizer as llama.cpp's metadata: tokens, types, merges, pre-tokenizers, and refusals."""
 
 import copy
 import json
