@@ -45,40 +45,16 @@ VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
     "measure": ("mode", "observer", "measure_exclude", "dump_stats_path"),
     "quantize": (
-        *(
-            "mode",
-            "fp8_config",
-            "allowlist",
-            "blocklist",
-            "scale_method",
-            "hp_dtype",
-            "device_for_scales",
-            "dump_stats_path",
-        ),
-        "ignore_modules_wo_measures",
+        "mode", "fp8_config", "allowlist", "blocklist", "scale_method", "hp_dtype",
+        "device_for_scales", "dump_stats_path", "ignore_modules_wo_measures",
     ),
     "export": (
-        *(
-            "mode",
-            "observer",
-            "measure_exclude",
-            "allowlist",
-            "blocklist",
-            "scale_method",
-            "fp8_config",
-            "hp_dtype",
-        ),
-        *(
-            "device_for_scales",
-            "dump_stats_path",
-            "recalc_scales",
-            "scale_format",
-            "use_qdq",
-            "fake_quant",
-        ),
-        *("dynamic_quantization", "ignore_modules_wo_measures", "seperate_measure_files"),
+        "mode", "observer", "measure_exclude", "allowlist", "blocklist", "scale_method",
+        "fp8_config", "hp_dtype", "device_for_scales", "dump_stats_path", "recalc_scales",
+        "scale_format", "use_qdq", "fake_quant", "dynamic_quantization",
+        "ignore_modules_wo_measures", "seperate_measure_files",
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
