@@ -1,4 +1,4 @@
-"""A model in llama.cpp's words: every tensor has one place, rows of q and k are interleaved, sizes are told."""
+"""A model in llama.cpp's words: places of tensors, interleaved rows of q and k, and sizes."""
 
 from types import SimpleNamespace
 
