@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core.groups import spans
+from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
 from quantflow.numerics.product import operand, product
 from quantflow.numerics.statistics import ADDED, COUNT, Statistic
@@ -118,12 +119,12 @@ class HessianObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The memory of an observer that has seen samples."""
         return observer_bytes(features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The memory that an update takes beside what it is shown and the observer."""
         return max(statistics.update_bytes(features, samples), folding_bytes(features, samples))
 
     def state(self) -> dict[str, Tensor]:
@@ -170,6 +171,45 @@ class HessianObserver:
         return observer
 
 
+def checked_hessian(
+    statistics: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, algorithm: str
+) -> tuple[Tensor, int]:
+    """The statistics `hessian_sum` and `count` of an input, checked.
+
+    Off its diagonal the sum is not looked at: `feedback_of` does that while it copies it.
+
+    Args:
+        statistics: statistics of the input that all `weights` share.
+        weights: name -> [O, I].
+        algorithm: name of the algorithm that needs them, for messages.
+
+    Raises:
+        StatisticsError: a statistic is missing, has another shape, or is damaged.
+    """
+    for statistic in (HESSIAN_SUM.name, COUNT.name):
+        if statistic not in statistics:
+            raise StatisticsError(
+                f"{next(iter(weights))}: statistic {statistic} is missing",
+                f"measure for {algorithm}",
+            )
+    hessian_sum = statistics[HESSIAN_SUM.name]
+    tokens = int(statistics[COUNT.name])
+    for name, weight in weights.items():
+        if tuple(hessian_sum.shape) != (weight.shape[-1], weight.shape[-1]):
+            raise StatisticsError(
+                f"{name}: hessian_sum is {list(hessian_sum.shape)}, weight is {list(weight.shape)}",
+                "measure with this model, and quantize together only linears that share an input",
+            )
+    diagonal = hessian_sum.diagonal()
+    if not torch.isfinite(diagonal).all() or (diagonal < 0).any() or tokens < 0:
+        raise StatisticsError(
+            f"{next(iter(weights))}: hessian_sum holds NaN, Inf or a negative diagonal, or "
+            f"count={tokens} is negative",
+            "measure again",
+        )
+    return hessian_sum, tokens
+
+
 def shrink_(hessian_sum: Tensor) -> None:
     """Add the mean of its diagonal to a Hessian's diagonal: what was seen then counts half, that all features are alike half.
 
@@ -188,13 +228,13 @@ def shrink_(hessian_sum: Tensor) -> None:
 
 
 def folding_bytes(features: int, samples: int) -> int:
-    """Return the memory of an update: columns turned, those of a strip again and as oneDNN has them, and a product, twice."""
+    """The memory of an update: columns turned, those of a strip again and as oneDNN has them, and a product, twice."""
     wide = min(features, COLUMNS)
     return 4 * ((wide + 2 * ROWS) * samples + 2 * ROWS * wide)
 
 
 def observer_bytes(features: int) -> int:
-    """Return the memory of an observer that has seen samples: its strips."""
+    """The memory of an observer that has seen samples: its strips."""
     return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
 
 
@@ -216,7 +256,7 @@ def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
-    """Return the sum, [features, features], from its strips, the last one first.
+    """The sum, [features, features], from its strips, the last one first.
 
     So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages,
     not all of them.

@@ -257,7 +257,7 @@ def test_rtn_alone_has_its_weights_clipped_unless_the_recipe_says_otherwise():
         (
             {"weights": {"q": torch.ones(2, 32)}},
             InputError,
-            r"q: weight is \[2, 32\], what it reads has 16 features",
+            r"q: weight is \[2, 32\], its input has 16 features",
         ),
         ({"weights": {"q": torch.full((2, 16), math.nan)}}, InputError, r"weight holds NaN or Inf"),
         (

@@ -236,7 +236,7 @@ def test_amax_is_taken_from_the_range_where_channels_are_missing_and_dropped_wit
         (
             {"weights": {"q": torch.ones(2, 3)}},
             InputError,
-            r"q: weight is \[2, 3\], what it reads has 2 features",
+            r"q: weight is \[2, 3\], its input has 2 features",
         ),
         (
             {"weights": {"q": torch.full((2, 2), math.nan)}},
