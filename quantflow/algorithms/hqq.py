@@ -217,7 +217,10 @@ def _fit_(
         )
 
     before = least = judge(*first)
-    now, begun, best, beta = scale.clone(), zero_point, first[0], _BETA
+    now = scale.clone()
+    begun = zero_point
+    best = first[0]
+    beta = _BETA
     iterations = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
     for iteration in range(1, _ITERATIONS + 1):
         loss = judge(now, begun)

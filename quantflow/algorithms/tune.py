@@ -103,10 +103,8 @@ def made(start: QTensor, tuned: Tuned, *, scale_dtype: torch.dtype) -> QTensor:
 
     Where u is 0 the scales are the start's.
     """
-    scale, zero_point = (
-        affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype),
-        start.zero_point,
-    )
+    scale = affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype)
+    zero_point = start.zero_point
     if zero_point is not None:
         zero_point = affine.moved_zero_point(zero_point, scale, start.scheme)
     return replace(start, scale=scale, zero_point=zero_point)
@@ -120,7 +118,8 @@ def slope(start: QTensor, tuned: Tuned, gradient: Tensor) -> Tensor:
         tuned: its u.
         gradient: gradient by the weight, [O, I] float32.
     """
-    size, result = gradient.shape[1] // start.scale.shape[1], torch.empty_like(start.scale)
+    size = gradient.shape[1] // start.scale.shape[1]
+    result = torch.empty_like(start.scale)
     for rows in groups.row_units(gradient):  # a few rows at a time are in float32
         part = start.rows(rows)
         points = groups.to_groups(part.qvalue.float(), size)  # [R, G, g]
@@ -172,7 +171,8 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
     Raises:
         StatisticsError: the divergence is not finite.
     """
-    total, gradient = 0.0, torch.empty_like(logits, dtype=torch.float32)
+    total = 0.0
+    gradient = torch.empty_like(logits, dtype=torch.float32)
     for part in groups.spans(len(logits), max(1, _LOGITS // logits.shape[1])):
         found, target = logits[part].float().log_softmax(-1), original[part].float().log_softmax(-1)
         weights = target.exp()

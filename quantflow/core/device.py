@@ -177,12 +177,11 @@ class Device:
         if self.is_host:
             yield
             return
-        before, warns = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         memory: Any = torch.utils.deterministic
-        precision, filled = torch.get_float32_matmul_precision(), memory.fill_uninitialized_memory
+        precision = torch.get_float32_matmul_precision()
+        filled = memory.fill_uninitialized_memory
         products = torch.backends.cuda.matmul
         halved = products.allow_bf16_reduced_precision_reduction
         try:
@@ -240,7 +239,8 @@ def open_device(name: str) -> Device:
             f"--device {name}: torch {torch.__version__} {built} and finds no device",
             "use --device cpu, or install a driver and a torch for CUDA",
         )
-    index, count = kind.index or 0, torch.cuda.device_count()
+    index = kind.index or 0
+    count = torch.cuda.device_count()
     if index >= count:
         raise UnsupportedError(
             f"--device {name}: torch finds {count}, numbered from 0",

@@ -174,10 +174,8 @@ def weight_scale(
         return scale_from_errors(candidate_errors(weight, rule, target=target), rule, target=target)
     maxabs = Rule(granularity="PCS", value="MAXABS", rounding=rule.rounding, backoff=rule.backoff)
     reference = scale_from_amax(amax, maxabs, target=target, arithmetic=arithmetic)  # [O]
-    best, least = (
-        torch.ones_like(reference),
-        torch.full_like(reference, torch.inf, dtype=torch.float64),
-    )
+    best = torch.ones_like(reference)
+    least = torch.full_like(reference, torch.inf, dtype=torch.float64)
     for multiple in _candidates(rule, target=target):
         scale = reference * multiple
         error = _squared_errors(weight.float(), scale.reshape(-1, 1), target=target)  # [O]

@@ -161,10 +161,8 @@ def paley(order: int) -> Tensor | None:
     if order % 4 == 0 and prime % 4 == 1 and _is_prime(prime):
         conference = torch.zeros(prime + 1, prime + 1)
         conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _residues(prime)
-        both, alone = (
-            torch.tensor([[1.0, 1.0], [1.0, -1.0]]),
-            torch.tensor([[1.0, -1.0], [-1.0, -1.0]]),
-        )
+        both = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        alone = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
         return torch.kron(conference, both) + torch.kron(torch.eye(prime + 1), alone)
     return None
 

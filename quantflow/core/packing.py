@@ -88,13 +88,15 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
         SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or W words do not hold in_features
             elements.
     """
-    count, needed = elements_of_whole_words(num_bits), -(-in_features * num_bits // 32)
+    count = elements_of_whole_words(num_bits)
+    needed = -(-in_features * num_bits // 32)
     if words.shape[1] != needed:
         raise SchemeError(
             f"{words.shape[1]} words, in_features={in_features} of {num_bits} bits need {needed}",
             "the packed tensor and its recorded shape disagree; the file is damaged",
         )
-    rows, width = words.shape[0], in_features + -in_features % count
+    rows = words.shape[0]
+    width = in_features + -in_features % count
     if num_bits == 8:
         stored = words.flatten().view(torch.int8)
     elif num_bits == 4:

@@ -113,7 +113,8 @@ class QTensor:
                 "quantize the rows of a block together",
             )
         if self.scheme.kind == "float":
-            flavour, magnitude = self.scheme.float8, float8.largest_magnitude(self.qvalue)
+            flavour = self.scheme.float8
+            magnitude = float8.largest_magnitude(self.qvalue)
             if not magnitude <= float8.FLAVOURS[flavour].largest:  # NaN is not <= anything
                 raise SchemeError(
                     f"{name}: qvalue {magnitude}, the largest of {flavour} is "

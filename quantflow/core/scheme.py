@@ -601,7 +601,9 @@ def with_scale_method(
             unknown, or the method computes scales at run time.
     """
     _known("scale_method", name, tuple(SCALE_METHODS))
-    method, weights, inputs = SCALE_METHODS[name], scheme.weights, scheme.input
+    method = SCALE_METHODS[name]
+    weights = scheme.weights
+    inputs = scheme.input
     if method.dynamic:
         raise SchemeError(
             f"scheme {scheme.name}: scale_method {name} computes the scales of inputs at run time",

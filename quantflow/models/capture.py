@@ -262,7 +262,8 @@ class LayerStream:
             for part in recorders
         ]
         if not store.restored:
-            carried, hidden = self.graph.family.carried, recorders[0].hidden
+            carried = self.graph.family.carried
+            hidden = recorders[0].hidden
             store.put(index, hidden if carried is None else carried.joined(hidden, None))
         return State(calls=tuple(calls), store=store, index=index)
 
@@ -278,7 +279,8 @@ class LayerStream:
                 the same outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must
                 not be quantized.
         """
-        module, layer = self._originals[index], self.graph.layers[index]
+        module = self._originals[index]
+        layer = self.graph.layers[index]
         if layer.skipped:
             yield module
             return
@@ -396,7 +398,8 @@ class LayerStream:
         others = [
             other for other in self._outer if other not in (name, f"{self._embedding}.weight")
         ]
-        linear, bias = linear or self.weights.quantized(source), None
+        linear = linear or self.weights.quantized(source)
+        bias = None
         if (added := self.names.to_source.get(f"{self._head}.bias")) is not None:
             bias = self.device.put(self.weights.read([added], self.dtype)[added])
         if linear:

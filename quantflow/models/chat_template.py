@@ -190,7 +190,9 @@ class Renderer:
     def _line(self, seconds: float) -> bytes | None:
         """The next line; None where there is none in time, empty where the process ended."""
         assert self._process is not None and self._process.stdout is not None
-        stream, end, line = self._process.stdout, time.monotonic() + seconds, bytearray()
+        stream = self._process.stdout
+        end = time.monotonic() + seconds
+        line = bytearray()
         while not line.endswith(b"\n"):
             left = end - time.monotonic()
             if left <= 0 or not select.select([stream], [], [], left)[0]:

@@ -153,7 +153,8 @@ def view_(model: PreTrainedModel) -> None:
 
 def is_stacked(module: nn.Module) -> bool:
     """Whether a module holds experts in the stacked tensors of transformers' own products."""
-    has_gate, down = getattr(module, "has_gate", None), getattr(module, "down_proj", None)
+    has_gate = getattr(module, "has_gate", None)
+    down = getattr(module, "down_proj", None)
     known = has_gate is not None and not getattr(module, "has_post_expert_norm", False)
     return known and isinstance(down, nn.Parameter) and down.ndim == 3
 
@@ -218,7 +219,8 @@ def _split(
 
     The tensor is [E, O, ...], or [E, I, O] when transposed; O counts the rows of all leaves.
     """
-    count, parts = len(leaves), []
+    count = len(leaves)
+    parts = []
     for number, both in enumerate(whole.mT if transposed else whole):
         found = (
             both.chunk(count) if concatenated else [both[first::count] for first in range(count)]

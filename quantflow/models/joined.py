@@ -47,7 +47,8 @@ class JoinedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, count: int) -> None:
         """Make as many linears, of one size, on meta."""
         super().__init__()
-        shape, bias = (linear.in_features, linear.out_features // count), linear.bias is not None
+        shape = (linear.in_features, linear.out_features // count)
+        bias = linear.bias is not None
         self.parts = nn.ModuleList(
             nn.Linear(*shape, bias=bias, device="meta") for _ in range(count)
         )

@@ -82,7 +82,8 @@ def restart(
         hidden: store that takes up the input of that layer.
         limit: latest layer that may be returned; None is the last.
     """
-    count, most = 0, len(graph.layers) if limit is None else limit
+    count = 0
+    most = len(graph.layers) if limit is None else limit
     while count < most and finished(layer_path(folder, count), digest_of([key, count])) is not None:
         count += 1
     for index in range(min(count, len(graph.layers) - 1), -1, -1):
@@ -110,7 +111,8 @@ def restart_together(
     """
     limit: int | None = None
     while True:
-        hidden, start = opened(), 0
+        hidden = opened()
+        start = 0
         if limit != _NOWHERE:
             start = restart(folder, key, graph, hidden, limit=limit)
         limit, most = span(start if hidden.restored else _NOWHERE)

@@ -66,7 +66,8 @@ class HubNames:
     def of(self, name: str) -> str:
         """The source name of a parameter."""
         if part := _PART.fullmatch(name):
-            whole, number = f"{part['owner']}.{part['leaf']}", int(part["number"])
+            whole = f"{part['owner']}.{part['leaf']}"
+            number = int(part["number"])
             converter = self._converter(whole)
             assert converter is not None  # a joined linear has one
             first, *others = converter.target_patterns
@@ -217,11 +218,9 @@ class NameMap:
     @cached_property
     def _of_text(self) -> tuple[str, ...]:
         """Prefixes of the names of parameters that a text needs; one empty prefix where all are."""
-        base, decoder, head = (
-            self._model.base_model,
-            self._model.get_decoder(),
-            self._model.get_output_embeddings(),
-        )
+        base = self._model.base_model
+        decoder = self._model.get_decoder()
+        head = self._model.get_output_embeddings()
         if decoder is base or decoder is self._model:
             return ("",)
         return tuple(

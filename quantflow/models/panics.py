@@ -49,7 +49,8 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
     for stream in streams.values():
         stream.flush()
     with _kept() as said:
-        kept, panicked = {number: os.dup(number) for number in streams}, False
+        kept = {number: os.dup(number) for number in streams}
+        panicked = False
         for number in streams:
             os.dup2(said.fileno(), number)
         try:

@@ -234,7 +234,8 @@ class QuantizedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of [..., H]."""
-        seen, weight = self.linear.fake_quantize_input(hidden), self.linear.weight
+        seen = self.linear.fake_quantize_input(hidden)
+        weight = self.linear.weight
         parts = [
             functional.linear(seen, weight.rows(rows).dequantize().to(self.dtype))
             for rows in spans(len(weight.qvalue), HEAD_ROWS)

@@ -50,10 +50,8 @@ def encoding_of(
         InputError: the tokenizer has no token for a part of the text, and no unknown token.
     """
     options = {"return_offsets_mapping": True} if offsets else {}
-    cause, remedy = (
-        f"{where}: the tokenizer cannot read the text",
-        "copy the tokenizer files of the model into its folder",
-    )
+    cause = f"{where}: the tokenizer cannot read the text"
+    remedy = "copy the tokenizer files of the model into its folder"
     # streams are the process's: only one thread, the main one, may redirect them
     alone = threading.current_thread() is threading.main_thread()
     try:

@@ -96,8 +96,10 @@ def least_error_reach(
     largest = max(float(side) for side in sides) if sides else 0.0
     negative = not scheme.symmetric and float(-statistics["min_val"].min()) == largest
     inside = magnitudes <= largest
-    values, weights = magnitudes[inside] * (-1 if negative else 1), counts[inside].double()
-    best, least = largest, None
+    values = magnitudes[inside] * (-1 if negative else 1)
+    weights = counts[inside].double()
+    best = largest
+    least = None
     for share in _ENDS:
         scale, zero_point = static_input(clipped(statistics, share * largest), scheme)
         error = affine.fake_quantize(values, scale, zero_point, scheme).double() - values.double()

@@ -110,10 +110,8 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
             sums = cut.summed(points)
             with_minimum = _least_squares(mixed, of_points, sums, first, whole)
             fits = (with_minimum[0] > 0) & (with_minimum[1] >= (-torch.inf if free else 0))
-            scale, minimum = (
-                torch.where(fits, with_minimum[0], scale),
-                torch.where(fits, with_minimum[1], minimum),
-            )
+            scale = torch.where(fits, with_minimum[0], scale)
+            minimum = torch.where(fits, with_minimum[1], minimum)
         loss = (
             square
             - 2 * (scale * mixed - minimum * first)
@@ -124,10 +122,8 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
             loss = loss - 2 * scale * minimum * sums
         better = (loss < least) & (scale != 0)
         least = torch.where(better, loss, least)
-        best_scale, best_minimum = (
-            torch.where(better, scale, best_scale),
-            torch.where(better, minimum, best_minimum),
-        )
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, minimum, best_minimum)
     return best_scale, best_minimum
 
 
@@ -166,11 +162,9 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
     fixed = (steps == (lowest if kind.signed else highest)).flatten(1)  # d follows from these
     unit = d[..., None].expand_as(steps).flatten(1)
     steps = steps.flatten(1)
-    minima, unit_of_minima, minimum_fixed = (
-        torch.zeros_like(steps),
-        torch.zeros_like(steps),
-        torch.ones_like(fixed),
-    )
+    minima = torch.zeros_like(steps)
+    unit_of_minima = torch.zeros_like(steps)
+    minimum_fixed = torch.ones_like(fixed)
     if kind.minima:
         of_minima, found = blocks.minimum_steps_of(minimum, kind)
         unit_of_minima, minima = of_minima[..., None].expand_as(found).flatten(1), found.flatten(1)
@@ -193,8 +187,6 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
             loss = cut.loss(new * unit, new_minima * unit_of_minima)
             better = loss < least
             least = torch.where(better, loss, least)
-            best_steps, best_minima = (
-                torch.where(better, new, best_steps),
-                torch.where(better, new_minima, best_minima),
-            )
+            best_steps = torch.where(better, new, best_steps)
+            best_minima = torch.where(better, new_minima, best_minima)
     return best_steps * unit, best_minima * unit_of_minima

@@ -10,8 +10,7 @@ Then
 
 since t_j - q_j = e_j + sum_{i<j} e_i U_ij. The errors e_i, i < j, are known when column j is
 rounded, so q_j = round(t_j) makes each term as small as rounding to nearest can. The sum is added
-to w_j, not subtracted: `test_two_columns_worked_by_hand` of tests/unit/algorithms/test_gptq.py
-rounds a column the other way with the other sign.
+to w_j, not subtracted; tests/unit/numerics/test_feedback.py works that by hand.
 
 Columns are taken in order of the Hessian's diagonal, the largest first. Source: Chee et al. 2023,
 arXiv:2307.13304 (LDLQ), which shows that this takes GPTQ's decisions.

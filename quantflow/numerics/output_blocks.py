@@ -77,10 +77,8 @@ def cut(sums: Tensor, part: slice) -> Tensor:
     found = sums.new_zeros(count, width(count))
     for old in blocks(sums.shape[0]):
         for new in blocks(count):
-            first, stop = (
-                max(old.start, part.start + new.start),
-                min(old.stop, part.start + new.stop),
-            )
+            first = max(old.start, part.start + new.start)
+            stop = min(old.stop, part.start + new.stop)
             if first < stop:
                 mine = slice(first - part.start - new.start, stop - part.start - new.start)
                 theirs = slice(first - old.start, stop - old.start)

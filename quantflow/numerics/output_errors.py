@@ -50,7 +50,8 @@ class SecondMoment:
         ordered = rows if self.order is None else rows[:, self.order]
         total = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for span in groups.spans(ordered.shape[1], _BLOCK):
-            part, rest = ordered[:, span], slice(span.stop, None)
+            part = ordered[:, span]
+            rest = slice(span.stop, None)
             # the products of pairs of columns, each pair once
             beyond = part @ self.upper[span, span].triu(1).T
             beyond += ordered[:, rest] @ self.upper[span, rest].T

@@ -74,7 +74,8 @@ class _Widened(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide, parts = input.float(), []
+    wide = input.float()
+    parts = []
     for rows in spans(weight.shape[0], max(1, _WIDENED // weight.shape[1])):
         added = None if bias is None else bias[rows].float()
         parts.append(functional.linear(wide, weight[rows].float(), added).to(input.dtype))

@@ -108,7 +108,8 @@ class Fold:
         Raises:
             StatisticsError: the statistic is missing or has another shape.
         """
-        value, linear = self.statistics.get(name), next(iter(self.weights))
+        value = self.statistics.get(name)
+        linear = next(iter(self.weights))
         if value is None:
             raise StatisticsError(
                 f"{linear}|input|{name}: the measurement does not hold it",

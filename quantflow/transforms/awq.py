@@ -117,7 +117,8 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     duo = checked(options)["duo"]
     features = fold.features
     hessian = fold.statistic(HESSIAN_SUM.name, (features, features))
-    abs_sum, count = fold.statistic(ABS_SUM.name, (features,)), int(fold.statistic(COUNT.name, ()))
+    abs_sum = fold.statistic(ABS_SUM.name, (features,))
+    count = int(fold.statistic(COUNT.name, ()))
     if not (torch.isfinite(abs_sum) & (abs_sum >= 0)).all() or count < 1:
         raise StatisticsError(
             f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again"
@@ -138,7 +139,8 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
         (alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS
     ]
     before, *losses = workers.map(loss, (None, *candidates))
-    power, least = compared.weight_power(hessian) or 1.0, min(losses)
+    power = compared.weight_power(hessian) or 1.0
+    least = min(losses)
     decisions: dict[str, Any] = {
         "error_before": before / power,
         "error": min(before, least) / power,
@@ -261,8 +263,6 @@ def _cut(
         loss = ((columns @ blocks) * columns).sum(dim=-1).T  # [O, G]
         better = loss < least
         best = torch.where(better[..., None], cut, best)
-        chosen, least = (
-            torch.where(better, torch.full_like(chosen, share), chosen),
-            torch.where(better, loss, least),
-        )
+        chosen = torch.where(better, torch.full_like(chosen, share), chosen)
+        least = torch.where(better, loss, least)
     return best.flatten(1), int((chosen < 1).sum())

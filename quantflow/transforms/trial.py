@@ -66,7 +66,8 @@ class Trial:
             factors: [I].
             rows: X, [R, I] float32.
         """
-        loss, inputs = 0.0, {}
+        loss = 0.0
+        inputs = {}
         statistics = smooth_statistics(self.fold.statistics, factors)
         for name, weight in self._rounded(factors).items():
             scheme = self.fold.schemes[name]
@@ -109,7 +110,8 @@ class Trial:
 
 def trial(fold: Fold) -> Trial:
     """The trial of a fold: all of its rows, or blocks of many rows at equal distances."""
-    features, total = fold.features, sum(len(weight) for weight in fold.weights.values())
+    features = fold.features
+    total = sum(len(weight) for weight in fold.weights.values())
     limit = max(_LEAST, ELEMENTS // features)
     if total <= limit:
         return Trial(

@@ -149,7 +149,9 @@ def refine(
     every = -(-iterations // _CHECKS)
     _round_all(linears, values, workers)
     power, first = _losses(block, values, checked, workers)
-    best, least, kept = {name: linear.start for name, linear in linears.items()}, first, 0
+    best = {name: linear.start for name, linear in linears.items()}
+    least = first
+    kept = 0
     for iteration in range(iterations):
         tell(f"iteration {iteration + 1} of {iterations}")
         gradients = _gradients(block, values, order[iteration % len(order)], workers)
@@ -161,11 +163,9 @@ def refine(
             continue
         _, loss = _losses(block, values, checked, workers)
         if loss < least:
-            best, least, kept = (
-                {name: linear.made(workers) for name, linear in linears.items()},
-                loss,
-                iteration + 1,
-            )
+            best = {name: linear.made(workers) for name, linear in linears.items()}
+            least = loss
+            kept = iteration + 1
     told: dict[str, Any] = {"iterations": iterations, "best_iteration": kept}
     told |= {"block_loss_start": first / (power or 1.0), "block_loss": least / (power or 1.0)}
     return {

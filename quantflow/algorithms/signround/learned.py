@@ -110,20 +110,20 @@ class Learned:
             qvalue: [R, G, g]; scale: [R, G]; zero_point: [R, G], None when symmetric.
         """
         offset, high, low = learned
-        scheme, start = self.start.scheme, self.start.rows(rows)
+        scheme = self.start.scheme
+        start = self.start.rows(rows)
         share = high
         if start.zero_point is not None:
             # the range's ends, in steps
-            above, below = (
-                scheme.qmax - start.zero_point.float(),
-                scheme.qmin - start.zero_point.float(),
-            )
+            above = scheme.qmax - start.zero_point.float()
+            below = scheme.qmin - start.zero_point.float()
             share = (high * above - low * below) / (scheme.qmax - scheme.qmin)
         exact = start.scale * share
         scale = _passing(affine.stored(exact.detach(), self.scale_dtype), exact)
         ratio = start.scale / scale
         scaled = self.steps[rows] * ratio[..., None] + offset
-        qvalue, zero_point = _passing(scaled.detach().round(), scaled), None
+        qvalue = _passing(scaled.detach().round(), scaled)
+        zero_point = None
         if start.zero_point is not None:
             place = scheme.qmin - low * below * ratio
             zero_point = _passing(place.detach().round().clamp_(scheme.qmin, scheme.qmax), place)
@@ -164,7 +164,8 @@ class Learned:
         """The weight, rounded with its present offsets and multipliers."""
         scheme = self.start.scheme
         qvalue = torch.empty_like(self.start.qvalue)
-        scale, zero_point = torch.empty_like(self.start.scale), self.start.zero_point
+        scale = torch.empty_like(self.start.scale)
+        zero_point = self.start.zero_point
         zero_point = None if zero_point is None else torch.empty_like(zero_point)
 
         def unit(rows: slice) -> None:

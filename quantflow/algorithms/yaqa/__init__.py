@@ -279,7 +279,9 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
     qvalue is [O, I] int8, modified.
     """
     start = kept = qvalue.clone()
-    best, least, sweeps = problem, loss_of(problem, qvalue), 0
+    best = problem
+    least = loss_of(problem, qvalue)
+    sweeps = 0
     first = least
     for sweep in range(1, _SWEEPS + 1):
         problem = rescaled(problem, qvalue)
@@ -287,7 +289,10 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
         loss = loss_of(problem, qvalue)
         if not loss < least:
             break
-        best, kept, least, sweeps = problem, qvalue.clone(), loss, sweep
+        best = problem
+        kept = qvalue.clone()
+        least = loss
+        sweeps = sweep
     return _Found(
         qvalue=kept,
         scale=best.grid.scale,

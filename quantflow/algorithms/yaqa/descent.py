@@ -107,7 +107,8 @@ def errors_of(problem: Problem, qvalue: Tensor, members: Tensor) -> Tensor:
         qvalue: qvalues of these rows, [R, I].
         members: the rows, [R] int64.
     """
-    grid, columns = of_rows(problem.grid, members), qvalue.shape[1]
+    grid = of_rows(problem.grid, members)
+    columns = qvalue.shape[1]
     zero_point = None if grid.zero_point is None else groups.expand(grid.zero_point, columns)
     return problem.weight[members].float() - affine.dequantize(
         qvalue, groups.expand(grid.scale, columns), zero_point
@@ -141,7 +142,8 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
     The rows of a block are fitted each by itself, by least squares. Their errors act together and
     their scales are rounded, so the loss of a block may grow; such a block keeps its own scales.
     """
-    scale, zero_point = problem.grid.scale.clone(), problem.grid.zero_point
+    scale = problem.grid.scale.clone()
+    zero_point = problem.grid.zero_point
     if zero_point is not None and problem.scheme.minima:
         zero_point = zero_point.clone()
     errors = all_errors(problem, qvalue)
@@ -177,7 +179,8 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
 
 def _stored(scale: Tensor, problem: Problem) -> Tensor:
     """The scales of points as their layout stores them, [R, G]."""
-    size, global_scale = unit(problem.scheme), problem.grid.global_scale
+    size = unit(problem.scheme)
+    global_scale = problem.grid.global_scale
     return (
         affine.stored_scale(
             scale * size, problem.scheme, problem.scale_dtype, global_scale=global_scale
@@ -258,7 +261,8 @@ def _moves_(
     the gradient [I, R] by that column is kept exact; that by the other columns follows before they
     are processed.
     """
-    change, group_size = torch.zeros_like(now), len(now) // len(scales)
+    change = torch.zeros_like(now)
+    group_size = len(now) // len(scales)
     for columns in groups.spans(len(now), _COLUMNS):
         felt = torch.zeros(columns.stop - columns.start, now.shape[1])
         for i in range(columns.start, columns.stop):

@@ -156,7 +156,8 @@ class _Wave:
             wanted[i] -= step * scales[i]
             target[:i].addcmul_(reach[i, :i], wanted[i])
         steps = points if zero_points is None else points - zero_points
-        errors, qvalue = real - steps * scales, points.to(torch.int8)
+        errors = real - steps * scales
+        qvalue = points.to(torch.int8)
         for index, tile in enumerate(tiles):
             (rows, columns), (at, to) = tile, _inside(tile)
             self._left[rows, columns] = wanted[at, to, index].T
