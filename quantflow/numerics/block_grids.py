@@ -44,7 +44,7 @@ class _Groups:
         return product.sum(dim=-1)
 
     def points(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """The nearest qvalues, [O, G, g] float32.  scale, minimum: [O, G]."""
+        """The nearest qvalues, [O, G, g] float32, for scale and minimum [O, G]."""
         scaled = (self.values + minimum[..., None]).div_(scale[..., None])
         return affine.round_(scaled, None, self.scheme)
 
