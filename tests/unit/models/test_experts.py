@@ -21,7 +21,7 @@ TOKENS = torch.randint(2, 300, (1, 48), generator=torch.Generator().manual_seed(
 
 
 def stock(folder, implementation="eager"):
-    """Return the family's own model; `eager` is its own loop over experts."""
+    """The family's own model; `eager` is its own loop over experts."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=implementation
     )

@@ -156,7 +156,7 @@ def test_weights_that_are_merged_on_load_are_refused_by_name():
 
 @pytest.fixture(scope="module")
 def kimi():
-    """A model beside a tower that reads images, whose queries, keys and values a checkpoint has in one tensor."""
+    """A model beside an image tower whose queries, keys and values are one tensor in a file."""
     text = {
         **SHAPE,
         "model_type": "deepseek_v3",
@@ -175,7 +175,7 @@ def kimi():
 
 
 def stored(model):
-    """Return the names of a checkpoint."""
+    """The names of a checkpoint."""
     names = [HubNames(model).of(name) for name in model.state_dict()]
     names = [
         re.sub(r"attn\.q_proj(?=\.(weight|bias)$)", "wqkv", name) if "blocks" in name else name

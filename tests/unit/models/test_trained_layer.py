@@ -1,4 +1,4 @@
-"""A decoder layer runs with other weights: to the bits of a model that has them, with its gradients, and gets its own back."""
+"""A decoder layer with other weights: bits and gradients of a model that has them."""
 
 import pytest
 import torch
