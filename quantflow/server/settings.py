@@ -35,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _for_serve = functools.partial(setting, verbs=SERVE)
 
 
-def _limit(default: Any, flag: str, help: str, *, metavar: str = "N", **bounds: int) -> Any:
+def _limit(default: Any, flag: str, help: str, *, metavar: str = "N", **bounds: Any) -> Any:
     """A limit with TGI's variable: that of `--max-input-tokens` is MAX_INPUT_TOKENS."""
     return _for_serve(
         default,

@@ -1,4 +1,4 @@
-"""Durable writes: what is under a name after each call that can fail."""
+"""Durable writes: the content under a name after the failure of each call."""
 
 import errno
 import os

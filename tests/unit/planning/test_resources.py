@@ -1,4 +1,4 @@
-"""Allowances of stages: sizes worked out by hand, what is shrunk first, and each refusal's numbers."""
+"""Allowances of stages: sizes by hand, what is shrunk first, and the numbers of each refusal."""
 
 import subprocess
 import sys
@@ -139,7 +139,7 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
     assert fixed >= LIBRARIES + 2 * VOCABULARY * HIDDEN and each >= 2 * 4 * 30 * VOCABULARY
 
 
-def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_while_it_is_rounded_by_them():
+def test_sums_of_gradients_are_in_the_measurement_and_those_of_one_group_in_memory_at_a_time():
     plain, need = (
         need_measure(MODEL, lengths=[10], stats=stats)
         for stats in (("amax",), ("amax", "gradient"))
@@ -163,7 +163,7 @@ def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_whi
 
 
 def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
-    """Bytes of a group's sums, and of yaqa's own factor beside the Hessian, which gptq overwrites."""
+    """Bytes of a group's sums, and of yaqa's factor beside the Hessian, which gptq overwrites."""
     return 4 * sum(width * width for width in outputs) + 4 * features**2
 
 
