@@ -135,7 +135,8 @@ def check_numbers(record: Any) -> None:
         UsageError: a number is out of bounds; the message names the field and its value.
     """
     for item in dataclasses.fields(record):
-        declared, value = item.metadata.get(KEY), getattr(record, item.name)
+        declared = item.metadata.get(KEY)
+        value = getattr(record, item.name)
         if declared is not None and isinstance(value, float) and math.isnan(value):
             raise UsageError(f"{item.name}={value}", "give a number")
         if declared is None or type(value) is not int or declared.least <= value <= declared.most:
@@ -160,7 +161,8 @@ def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ..
 
     Entries of a list are records of their own.
     """
-    hints, found = typing.get_type_hints(record), []
+    hints = typing.get_type_hints(record)
+    found = []
     for item in dataclasses.fields(record):
         options = _without_none(hints[item.name])
         if KEY in item.metadata:

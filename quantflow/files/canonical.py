@@ -61,7 +61,8 @@ def file_digest(path: Path) -> str:
         InputError: the file cannot be read.
     """
     # one buffer for all blocks: fresh pages would cost time too
-    digest, block = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK))
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(HASH_BLOCK))
     with reading(path) as file:
         while count := file.readinto(block):
             digest.update(block[:count])

@@ -107,7 +107,8 @@ class Checkpoint:
         Raises:
             InputError: a tensor has another shape.
         """
-        tensors, whole = {}, dict(self.whole)
+        tensors = {}
+        whole = dict(self.whole)
         for name, (file, info) in self.tensors.items():
             if name not in split:
                 tensors[name] = (file, info)

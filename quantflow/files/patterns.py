@@ -36,7 +36,8 @@ class Pattern:
         Raises:
             InputError: the text is no regular expression, or too long.
         """
-        self.text, self._left = text, SECONDS
+        self.text = text
+        self._left = SECONDS
         if len(text) > LONGEST:
             raise self._refused(f"has {len(text)} characters, {LONGEST} are allowed")
         try:

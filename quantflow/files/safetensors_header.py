@@ -74,7 +74,9 @@ class TensorPart:
 
     def of(self, whole: TensorInfo) -> TensorInfo:
         """The place of the part in the file that holds the tensor."""
-        itemsize, elements, dense = DTYPE_BITS[whole.dtype] // 8, 1, []
+        itemsize = DTYPE_BITS[whole.dtype] // 8
+        elements = 1
+        dense = []
         for size in reversed(self.shape):
             dense.append(elements)
             elements *= size

@@ -206,7 +206,8 @@ class Writer:
 
     def _check_filled(self) -> None:
         for name, pieces in self._written.items():
-            size, position = self.layout.tensors[name].nbytes, 0
+            size = self.layout.tensors[name].nbytes
+            position = 0
             total = sum(end - begin for begin, end in pieces)
             for begin, end in sorted(pieces):
                 if begin != position:

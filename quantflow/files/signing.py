@@ -166,7 +166,8 @@ def require_signature(
             f"{folder}: no signature {path}",
             "run `quantflow sign`, or get the signature from whom made the artifact",
         )
-    bundle, library = read_json(path), _library()
+    bundle = read_json(path)
+    library = _library()
     check = library.verifying.Config().set_hashing_config(_hashing(library, folder))
     for file in (trusted.key, *trusted.roots):
         if file is not None and not file.is_file():

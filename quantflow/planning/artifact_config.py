@@ -25,7 +25,8 @@ def artifact_config(
         plan: plan of the artifact.
         names: tensor names of the source.
     """
-    schemes, own = plan.quantized, dict(config)
+    schemes = plan.quantized
+    own = dict(config)
     if plan.head is not None:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
@@ -50,7 +51,8 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
             differ from the graph's.
         names: tensor names of the folder.
     """
-    modules, heads = module_names(graph), list(_HEADS)
+    modules = module_names(graph)
+    heads = list(_HEADS)
     inside = [*graph.linears, *graph.routers, *graph.idle]
     if graph.family.discovered:
         inside += graph.others

@@ -174,7 +174,8 @@ def mixing_inputs(
         if group.gated
         for one in group.linears
     ):
-        scheme, block = schemes[linear], turn.block_of(shapes[f"{linear}.weight"][1])
+        scheme = schemes[linear]
+        block = turn.block_of(shapes[f"{linear}.weight"][1])
         if scheme is not None and block > 1:
             found[linear] = replace(scheme, rotation=block)
     return found

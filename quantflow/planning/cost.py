@@ -1,7 +1,7 @@
 """The cost model: memory and disk of each stage, from shapes and the recipe alone.
 
-There is one function per stage. It describes the largest of the stage's processes, since export's
-proof and each rank of measure run in processes of their own. What Python and its libraries take is
+There is one function per stage. It describes the largest of the stage's processes: export's proof
+runs in a process of its own, and each rank of measure is one. What Python and its libraries take is
 not in it; `Need.peak` adds that.
 
 Below the stages are the parts of a model while they run. What belongs to a method comes from the
@@ -95,10 +95,8 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
-    forwards, backwards = (
-        [name for name in stats if not of_gradients(name)],
-        [name for name in stats if of_gradients(name)],
-    )
+    forwards = [name for name in stats if not of_gradients(name)]
+    backwards = [name for name in stats if of_gradients(name)]
     small = sum(
         statistics_bytes(layer, [name for name in stats if not holds_matrix(name)])
         for layer in model.layers
@@ -205,10 +203,8 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
     In an artifact of several files the layer files are linked, and the rest is copied. The proof of
     a canary holds one quantized layer, and after the last layer the head as stored.
     """
-    layers, outside = (
-        layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache),
-        outside_bytes(model, plan.head),
-    )
+    layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
+    outside = outside_bytes(model, plan.head)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
@@ -293,7 +289,9 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     encoding, the encodings of the groups before it, and the halves of the Hessians of the groups
     after it. The last of its schemes overwrites the Hessian.
     """
-    moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
+    moments = []
+    done = 0
+    algorithm = ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
@@ -322,11 +320,13 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
     weights where ranges are cut, and, while rounding is learned, the starting points of the groups
     before it. The rows are those of all its linears.
     """
-    found, done = [], 0
+    found = []
+    done = 0
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
-        rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
+        rows = sum(outputs)
+        hessian = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         held = left + sum(halves[index + 1 :]) + hessian + done
         held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
         found.append((held, rows, k))
@@ -389,7 +389,8 @@ def stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
 
 def parts_bytes(model: ModelSize, tokens: int) -> int:
     """Rows of a stored weight in float32 at once, a copy of their tokens, their outputs twice."""
-    features, some = max(k for _, _, k in model.layer.groups), min(tokens, LINEAR_TOKENS)
+    features = max(k for _, _, k in model.layer.groups)
+    some = min(tokens, LINEAR_TOKENS)
     return FLOAT * (LINEAR_ROWS * (2 * some + features) + some * features)
 
 

@@ -64,12 +64,11 @@ def measure_on_device(
         stats: observers of every linear's input.
         dtype: dtype of weights and hidden states.
     """
-    longest, size = max(lengths, default=0), dtype.itemsize
+    longest = max(lengths, default=0)
+    size = dtype.itemsize
     layer = size * model.layer.elements
-    forwards, backwards = (
-        [name for name in stats if not of_gradients(name)],
-        [name for name in stats if of_gradients(name)],
-    )
+    forwards = [name for name in stats if not of_gradients(name)]
+    backwards = [name for name in stats if of_gradients(name)]
     growing = max(cost.live_bytes(each, forwards) for each in model.layers)
     running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(
         model, forwards, longest
@@ -125,7 +124,8 @@ def quantize_on_device(
     for name, options in plan.smoothings:
         reads = HESSIAN_SUM.name in TRANSFORMS[name].needs(options)
         for _, outputs, k in cost.folds(model.layer):
-            rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if reads else 0
+            rows = sum(outputs)
+            hessian = HESSIAN_SUM.nbytes(k) if reads else 0
             taken = TRANSFORMS[name].working_bytes(
                 k, rows, options=options, samples=samples, workers=1
             )
@@ -163,7 +163,8 @@ def validate_on_device(
         dtype: dtype of weights and hidden states.
         head: quantization of the candidate's head; None leaves it as it is.
     """
-    longest, size = max(lengths, default=0), dtype.itemsize
+    longest = max(lengths, default=0)
+    size = dtype.itemsize
     largest = model.layer.largest[0]
     logits = FLOAT * longest * model.vocabulary
     moments = {

@@ -79,7 +79,8 @@ class Speed:
         hashing = self.hashed * model.stored / self.cores
         if not stats and not model.sparse:
             return hashing
-        tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
+        tokens = sum(lengths)
+        features = sum(layer.features for layer in model.layers)
         # a backward runs each layer again, and its gradients take the products of two forwards
         passes = 4 if goes_back(stats) else 1
         running = passes * self.run * tokens * len(model.layers)
@@ -113,7 +114,9 @@ class Speed:
             return max(
                 self.read * model.stored + self.rounded[plan.name] * weights / self.units, writing
             )
-        tokens, work, rounds = sum(lengths), self.rounded[plan.name] * head, 0.0
+        tokens = sum(lengths)
+        work = self.rounded[plan.name] * head
+        rounds = 0.0
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):

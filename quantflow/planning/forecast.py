@@ -152,7 +152,9 @@ def _stages(
     speed: Speed | None,
 ) -> list[dict[str, Any]]:
     """Needs of each stage of the run, in the order in which they run."""
-    recipe, stages, dtype = job.recipe, [], RUNNING[job.recipe.compute.dtype]
+    recipe = job.recipe
+    stages = []
+    dtype = RUNNING[job.recipe.compute.dtype]
     windows = [recipe.validate.sequence_length] * -(
         -recipe.validate.tokens // recipe.validate.sequence_length
     )
@@ -335,7 +337,8 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
             name: group.expert for group in layer.groups if group.expert for name in group.linears
         }
         for linear in (*layer.linears, *layer.routers):
-            info, scheme = model.infos[f"{linear}.weight"], plan.schemes.get(linear)
+            info = model.infos[f"{linear}.weight"]
+            scheme = plan.schemes.get(linear)
             after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
             words = "copied" if scheme is None else _words(scheme)
             place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))

@@ -152,7 +152,7 @@ class Plan:
         """Whether some layer's weights are in float32 while it is quantized.
 
         Transforms change them. A layer with a linear that stays as it is runs as it does in the
-        artifact, in float32 too.
+        artifact, which is in float32.
         """
         return bool(self.transforms) or None in self.schemes.values()
 
@@ -270,7 +270,8 @@ def resolve(
     kinds = {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     # called for its refusals alone: a scheme that no file could hold ends here
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)
-    transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
+    transforms = transforms_of(entry)
+    tuning = tune_of(entry, sparse=graph.sparse)
     schemes = mixing_inputs(
         entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1]
     )

@@ -251,7 +251,8 @@ def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
 
 
 def _one(plan: Plan, weight: Tensor, rows: int, columns: int, there: Device) -> float:
-    scheme, algorithm = _scheme(plan), ALGORITHMS[plan.algorithm]
+    scheme = _scheme(plan)
+    algorithm = ALGORITHMS[plan.algorithm]
     piece = there.put(weight[:rows, :columns].contiguous())
     x = there.put(torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1)))
     statistics = {HESSIAN_SUM.name: x.T @ x}

@@ -777,7 +777,8 @@ class _StrictLoader(yaml.SafeLoader):
         """Refuse a key that stands twice in one mapping, and a key that is a mapping or a list."""
         keys = set()
         for key_node, _ in node.value:
-            key, line = self.construct_object(key_node), node.start_mark.line + 1
+            key = self.construct_object(key_node)
+            line = node.start_mark.line + 1
             if not isinstance(key, str | int | float | None):
                 raise yaml.YAMLError(f"the mapping of line {line} has a key that is no text")
             if key in keys:

@@ -171,7 +171,8 @@ def algorithm_of(entry: Quantize) -> str:
     Raises:
         UsageError: the algorithm is unknown.
     """
-    scheme, learned = preset(entry.scheme), learned_of(entry)
+    scheme = preset(entry.scheme)
+    learned = learned_of(entry)
     algorithm = entry.algorithm or scheme.algorithm
     if learned is not None:
         if learned.start not in ALGORITHMS:
@@ -256,14 +257,16 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
         UsageError: the algorithm or a transform is unknown, or would change weights whose
             sensitivity was measured.
     """
-    needs, transforms = set(ALGORITHMS[algorithm_of(entry)].NEEDS), transforms_of(entry)
+    needs = set(ALGORITHMS[algorithm_of(entry)].NEEDS)
+    transforms = transforms_of(entry)
     for name, options in transforms:
         needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
         if scheme.input is not None and scheme.input.measured:
             needs |= {COUNTS.name} if scheme.input.observer != AmaxObserver.NAME else set()
             needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
-    histograms, algorithm = COUNTS.name in needs, algorithm_of(entry)
+    histograms = COUNTS.name in needs
+    algorithm = algorithm_of(entry)
     check_transforms(
         entry.name,
         algorithm,
@@ -321,7 +324,8 @@ def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
     An entry whose schemes are to be chosen has none: sensitivities are those of the unchanged
     weights.
     """
-    scheme, combination = preset(entry.scheme), _combination_of(entry)
+    scheme = preset(entry.scheme)
+    combination = _combination_of(entry)
     searched = combination is not None and combination.smooths(scheme)
     if searched and not scheme.transforms and not entry.mixed:
         # a cache's scales belong to the values as the model makes them

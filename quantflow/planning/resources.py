@@ -199,7 +199,8 @@ def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
         )
     # the result, and the hidden folders beside it from which an interrupted stage resumes
     earlier = [folder, *folder.parent.glob(f".{folder.name}.*")]
-    missing, free = max(0, wanted - sum(map(written_bytes, earlier))), free_bytes(folder)
+    missing = max(0, wanted - sum(map(written_bytes, earlier)))
+    free = free_bytes(folder)
     if missing > free:
         raise ResourceError(
             f"{folder}: {need.stage} writes {missing} bytes ({text_of(missing)}), {free} "

@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
 
 
 def failing(number: int, real, at: int):
-    """Return `real` with its call number `at` failing, counted from 0."""
+    """The function `real` with its call number `at` failing, counted from 0."""
     seen = iter(range(1000))
 
     def call(*arguments, **options):

@@ -1,4 +1,4 @@
-"""What quantize will do, worked out before any weight is read."""
+"""The plan of quantize, resolved before any weight is read."""
 
 import math
 

@@ -22,7 +22,7 @@ def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the
     }
     path = tmp_path / "new" / "org-code.json"
     with serve(name="org/code", **options) as server:
-        # two steps: its prompt, and its second token
+        # the request takes two steps: its prompt, and its second token
         assert server.generate("def", max_new_tokens=2).status == 200
         assert not path.exists()
         assert server.generate("import", max_new_tokens=6).status == 200
