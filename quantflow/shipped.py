@@ -7,7 +7,7 @@ from quantflow.errors import UsageError, nearest
 
 SHIPPED = Path(configs.__file__).parent
 TEXTS = SHIPPED / "calibration"
-# defaults of texts
+# the texts of measure and validate where none is named
 CALIBRATION = TEXTS / "default.jsonl"
 EVALUATION = TEXTS / "default-evaluation.jsonl"
 

@@ -186,7 +186,7 @@ def require_shallow(value: Any) -> None:
 
 def _require_size(text: str) -> None:
     if len(text) > LONGEST:
-        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} may be")
+        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} are allowed")
 
 
 def _short(error: object) -> str:

@@ -199,7 +199,7 @@ class ServedModel:
         except chat_template.NotRendered as error:
             raise bad_template(str(error)) from error
         if len(text) > TEMPLATE_CHARACTERS:
-            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} may be")
+            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} are allowed")
         return text
 
     async def compiled(self, grammar: Any) -> Any:
