@@ -1,7 +1,7 @@
 """Plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them.
 
-Plots of a page are as wide as their box and drawn for 520 pixels, so their text is readable on a
-phone as well; the page's own style gives text and grids their colours.
+Plots of a page are as wide as their box and drawn for 520 pixels, so that their text is readable on
+a phone as well. The page's own style gives text and grids their colours.
 """
 
 import math
@@ -32,9 +32,9 @@ class Mark:
 
     Attributes:
         layer: label of the slot on the horizontal axis.
-        kind: what colours it, such as q_proj.
-        value: its height; zero or less is left out.
-        hollow: drawn as a ring, for what others are compared with.
+        kind: kind that gives it its colour, such as q_proj.
+        value: height; zero or less is left out.
+        hollow: whether it is drawn as a ring, to compare others with.
     """
 
     layer: str
@@ -60,15 +60,15 @@ def by_layer(
     powers: tuple[int, int] | None = None,
     height: int = 210,
 ) -> str:
-    """Draw marks over the layers of a model on a logarithmic axis; in a layer the kinds stand side by side.
+    """Marks over the layers of a model on a logarithmic axis; kinds stand side by side.
 
     Args:
-        marks: layers keep the order in which they first appear.
+        marks: marks; layers keep the order in which they first appear.
         kinds: every kind, in the order inside a layer; `colour_of` gives each its colour.
-        unit: the name of the vertical axis.
-        powers: of ten at both ends of the vertical axis, for several plots that share it; None
-            takes those of the marks.
-        height: of the drawing area, pixels.
+        unit: name of the vertical axis.
+        powers: powers of ten at both ends of the vertical axis, for several plots that share it;
+            None takes those of the marks.
+        height: height of the drawing area, pixels.
     """
     drawn = [mark for mark in marks if mark.value > 0]
     if not drawn:
@@ -130,20 +130,23 @@ def heat_map(
     across: str,
     unit: str,
 ) -> str:
-    """Draw values as coloured cells, by the root of their size; values below zero in another colour, cells without one empty.
+    """Values as coloured cells, by the root of their size.
+
+    Values below zero have another colour, and cells without a value are empty.
 
     Args:
         values: (row, column) -> value.
         rows: labels from top to bottom.
         columns: labels from left to right.
-        across: the name of the horizontal axis.
-        unit: of the values.
+        across: name of the horizontal axis.
+        unit: unit of the values.
     """
     largest = max((abs(value) for value in values.values()), default=0.0)
     if not largest:
         return NOTHING
     left, pitch = 112, 24
-    width, foot = (NARROW - 8 - left) / len(columns), TOP + pitch * len(rows)
+    width = (NARROW - 8 - left) / len(columns)
+    foot = TOP + pitch * len(rows)
     parts = []
     for place, row in enumerate(rows):
         parts.append(
@@ -160,17 +163,22 @@ def heat_map(
             )
         for place, row in enumerate(rows):
             value = values.get((row, column))
-            box = f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" height="{pitch}" class="grid"'
+            box = (
+                f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" '
+                f'width="{width:.1f}" height="{pitch}" class="grid"'
+            )
             if value is None:
                 parts.append(f'<rect {box} fill="none"/>')
                 continue
-            colour, told = _heat(value / largest), escape(f"{column} {row}: {value:.3g}")
+            colour = _heat(value / largest)
+            told = escape(f"{column} {row}: {value:.3g}")
             parts.append(f"<rect {box} {colour}><title>{told}</title></rect>")
     parts.append(
         f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" '
         f'text-anchor="middle">{escape(across)}</text>'
     )
-    legend, step = foot + 46, 26
+    legend = foot + 46
+    step = 26
     shares = (
         [-1.0, -0.25, 0.0, 0.25, 1.0] if min(values.values()) < 0 else [0.0, 0.06, 0.25, 0.56, 1.0]
     )
@@ -190,12 +198,13 @@ def heat_map(
 
 
 def _heat(share: float) -> str:
-    """Return how a cell is filled.  share: of the largest value, -1 to 1."""
-    return f'fill="{COLOURS[1] if share >= 0 else COLOURS[0]}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
+    """The fill of a cell, by its share of the largest value, -1 to 1."""
+    colour = COLOURS[1] if share >= 0 else COLOURS[0]
+    return f'fill="{colour}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
 
 
 def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
-    """Return the powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
+    """Powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
     values = [mark.value for mark in marks if mark.value > 0]
     if not values:
         return -1, 0
@@ -204,12 +213,12 @@ def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
 
 
 def colour_of(kind: str, kinds: Sequence[str]) -> str:
-    """Return the colour of a kind among all of a page."""
+    """The colour of a kind among all of a page."""
     return COLOURS[kinds.index(kind) % len(COLOURS)]
 
 
 def intervals(rows: Sequence[Interval], *, unit: str) -> str:
-    """Draw values with their bounds and limits, one row each below its label, on a logarithmic axis."""
+    """Values with bounds and limits, one row each below its label, on a logarithmic axis."""
     values = [v for row in rows for v in (row.value, row.lower, row.upper, row.limit) if v > 0]
     if not values:
         return NOTHING
@@ -236,8 +245,7 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
         parts.append(f'<text x="{left}" y="{y - 15}" class="label">{escape(row.label)}</text>')
         parts.append(
             f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" '
-            f'y2="{y:.1f}" '
-            f'stroke="{colour}" stroke-width="4"/>'
+            f'y2="{y:.1f}" stroke="{colour}" stroke-width="4"/>'
         )
         parts.append(f'<circle cx="{x_of(row.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
         x = x_of(row.limit)
@@ -260,15 +268,15 @@ def curves(
     y: str,
     height: int = 420,
 ) -> str:
-    """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own; zero is left out.
+    """A line and series of points on a logarithmic vertical axis, as a file; zero is left out.
 
     Args:
         line: (x, y) from left to right.
-        label: what it is.
+        label: name of the line.
         points: name of the series -> its points, each with its label beside it.
-        x: the name of the horizontal axis.
-        y: of the vertical one.
-        height: of the drawing area, pixels.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
+        height: height of the drawing area, pixels.
     """
     series = {label: [Point(label="", x=a, y=b) for a, b in line if b > 0]}
     series |= {
@@ -277,15 +285,11 @@ def curves(
     everything = [point for of_name in series.values() for point in of_name]
     if not everything:
         return _file([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60)
-    low, high = (
-        math.floor(min(p.x for p in everything)),
-        math.ceil(max(p.x for p in everything) + 1e-9),
-    )
-    bottom, top = (
-        math.floor(math.log10(min(p.y for p in everything))),
-        math.ceil(math.log10(max(p.y for p in everything)) + 1e-9),
-    )
-    top, right, foot = max(top, bottom + 1), WIDTH - RIGHT, TOP + height
+    low = math.floor(min(p.x for p in everything))
+    high = math.ceil(max(p.x for p in everything) + 1e-9)
+    bottom = math.floor(math.log10(min(p.y for p in everything)))
+    top = max(bottom + 1, math.ceil(math.log10(max(p.y for p in everything)) + 1e-9))
+    right, foot = WIDTH - RIGHT, TOP + height
 
     def place(point: Point) -> tuple[float, float]:
         across = LEFT + (right - LEFT) * (point.x - low) / (high - low)
@@ -295,7 +299,8 @@ def curves(
         place, across=range(low, high + 1), powers=range(bottom, top + 1), foot=foot, names=(x, y)
     )
     for index, (name, of_name) in enumerate(series.items()):
-        colour, spots = COLOURS[index % len(COLOURS)], [place(point) for point in of_name]
+        colour = COLOURS[index % len(COLOURS)]
+        spots = [place(point) for point in of_name]
         if index == 0:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
             parts.append(
@@ -327,8 +332,9 @@ def _axes(
     foot: float,
     names: tuple[str, str],
 ) -> list[str]:
-    """Return grid lines, their values, and the names of both axes."""
-    parts, right = [], WIDTH - RIGHT
+    """Grid lines, their values, and the names of both axes."""
+    parts = []
+    right = WIDTH - RIGHT
     for power in powers:
         level = place(Point(label="", x=across[0], y=10.0**power))[1]
         parts.append(
@@ -349,14 +355,18 @@ def _axes(
 
 
 def _inline(parts: Sequence[str], height: float) -> str:
-    """Return a plot of a page, which says what text and grids look like."""
+    """A plot of a page; the page's style gives text and grids their colours."""
     return (
         f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
     )
 
 
 def _file(parts: Sequence[str], height: float) -> str:
-    """Return a file of its own: what a page says of text and grids stands in it."""
+    """A plot as a file, which holds the style that a page would have."""
     style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}">'
-    return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}"'
+    ground = '<rect width="100%" height="100%" fill="#fff"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+        f"{ground}{''.join(parts)}</svg>"
+    )

@@ -1,4 +1,4 @@
-"""What quantize will do, worked out before any weight is read."""
+"""The plan of quantize, resolved before any weight is read."""
 
 import math
 
@@ -186,7 +186,7 @@ def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_
         narrowed(found, entry) == smaller
         and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
     )
-    # by rows
+    # W8A16 has a scale per row and no groups, so few inputs are no obstacle
     assert (
         resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name]
         is not None
