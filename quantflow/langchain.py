@@ -50,11 +50,13 @@ class QuantflowLLM(BaseLLM):
         del run_manager
         if self._generator is None:
             self._generator = TextGeneration(self.artifact)
-        words = {"max_new_tokens": self.max_new_tokens, **self.options, **kwargs}
-        found = self._generator(prompts, stop_strings=stop or (), return_full_text=False, **words)
+        options = {"max_new_tokens": self.max_new_tokens, **self.options, **kwargs}
+        outputs = self._generator(
+            prompts, stop_strings=stop or (), return_full_text=False, **options
+        )
         generations = [
             [Generation(text=_before(one["generated_text"], stop)) for one in several]
-            for several in found
+            for several in outputs
         ]
         return LLMResult(generations=generations)
 

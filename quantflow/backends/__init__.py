@@ -35,11 +35,13 @@ def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str
     Raises:
         UsageError: the backend is unknown, or cannot run this linear.
     """
-    words = backend.split(",")
-    for word in sorted(set(words) - {"auto", *BACKENDS}):
+    names_asked = backend.split(",")
+    for word in sorted(set(names_asked) - {"auto", *BACKENDS}):
         raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
     reasons: dict[str, str] = {}
-    for name in [name for word in words for name in (BACKENDS if word == "auto" else (word,))]:
+    for name in [
+        name for word in names_asked for name in (BACKENDS if word == "auto" else (word,))
+    ]:
         reason = BACKENDS[name].why_not(case)
         if reason is None:
             return BACKENDS[name], reasons

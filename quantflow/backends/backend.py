@@ -67,9 +67,11 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
             return None
         if torch.version.cuda is None or not torch.cuda.is_available():
             return f"needs a GPU by NVIDIA, torch {torch.__version__} finds none"
-        found = torch.cuda.get_device_capability(device)
-        words = "needs compute capability {}.{}, {} has {}.{}".format(*capability, device, *found)
-        return words if found < capability else None
+        present = torch.cuda.get_device_capability(device)
+        message = "needs compute capability {}.{}, {} has {}.{}".format(
+            *capability, device, *present
+        )
+        return message if present < capability else None
 
     return lack
 

@@ -149,9 +149,9 @@ def _in_blocks(case: Case) -> bool:
 
 def _on_nine(case: Case) -> str | None:
     """Return the need of capability 9 and of no later one, and of a CUDA whose cuBLAS has the product."""
-    found, cuda = torch.cuda.get_device_capability(case.device), str(torch.version.cuda)
-    if found[0] != 9:
-        return f"needs compute capability 9, {case.device} has {found[0]}.{found[1]}"
+    capability, cuda = torch.cuda.get_device_capability(case.device), str(torch.version.cuda)
+    if capability[0] != 9:
+        return f"needs compute capability 9, {case.device} has {capability[0]}.{capability[1]}"
     if tuple(map(int, cuda.split(".")[:2])) < _BLOCKS_SINCE:
         return f"needs CUDA {'.'.join(map(str, _BLOCKS_SINCE))}, torch is built for {cuda}"
     return None

@@ -28,11 +28,11 @@ _INPUTS_AS_THEY_ARE, _PLAIN = 0, 0  # low-precision mode, format of the weight
 def missing_here() -> str | None:
     """Return what is missing to run it, in words, or None. Beside another torch it is not imported: that ends the process."""
     try:
-        found = version(DISTRIBUTION)
+        installed = version(DISTRIBUTION)
     except PackageNotFoundError:
         return f"the package {DISTRIBUTION}, which is not installed"
-    if _release(found) != _release(torch.__version__):
-        return f"torch {_release(found)}, which {DISTRIBUTION} {found} was compiled for, not {torch.__version__}"
+    if _release(installed) != _release(torch.__version__):
+        return f"torch {_release(installed)}, which {DISTRIBUTION} {installed} was compiled for, not {torch.__version__}"
     try:
         import_module(PACKAGE)
     except (ImportError, OSError, RuntimeError) as error:
@@ -40,9 +40,9 @@ def missing_here() -> str | None:
     return None
 
 
-def _release(found: str) -> str:
+def _release(version_text: str) -> str:
     """Return the first two numbers of a version."""
-    return ".".join(found.split(".")[:2])
+    return ".".join(version_text.split(".")[:2])
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Any:

@@ -173,8 +173,8 @@ def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, in
         sizes["zero"] = (torch.uint8, scales)
     if weight.kind == _W8 and weight.input == _INT8:
         sizes["offset"] = (torch.int32, scales)
-    found = {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
-    return None if found == sizes else f"tensors {found} where {sizes} belong"
+    actual = {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+    return None if actual == sizes else f"tensors {actual} where {sizes} belong"
 
 
 def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:

@@ -72,8 +72,8 @@ def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
     for name in needs:
         if name not in _cpu().get("flags", "").split():
             return f"this CPU has no {name}"
-    found = _attempt(source)
-    return str(found) if isinstance(found, UnsupportedError) else None
+    outcome = _attempt(source)
+    return str(outcome) if isinstance(outcome, UnsupportedError) else None
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -112,8 +112,8 @@ def _build(source: Path, compiler: str, path: Path) -> None:
             write to.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *_flags(), "-o", str(made), str(source), "-lm"]
+        library = Path(folder) / path.name
+        command = [compiler, *_flags(), "-o", str(library), str(source), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             said = next(
@@ -122,10 +122,10 @@ def _build(source: Path, compiler: str, path: Path) -> None:
             )
             cause = f"{source.name}: {compiler} exits {result.returncode}: {said}"
             raise UnsupportedError(cause, "set CC to a gcc of version 11 or later")
-        body = made.read_bytes()
+        body = library.read_bytes()
         # the loader reads what the headers name, not the end
-        made.write_bytes(body + hashlib.sha256(body).digest())
-        made.replace(path)
+        library.write_bytes(body + hashlib.sha256(body).digest())
+        library.replace(path)
 
 
 def _flags() -> tuple[str, ...]:
@@ -149,9 +149,9 @@ def _compiler() -> str:
     """
     wanted = os.environ.get("CC")
     for name in (wanted,) if wanted else _COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     raise UnsupportedError(
         f"no C compiler ({wanted or ', '.join(_COMPILERS)})", "install gcc, or set CC to a compiler"
     )

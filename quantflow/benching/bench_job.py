@@ -265,18 +265,18 @@ class BenchJob:
         """
         check_numbers(self)
         ways = {"beams": self.beams, "lookup": self.lookup, "draft": self.draft}
-        given = [f"{name}={value}" for name, value in ways.items() if value is not None]
-        if len(given) > 1:
+        chosen_ways = [f"{name}={value}" for name, value in ways.items() if value is not None]
+        if len(chosen_ways) > 1:
             raise UsageError(
-                f"bench: {' and '.join(given)} together", "time one way to generate at a time"
+                f"bench: {' and '.join(chosen_ways)} together", "time one way to generate at a time"
             )
-        if given and self.beams is None and self.batch_sizes != (1,):
+        if chosen_ways and self.beams is None and self.batch_sizes != (1,):
             raise UsageError(
-                f"bench: {given[0]} with batch sizes {list(self.batch_sizes)}",
+                f"bench: {chosen_ways[0]} with batch sizes {list(self.batch_sizes)}",
                 "give -b 1: it is for one sequence",
             )
         drawn = self.sampling
-        if self.profile is not None and (given or drawn is not None):
+        if self.profile is not None and (chosen_ways or drawn is not None):
             raise UsageError(
                 "bench: a profile of another way than the likeliest token",
                 "leave --profile out, or the way",

@@ -33,14 +33,14 @@ class EnergyReading:
 
 def package_joules(powercap: Path = _POWERCAP) -> EnergyReading | None:
     """Return the counters of all processors, without those of their parts; None where there is none that can be read."""
-    found = {}
+    counters = {}
     for folder in sorted(powercap.glob("intel-rapl:*")):
         if folder.name.count(":") == 1:  # intel-rapl:0 is a processor, intel-rapl:0:1 a part of it
             value = _number(folder / "energy_uj")
             if value is None:
                 return None
-            found[folder] = value
-    return EnergyReading(microjoules=found) if found else None
+            counters[folder] = value
+    return EnergyReading(microjoules=counters) if counters else None
 
 
 def _number(path: Path) -> int | None:

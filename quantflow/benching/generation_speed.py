@@ -160,21 +160,21 @@ def time_generation(
         UsageError: what cannot be decoded so.
     """
     rows, length = prompts.shape
-    timed, told = Timed(decoder), list[float]()
+    timed, arrivals = Timed(decoder), list[float]()
     alone = rows == 1 and not isinstance(method, Beams)
-    found = generate(
+    outputs = generate(
         timed,
         prompts.to(decoder.device),
         max_new_tokens=new_tokens,
         method=method,
         sampling=sampling,
         eos_token_id=tuple(ends),
-        stream=(lambda _: told.append(time.perf_counter())) if alone else None,
+        stream=(lambda _: arrivals.append(time.perf_counter())) if alone else None,
     )
-    known = told if alone else [*timed.starts[1:], time.perf_counter()]
-    first, *further = [after - before for before, after in pairwise([timed.starts[0], *known])]
-    stop = torch.tensor(sorted(ends), device=found.device)
-    ended = torch.isin(found[:, length:], stop).long()  # [B, n]
+    stamps = arrivals if alone else [*timed.starts[1:], time.perf_counter()]
+    first, *further = [after - before for before, after in pairwise([timed.starts[0], *stamps])]
+    stop = torch.tensor(sorted(ends), device=outputs.device)
+    ended = torch.isin(outputs[:, length:], stop).long()  # [B, n]
     produced = int((ended.cumsum(dim=1) - ended == 0).sum())
     return TimedRun(
         first_seconds=first,

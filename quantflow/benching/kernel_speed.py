@@ -119,10 +119,10 @@ def kernel_timings(
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-    found = rtn.quantize_group(
+    rounded = rtn.quantize_group(
         {"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16
     )
-    linear = QuantizedLinear(weight=found["weight"].weight, scheme=scheme)
+    linear = QuantizedLinear(weight=rounded["weight"].weight, scheme=scheme)
     able = {
         n: b
         for n, b in BACKENDS.items()

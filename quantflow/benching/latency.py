@@ -158,7 +158,7 @@ def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
 
 def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]:
     """Return the result for the artifact with that for the baseline in it, each of a process of its own, and their ratios."""
-    found, base = (
+    result, base = (
         launch(
             "bench",
             replace(job, artifact=folder, baseline=None, profile=profile, results_dir=None),
@@ -170,10 +170,10 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
         )
         for folder, profile in ((job.artifact, job.profile), (baseline, None))
     )
-    return {**found, "baseline": base, "ratios": ratios(found, base)}
+    return {**result, "baseline": base, "ratios": ratios(result, base)}
 
 
-def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def ratios(result: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many times as good a result is as another one: above 1 is faster, or smaller.
 
     Returns:
@@ -182,7 +182,7 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
         further token was made.
     """
     batches = []
-    for ours, theirs in zip(found["batches"], base["batches"], strict=True):
+    for ours, theirs in zip(result["batches"], base["batches"], strict=True):
         if "failed" in ours or "failed" in theirs:
             continue
         rates = [batch["decode_per_second"] for batch in (ours, theirs)]
@@ -196,8 +196,8 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "batches": batches,
-        "memory": base["memory"]["peak_bytes"] / found["memory"]["peak_bytes"],
-        "weights": base["weight_bytes"] / found["weight_bytes"],
+        "memory": base["memory"]["peak_bytes"] / result["memory"]["peak_bytes"],
+        "weights": base["weight_bytes"] / result["weight_bytes"],
     }
 
 
@@ -319,18 +319,18 @@ def _batch(
         prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=index)
         before = package_joules()
         if method is None and job.sampling is None:
-            found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
+            timed = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
         else:
             drawn = None if job.sampling is None else replace(job.sampling, seed=job.seed + index)
-            words: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "new_tokens": job.new_tokens,
                 "method": method,
                 "sampling": drawn,
                 "ends": ends,
             }
-            found = time_generation(loaded.decoder, prompts, **words)
+            timed = time_generation(loaded.decoder, prompts, **arguments)
         if index >= job.warmups:
-            runs.append(found)
+            runs.append(timed)
             joules.append(None if before is None else before.since())
     steps = [seconds for run in runs for seconds in run.step_seconds]
     decode = [sum(run.step_seconds) for run in runs if run.step_seconds]
@@ -366,11 +366,16 @@ def _total(joules: Sequence[float | None]) -> float | None:
 
 
 def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
-    found: Spread | None = spread(values, ordered=job.ordered)
-    if found is None:
+    measured: Spread | None = spread(values, ordered=job.ordered)
+    if measured is None:
         return None
-    shares = {f"p{p}": value for p, value in zip(PERCENTILES, found.percentiles, strict=True)}
-    return {"average": found.average, "lowest": found.lowest, "highest": found.highest, **shares}
+    shares = {f"p{p}": value for p, value in zip(PERCENTILES, measured.percentiles, strict=True)}
+    return {
+        "average": measured.average,
+        "lowest": measured.lowest,
+        "highest": measured.highest,
+        **shares,
+    }
 
 
 def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path: Path) -> TimedRun:

@@ -83,12 +83,12 @@ class Factors:
         """
         here = (self.down.shape[-1], self.up.shape[0])
         fits = self.down.ndim == self.up.ndim == 2 and self.down.shape[0] == self.up.shape[1]
-        told = [
+        unfit = [
             size
             for size, wanted in zip(here, (inputs, outputs), strict=True)
             if wanted not in (None, size)
         ]
-        if not fits or told:
+        if not fits or unfit:
             shapes = f"A {list(self.down.shape)}, B {list(self.up.shape)}"
             raise InputError(
                 f"{path}: {name} maps {inputs} to {outputs}, {shapes}",
@@ -221,12 +221,12 @@ def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Return name of the linear -> (A, B)."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_file(path).items():
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise UnsupportedError(
                 f"{path}: {name} is no factor of a linear", "give a LoRA adapter of linears alone"
             )
-        sides.setdefault(found["module"], {})[found["side"]] = tensor
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
     for module, pair in sides.items():
         if pair.keys() != {"A", "B"}:
             raise InputError(

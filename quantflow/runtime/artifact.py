@@ -146,11 +146,11 @@ class Artifact:
         if placement.elsewhere and f"{name}.weight_shape" in tensors:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = self.layout.decode(name, tensors, placement.scheme)
-        found, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
+        stored, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
         _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
         bias = None if info is None else list(info.shape)
-        if found != wanted or bias not in (None, wanted[:1]):
-            cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
+        if stored != wanted or bias not in (None, wanted[:1]):
+            cause = f"{name}: weight is {stored}, bias {bias}, the model needs {wanted}"
             raise InputError(cause, _OTHER_MODEL)
         if not self.manifest:  # another program's folder, which has no hashes
             require_one_order(name, linear)
@@ -314,18 +314,24 @@ def open_artifact(
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
-        found = compressed_tensors.schemes_from_config(
+        headers = compressed_tensors.schemes_from_config(
             table, tuple(shapes), flavour=flavour, modules=modules
         )
-        return {name: scheme for name, scheme in found.items() if scheme is not None}
+        return {name: scheme for name, scheme in headers.items() if scheme is not None}
 
     cache = compressed_tensors.kv_scheme_from_config(table)
-    told = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
-    found = _compared(checkpoint, told)
+    quantization = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
+    headers = _compared(checkpoint, quantization)
     rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
     run_by = functools.partial(_run_by, backend=backend, rounds=rounds)
     return _placed(
-        checkpoint, manifest, told, found, run_by=run_by, dtype=dtype, device=torch.device(device)
+        checkpoint,
+        manifest,
+        quantization,
+        headers,
+        run_by=run_by,
+        dtype=dtype,
+        device=torch.device(device),
     )
 
 
@@ -361,7 +367,7 @@ def _open_foreign(
             shapes = {name: shape for name, shape in shapes.items() if name in marked}
         return layout.schemes(table, shapes, infos, modules)
 
-    told = _Quantization(
+    quantization = _Quantization(
         layout=layout,
         cache=of_cache(table),
         cache_names=cache_names,
@@ -369,17 +375,17 @@ def _open_foreign(
         reordered=layout.reordered,
     )
     try:
-        found = _compared(checkpoint, told)
+        headers = _compared(checkpoint, quantization)
     except InputError:
         lighter = _without_zero_biases(checkpoint)
         if lighter is checkpoint:
             raise
-        checkpoint, found = lighter, _compared(lighter, told)
-    if not found.schemes:
+        checkpoint, headers = lighter, _compared(lighter, quantization)
+    if not headers.schemes:
         cause = f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear has such tensors"
         raise InputError(cause, "check that config.json belongs to these weights")
     run_by = functools.partial(_run_by, backend=backend, rounds=False)
-    return _placed(checkpoint, {}, told, found, run_by=run_by, dtype=dtype, device=device)
+    return _placed(checkpoint, {}, quantization, headers, run_by=run_by, dtype=dtype, device=device)
 
 
 def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found":
@@ -391,8 +397,8 @@ def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found"
 def _placed(
     checkpoint: Checkpoint,
     manifest: dict[str, Any],
-    told: "_Quantization",
-    found: "_Found",
+    quantization: "_Quantization",
+    headers: "_Found",
     *,
     run_by: Callable[[Case], tuple[LinearScheme, Backend, dict[str, str]]],
     dtype: torch.dtype,
@@ -400,27 +406,31 @@ def _placed(
 ) -> Artifact:
     """Return the artifact, of each linear what will run it and how."""
     linears, alike = {}, functools.cache(run_by)
-    for name, stored in found.schemes.items():
-        shape = found.shapes[name]
+    for name, stored in headers.schemes.items():
+        shape = headers.shapes[name]
         scheme, chosen, reasons = alike(
             Case(scheme=stored, device=device, shape=shape, dtype=dtype)
         )
         linears[name] = Placement(
-            scheme=scheme, shape=shape, backend=chosen, reasons=reasons, reordered=told.reordered
+            scheme=scheme,
+            shape=shape,
+            backend=chosen,
+            reasons=reasons,
+            reordered=quantization.reordered,
         )
     return Artifact(
         checkpoint=checkpoint,
         manifest=manifest,
-        names=found.names,
-        head=found.head,
-        caches=found.caches,
+        names=headers.names,
+        head=headers.head,
+        caches=headers.caches,
         linears=linears,
         dtype=dtype,
         device=device,
-        kv_cache=told.cache,
-        layout=told.layout,
-        cache_names=told.cache_names,
-        modules=found.modules,
+        kv_cache=quantization.cache,
+        layout=quantization.layout,
+        cache_names=quantization.cache_names,
+        modules=headers.modules,
     )
 
 
@@ -510,17 +520,17 @@ def open_folder(
         )
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
-    found = _listed(checkpoint, None)
-    if found is None:
+    headers = _listed(checkpoint, None)
+    if headers is None:
         from quantflow.models.load import open_source  # here: it imports transformers' model code
 
         checkpoint = open_source(folder).checkpoint
-        found = _read(checkpoint, _modules(checkpoint), None)
+        headers = _read(checkpoint, _modules(checkpoint), None)
     return Artifact(
         checkpoint=checkpoint,
         manifest={},
-        names=found.names,
-        head=found.head,
+        names=headers.names,
+        head=headers.head,
         caches={},
         linears={},
         dtype=dtype,
@@ -538,10 +548,12 @@ def is_model(folder: str | Path) -> bool:
     config = Path(folder) / CONFIG
     if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
         return False
-    found = read_json(config)
-    if not isinstance(found, dict):
+    content = read_json(config)
+    if not isinstance(content, dict):
         return False
-    return not quantization_in(Path(folder), found)[1] and low_precision_file(Path(folder)) is None
+    return (
+        not quantization_in(Path(folder), content)[1] and low_precision_file(Path(folder)) is None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -666,14 +678,14 @@ def _parameters(
 
 
 def _claimed(
-    told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]
+    quantization: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]
 ) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
-    scales = {tensor for attention in attentions for tensor in told.cache_names(attention)}
+    scales = {tensor for attention in attentions for tensor in quantization.cache_names(attention)}
     return scales | {
         tensor
         for name, scheme in schemes.items()
-        for tensor in told.layout.tensor_names(name, scheme)
+        for tensor in quantization.layout.tensor_names(name, scheme)
     }
 
 

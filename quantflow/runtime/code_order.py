@@ -36,9 +36,9 @@ def require_one_order(name: str, linear: QuantizedLinear) -> None:
     )
     if float(zeros.std()) < 0.5 or float(means.std()) == 0:  # nearly symmetric: they say nothing
         return
-    found = _correlation(means, zeros)
-    if found < LEAST_CORRELATION:
-        cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {found:.2f})"
+    correlation = _correlation(means, zeros)
+    if correlation < LEAST_CORRELATION:
+        cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {correlation:.2f})"
         raise InputError(
             cause,
             "its nibbles are in another order, or its tensors of two models: download the folder "

@@ -196,14 +196,14 @@ class RemotePartner:
             if response.status == 200:
                 return response
             with response:
-                told = _told(json.load(response))
+                answer = _told(json.load(response))
         except (OSError, HTTPException) as error:
             raise ResourceError(
                 f"{job.url}: {error}", "check that the server runs there"
             ) from error
         except ValueError:
-            told = f"status {response.status}"
-        raise InputError(f"{job.url}{path}: {told}", "change what was asked")
+            answer = f"status {response.status}"
+        raise InputError(f"{job.url}{path}: {answer}", "change what was asked")
 
 
 def partner_of(job: ChatJob) -> Partner:

@@ -30,14 +30,14 @@ TRUST_HELP = (
 )
 
 
-def require(fits: bool, told: str, remedy: str) -> None:
+def require(fits: bool, cause: str, remedy: str) -> None:
     """Refuse a value.
 
     Raises:
         UsageError: unless it fits.
     """
     if not fits:
-        raise UsageError(told, remedy)
+        raise UsageError(cause, remedy)
 
 
 def all_flag(text: str) -> int | None:

@@ -129,20 +129,20 @@ def _continue(
         ids, padding = _left_padded(
             [rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device
         )
-        told = (
+        spoken = (
             _Spoken(
                 tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream
             )
             if alone
             else None
         )
-        tell = None if told is None else told.put
+        tell = None if spoken is None else spoken.put
         new = max(room[i] for i in batch)
         found = generate(
             decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options
         )
-        if told is not None:
-            told.end()
+        if spoken is not None:
+            spoken.end()
         for i, row in zip(
             (i for i in batch for _ in range(job.returned)),
             found[:, ids.shape[1] :].tolist(),
@@ -233,8 +233,8 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
         options["compiled"] = job.torch_compile
         return load(job.artifact, wire=wire, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
-        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
-        raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
+        cause = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
+        raise UsageError(cause, "leave them out: it runs in transformers' modules with their cache")
     if job.disk_offload:
         # here, as in `_draft`: it imports transformers' model code
         from quantflow.runtime.offload import load_offloaded

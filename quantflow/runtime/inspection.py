@@ -64,7 +64,7 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
         raise InputError(
             f"{folder}: no quantization_config", "give a folder that another program quantized"
         )
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "kind": "quantized by another program",
         "program": program_of(table, checkpoint.files),
         "quant_method": table.get("quant_method"),
@@ -77,10 +77,12 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     try:
         artifact = open_folder(folder, backend="reference")
     except UnsupportedError as error:
-        return told | {"format": None, "runs": f"no: {error.cause}"}
+        return description | {"format": None, "runs": f"no: {error.cause}"}
     name = layout_of(table, checkpoint.infos).name
     return (
-        told | {"format": name, "runs": None} | _linears(artifact, verify=verify, progress=progress)
+        description
+        | {"format": name, "runs": None}
+        | _linears(artifact, verify=verify, progress=progress)
     )
 
 

@@ -41,16 +41,16 @@ def why_not(artifact: Artifact) -> str | None:
     """Return why an artifact needs transformers' modules, in a sentence, or None when `LeanDecoder` can run it."""
     if artifact.device.type != "cpu":
         return f"it runs on cpu, not on {artifact.device.type}"
-    found = architecture.read(artifact.checkpoint.config)
-    if isinstance(found, str):
-        return found
+    blueprint = architecture.read(artifact.checkpoint.config)
+    if isinstance(blueprint, str):
+        return blueprint
     if any(placement.scheme.rotation is not None for placement in artifact.linears.values()):
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
-    if told := artifact.manifest.get("lean_decoder"):
-        return f"export compared it: {told}"
-    return operations.why_not(found.heads.dim)
+    if note := artifact.manifest.get("lean_decoder"):
+        return f"export compared it: {note}"
+    return operations.why_not(blueprint.heads.dim)
 
 
 class LeanDecoder:
@@ -86,16 +86,16 @@ class LeanDecoder:
             UsageError: a cache of an unknown kind.
             InputError: a tensor that holds what it must not.
         """
-        reason, made = why_not(artifact), architecture.read(artifact.checkpoint.config)
-        if reason is not None or isinstance(made, str):
+        reason, blueprint = why_not(artifact), architecture.read(artifact.checkpoint.config)
+        if reason is not None or isinstance(blueprint, str):
             raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
         self.vocab_size, self.positions, self.device = (
-            made.vocab_size,
-            made.positions,
+            blueprint.vocab_size,
+            blueprint.positions,
             artifact.device,
         )
         self.cache: KVCache | None = None
-        self._blueprint = made
+        self._blueprint = blueprint
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":
             kv_cache = (
@@ -104,20 +104,24 @@ class LeanDecoder:
                 else str(artifact.dtype).removeprefix("torch.")
             )
         require_kind(kv_cache)
-        shape = {"layers": made.layers, "kv_heads": made.heads.shared, "head_dim": made.heads.dim}
+        shape = {
+            "layers": blueprint.layers,
+            "kv_heads": blueprint.heads.shared,
+            "head_dim": blueprint.heads.dim,
+        }
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
-        blocks = [block(artifact, made, index, pack) for index in range(made.layers)]
-        embedding, self._norm, self._head = ends(artifact, made, pack)
+        blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
+        embedding, self._norm, self._head = ends(artifact, blueprint, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [
-                _put_together(block, made, index, ranks) for index, block in enumerate(blocks)
+                _put_together(block, blueprint, index, ranks) for index, block in enumerate(blocks)
             ]
-            self._embed = ranks.embedding(embedding, made.names.embedding)
+            self._embed = ranks.embedding(embedding, blueprint.names.embedding)
             self._head = ranks.joined(self._head, artifact.head)
         self._blocks = blocks
         self._rounds = artifact.dtype == torch.bfloat16
-        self._operations = Operations(made.heads, blocks, made.form, rounds=self._rounds)
+        self._operations = Operations(blueprint.heads, blocks, blueprint.form, rounds=self._rounds)
         self._row_adapters: tuple[RowAdapters, Operations] | None = None  # and the layers with them
         foreign = {
             linear.backend.name
@@ -129,7 +133,7 @@ class LeanDecoder:
             self.why_not_invariant = (
                 f"{', '.join(sorted(foreign))} sums in another order for more tokens"
             )
-        elif made.mixture:
+        elif blueprint.mixture:
             self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
         self._tables: list[tuple[Tensor, Tensor]] = []
 
@@ -151,11 +155,11 @@ class LeanDecoder:
             UnsupportedError: another kind of adapter than plain LoRA on linears of attention and
                 MLP.
         """
-        made, adapters = self._blueprint, RowAdapters(artifact, folders)
-        order = _by_kind_of_head(made) if made.by_head else None
+        blueprint, adapters = self._blueprint, RowAdapters(artifact, folders)
+        order = _by_kind_of_head(blueprint) if blueprint.by_head else None
         blocks = []
         for index, block in enumerate(self._blocks):
-            named = zip(block.products, linears_of(made, index), strict=True)
+            named = zip(block.products, linears_of(blueprint, index), strict=True)
             products = [
                 adapters.beside(product, artifact, names, order=None if at else order)
                 for at, (product, names) in enumerate(named)
@@ -164,7 +168,7 @@ class LeanDecoder:
         adapters.require_used()
         self._row_adapters = (
             adapters,
-            Operations(made.heads, blocks, made.form, rounds=self._rounds),
+            Operations(blueprint.heads, blocks, blueprint.form, rounds=self._rounds),
         )
 
     def begin(self, *, rows: int, capacity: int) -> None:
@@ -296,26 +300,28 @@ class LeanDecoder:
         return self.cache
 
 
-def scaled(logits: Tensor, made: Blueprint) -> Tensor:
+def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:
     """Return what the head put out [N, V], multiplied and capped as the model has it."""
-    if made.logits_scale != 1:
-        logits = logits * made.logits_scale
-    if not made.logits_cap:
+    if blueprint.logits_scale != 1:
+        logits = logits * blueprint.logits_scale
+    if not blueprint.logits_cap:
         return logits
     # a row's bits depend on nothing but the row
     rows = (logits[index : index + 1] for index in range(len(logits)))
-    return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
+    return torch.cat(
+        [blueprint.logits_cap * torch.tanh(row / blueprint.logits_cap) for row in rows]
+    )
 
 
-def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
+def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
     """Read a layer.
 
     Raises:
         InputError: a tensor that holds what it must not.
     """
-    names, prefix = made.names, f"{made.names.layers}.{index}"
-    order = _by_kind_of_head(made) if made.by_head else None
-    groups = linears_of(made, index)
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
+    order = _by_kind_of_head(blueprint) if blueprint.by_head else None
+    groups = linears_of(blueprint, index)
     products = [
         projection(artifact, group, pack, order=None if at else order)
         for at, group in enumerate(groups)
@@ -323,33 +329,35 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
     norms = {
-        kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}")
+        kind: NO_NORM if name is None else _norm(artifact, blueprint, f"{prefix}.{name}")
         for kind, name in called.items()
     }
     experts = (
-        _experts(artifact, made, f"{prefix}.{made.mixture.block}", pack)
-        if made.mixture and made.sparse[index]
+        _experts(artifact, blueprint, f"{prefix}.{blueprint.mixture.block}", pack)
+        if blueprint.mixture and blueprint.sparse[index]
         else None
     )
     return DecoderBlock(
         products=tuple(products),
         experts=experts,
         **norms,
-        window=made.windows[index],
-        rotation=made.rotations[index],
+        window=blueprint.windows[index],
+        rotation=blueprint.rotations[index],
     )
 
 
-def linears_of(made: Blueprint, index: int) -> list[list[str]]:
+def linears_of(blueprint: Blueprint, index: int) -> list[list[str]]:
     """Return the source names of a layer's linears, those that are one product together: qkv, output, up, down."""
-    names, prefix = made.names, f"{made.names.layers}.{index}"
-    mlp = [] if made.sparse[index] else [names.up, (names.down,)]
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
+    mlp = [] if blueprint.sparse[index] else [names.up, (names.down,)]
     return [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
 
 
-def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None) -> RoutedExperts:
+def _experts(
+    artifact: Artifact, blueprint: Blueprint, prefix: str, pack: Pack | None
+) -> RoutedExperts:
     """Read the experts of a layer; `prefix` is the mixture's block, as the checkpoint calls it."""
-    routing, names = made.routing, made.mixture
+    routing, names = blueprint.routing, blueprint.mixture
     assert routing is not None and names is not None  # a layer is sparse
 
     def expert(place: str, linears: Sequence[str]) -> Expert:
@@ -375,15 +383,17 @@ def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None
     )
 
 
-def _by_kind_of_head(made: Blueprint) -> Tensor:
+def _by_kind_of_head(blueprint: Blueprint) -> Tensor:
     """Return which rows of a q/k/v that comes head by head are all queries, all keys, all values: int64 [3 heads dim]."""
-    heads, dim = made.heads.query, made.heads.dim
+    heads, dim = blueprint.heads.query, blueprint.heads.dim
     return torch.arange(heads * 3 * dim).view(heads, 3, dim).transpose(0, 1).reshape(-1)
 
 
-def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks) -> DecoderBlock:
+def _put_together(
+    block: DecoderBlock, blueprint: Blueprint, index: int, ranks: Ranks
+) -> DecoderBlock:
     """Return a block whose two products that need more than a rank's own part get and give all of it."""
-    names, prefix = made.names, f"{made.names.layers}.{index}"
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
     qkv, output, up, down = block.products
     output = ranks.across(output, f"{prefix}.{names.qkv[0]}", f"{prefix}.{names.output}")
     return replace(
@@ -397,20 +407,25 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
     )
 
 
-def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
+def ends(
+    artifact: Artifact, blueprint: Blueprint, pack: Pack | None
+) -> tuple[Tensor, Norm, Projection]:
     """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
     embedding, source = (
-        plain_weight(artifact, f"{made.names.embedding}.weight", pack),
+        plain_weight(artifact, f"{blueprint.names.embedding}.weight", pack),
         artifact.head,
     )
     tied_head = partial(product, weight=embedding, bias=None, dtype=artifact.dtype)
-    head = tied_head if source == made.names.embedding else projection(artifact, [source], pack)
-    return embedding, _norm(artifact, made, made.names.norm), head
+    head = (
+        tied_head if source == blueprint.names.embedding else projection(artifact, [source], pack)
+    )
+    return embedding, _norm(artifact, blueprint, blueprint.names.norm), head
 
 
-def _norm(artifact: Artifact, made: Blueprint, name: str) -> Norm:
+def _norm(artifact: Artifact, blueprint: Blueprint, name: str) -> Norm:
     """Read a norm, [H] or [dim] float32; of a model whose norms multiply by 1 + their weight, that sum."""
     weight = artifact.read([f"{name}.weight"], torch.float32)[f"{name}.weight"]
     return Norm(
-        weight=1.0 + weight if made.unit_offset else weight, bias=artifact.bias(name, torch.float32)
+        weight=1.0 + weight if blueprint.unit_offset else weight,
+        bias=artifact.bias(name, torch.float32),
     )

@@ -265,5 +265,5 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         check(generation, _Ends, where=str(checkpoint.folder / _GENERATION))
         if generation.get("eos_token_id") is not None:
             config = generation
-    found = config.get("eos_token_id")
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    ids = config.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

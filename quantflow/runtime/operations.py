@@ -280,18 +280,20 @@ class Operations:
         self._widths: tuple[int, ...] = ()
         self._between: list[Tensor] = []
         self._addresses: list[int | None] = []
-        found: list[Any] = [product for block in blocks for product in block.products]
+        products: list[Any] = [product for block in blocks for product in block.products]
         sparse = any(block.experts is not None for block in blocks)
         if (
-            found
+            products
             and not sparse
-            and all(isinstance(p, partial) and p.func is kernels.linear for p in found)
+            and all(isinstance(p, partial) and p.func is kernels.linear for p in products)
         ):
             # those of the other layers are like the first's
-            qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
-            words = (product.keywords for product in found)
+            qkv, output, up, down = (
+                product.keywords["prepared"].weight for product in products[:4]
+            )
+            keywords = (product.keywords for product in products)
             ordered = max(
-                (each["prepared"].weight.columns for each in words if each["order"] is not None),
+                (each["prepared"].weight.columns for each in keywords if each["order"] is not None),
                 default=0,
             )
             self._widths = (
@@ -473,21 +475,25 @@ class Operations:
             block.gated_norm,
         )
         products: Any = block.products if self._widths else ()
-        made = [_Product()] * 4
-        for index, words in enumerate(p.keywords for p in products):
+        structures = [_Product()] * 4
+        for index, keywords in enumerate(p.keywords for p in products):
             prepared, call = (
-                words["prepared"],
-                ctypes.cast(words["prepared"].call, ctypes.c_void_p).value,
+                keywords["prepared"],
+                ctypes.cast(keywords["prepared"].call, ctypes.c_void_p).value,
             )
             pointers = (
                 ctypes.addressof(prepared.weight),
-                native.address(words["bias"]),
+                native.address(keywords["bias"]),
                 call,
-                native.address(words["order"]),
+                native.address(keywords["order"]),
             )
-            made[index] = _Product(*pointers)
+            structures[index] = _Product(*pointers)
         return _Layer(
-            *map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary
+            *map(native.address, (*cached, *table)),
+            *map(_norm, norms),
+            *structures,
+            block.window,
+            rotary,
         )
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:

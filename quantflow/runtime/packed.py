@@ -100,14 +100,14 @@ class Pack:
         with tempfile.TemporaryDirectory(
             dir=self.path.parent, prefix=f"{_UNFINISHED}{os.getpid()}-"
         ) as folder:
-            made = Path(folder) / self.path.name
-            with made.open("wb") as file:
+            temporary = Path(folder) / self.path.name
+            with temporary.open("wb") as file:
                 file.write(header)
                 file.writelines(bytes_of(tensors[name]) for name in order)
                 file.flush()
                 os.fchmod(file.fileno(), _FILE_MODE)
                 os.fsync(file.fileno())
-            made.replace(self.path)
+            temporary.replace(self.path)
 
 
 def _remove_leftovers(folder: Path) -> None:

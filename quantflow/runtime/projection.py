@@ -50,9 +50,11 @@ def projection(
     blocks = order is not None and any(
         artifact.linears[name].scheme.weights.granularity == "per_block" for name in names
     )
-    found = _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
-    if found is not None:
-        return found
+    product = (
+        _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
+    )
+    if product is not None:
+        return product
     if order is not None:
         whole, places = projection(artifact, names, pack), order
         return lambda x: whole(x)[:, places].contiguous()
@@ -75,9 +77,9 @@ def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
         return make()["weight"]
     kept, shape = pack.get(name, make).get("weight"), artifact.checkpoint.infos[name].shape
     if kept is None or kept.shape != shape or kept.dtype not in (torch.bfloat16, artifact.dtype):
-        found = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
+        problem = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
         raise IntegrityError(
-            f"{pack.path}: {name}: {found} where {list(shape)} belongs",
+            f"{pack.path}: {name}: {problem} where {list(shape)} belongs",
             "remove the pack; it is made again",
         )
     return kept
@@ -117,8 +119,10 @@ def _quantized(
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
     ours = isinstance(prepared, kernels.Prepared)
-    given = torch.float32 if ours else dtype  # ours round inputs themselves
-    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given, order)
+    bias_dtype = torch.float32 if ours else dtype  # ours round inputs themselves
+    bias = _bias(
+        artifact, names, [artifact.linears[name].shape[0] for name in names], bias_dtype, order
+    )
     linear: Any = backend.linear
     if ours:
         return partial(linear, prepared=prepared, bias=bias, order=inputs)
@@ -147,13 +151,13 @@ def _bias(
     order: Tensor | None,
 ) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
-    found = [artifact.bias(name, dtype) for name in names]
-    if all(bias is None for bias in found):
+    biases = [artifact.bias(name, dtype) for name in names]
+    if all(bias is None for bias in biases):
         return None
     whole = torch.cat(
         [
             torch.zeros(n, dtype=dtype) if bias is None else bias
-            for bias, n in zip(found, lengths, strict=True)
+            for bias, n in zip(biases, lengths, strict=True)
         ]
     )
     return whole if order is None else whole[order]

@@ -72,7 +72,7 @@ def encode(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"max_input_tokens={limit}", "use 1 or more")
-    found = []
+    prompts_ids = []
     for number, prompt in enumerate(prompts, start=1):
         if chat or not isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -83,8 +83,8 @@ def encode(
             raise UsageError(
                 f"prompt {number}: {prompt!r} has no token", "give a text of a token or more"
             )
-        found.append(tokens[:limit])
-    return found
+        prompts_ids.append(tokens[:limit])
+    return prompts_ids
 
 
 def shown(prompt: Prompt) -> str:
@@ -111,8 +111,8 @@ def _split_of(folder: Path) -> Path:
             if path.stem.startswith(split):
                 return path
     if len(files) != 1:
-        told = f"{folder}: {len(files)} files, none of which is called {', '.join(_SPLITS)}"
-        raise InputError(told, f"name one {', '.join(_SUFFIXES)} file")
+        cause = f"{folder}: {len(files)} files, none of which is called {', '.join(_SPLITS)}"
+        raise InputError(cause, f"name one {', '.join(_SUFFIXES)} file")
     return files[0]
 
 
@@ -187,8 +187,8 @@ def _from_parquet(path: Path) -> Iterator[Any]:
 
 def _from_hub(name: str) -> Iterator[Any]:
     if find_spec("datasets") is None:
-        told = f"{name}: no file or folder here, and hub names are read by the package datasets, which is not installed"
-        raise UnsupportedError(told, "check the path, or install datasets")
+        cause = f"{name}: no file or folder here, and hub names are read by the package datasets, which is not installed"
+        raise UnsupportedError(cause, "check the path, or install datasets")
     from datasets import load_dataset
 
     try:

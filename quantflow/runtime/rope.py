@@ -64,9 +64,9 @@ def why_not(parameters: Mapping[str, Any]) -> str | None:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in TYPES:
         return f"its rotation depends on the position alone, that of rope_type {kind} on the sequence too"
-    known = _KEYS["default"] | _KEYS[kind]
+    keys = _KEYS["default"] | _KEYS[kind]
     unknown = sorted(
-        key for key, value in parameters.items() if key not in known and value is not None
+        key for key, value in parameters.items() if key not in keys and value is not None
     )
     if unknown:
         return f"it does not know what {unknown[0]}={parameters[unknown[0]]!r} does to a rotation of rope_type {kind}"
@@ -88,22 +88,29 @@ def why_not(parameters: Mapping[str, Any]) -> str | None:
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
     """Return the angle of each pair of features at position 1, [dim / 2] float32, and what cosines and sines are times."""
-    given, dim = rope.parameters, rope.dim
-    kind, base = given.get("rope_type", given.get("type", "default")), given["rope_theta"]
+    parameters, dim = rope.parameters, rope.dim
+    kind, base = (
+        parameters.get("rope_type", parameters.get("type", "default")),
+        parameters["rope_theta"],
+    )
     inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     if kind == "linear":
-        return inv_freq / given["factor"], 1.0
+        return inv_freq / parameters["factor"], 1.0
     if kind == "llama3":
-        return _llama3(inv_freq, given), 1.0
+        return _llama3(inv_freq, parameters), 1.0
     if kind == "yarn":
-        return _yarn(given, dim), _yarn_attention_factor(given)
+        return _yarn(parameters, dim), _yarn_attention_factor(parameters)
     return inv_freq, 1.0
 
 
-def _llama3(inv_freq: Tensor, given: Mapping[str, Any]) -> Tensor:
+def _llama3(inv_freq: Tensor, parameters: Mapping[str, Any]) -> Tensor:
     """Return frequencies whose long waves are stretched by `factor`, short ones not, those between in part."""
-    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
-    length = given["original_max_position_embeddings"]
+    factor, low, high = (
+        parameters["factor"],
+        parameters["low_freq_factor"],
+        parameters["high_freq_factor"],
+    )
+    length = parameters["original_max_position_embeddings"]
     waves = 2 * math.pi / inv_freq
     stretched = torch.where(waves > length / low, inv_freq / factor, inv_freq)
     share = (length / waves - low) / (high - low)
@@ -111,12 +118,12 @@ def _llama3(inv_freq: Tensor, given: Mapping[str, Any]) -> Tensor:
     return torch.where(~(waves < length / high) & ~(waves > length / low), between, stretched)
 
 
-def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
+def _yarn(parameters: Mapping[str, Any], dim: int) -> Tensor:
     """Return frequencies between those of the text that was learned from and those of one `factor` times as long."""
     base, factor, length = (
-        given["rope_theta"],
-        given["factor"],
-        given["original_max_position_embeddings"],
+        parameters["rope_theta"],
+        parameters["factor"],
+        parameters["original_max_position_embeddings"],
     )
 
     def pair(rotations: float) -> float:
@@ -124,10 +131,10 @@ def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
         return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     first, last = (
-        pair(given.get("beta_fast") or _BETA_FAST),
-        pair(given.get("beta_slow") or _BETA_SLOW),
+        pair(parameters.get("beta_fast") or _BETA_FAST),
+        pair(parameters.get("beta_slow") or _BETA_SLOW),
     )
-    if given.get("truncate", True):
+    if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     powers: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
@@ -135,18 +142,18 @@ def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
         (last + 0.001 if first == last else last) - first
     )
     kept = 1 - torch.clamp(ramp, 0, 1)
-    found: Tensor = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
-    return found
+    frequencies: Tensor = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return frequencies
 
 
-def _yarn_attention_factor(given: Mapping[str, Any]) -> float:
-    factor: float = given["factor"]
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    factor: float = parameters["factor"]
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
 
     def scale(of: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * of * math.log(factor) + 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return float(scale(given["mscale"]) / scale(given["mscale_all_dim"]))
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return float(scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"]))
     return scale(1)

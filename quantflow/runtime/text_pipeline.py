@@ -146,7 +146,7 @@ class TextGeneration:
                     )
                     streams[-1].append(self._engine.submit(asked))
             trios = zip(prompts, rows, streams, strict=True)
-            found = [
+            answers = [
                 [self._text(prompt, ids, one, full=return_full_text) for one in several]
                 for prompt, ids, several in trios
             ]
@@ -154,7 +154,7 @@ class TextGeneration:
             for several in streams:
                 for one in several:
                     one.cancel()
-        return found[0] if alone else found
+        return answers[0] if alone else answers
 
     def close(self) -> None:
         """End the engine."""

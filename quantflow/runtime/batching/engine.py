@@ -245,32 +245,32 @@ class Engine:
 
     def _check(self, request: BatchRequest) -> StopCheck | None:
         """Refuse what the limits do not allow; return what finds the request's stop strings."""
-        limits, given, new = self.limits, len(request.input_ids), request.max_new_tokens
+        limits, prompt_tokens, new = self.limits, len(request.input_ids), request.max_new_tokens
         # resolved
         assert limits.max_input_tokens is not None and limits.max_total_tokens is not None
         require(
-            given <= limits.max_input_tokens,
-            f"prompt of {given} tokens: {limits.max_input_tokens} may be",
+            prompt_tokens <= limits.max_input_tokens,
+            f"prompt of {prompt_tokens} tokens: {limits.max_input_tokens} may be",
             "shorten it",
         )
-        told = f"prompt of {given} tokens + max_new_tokens={new}: {limits.max_total_tokens} may be"
+        cause = f"prompt of {prompt_tokens} tokens + max_new_tokens={new}: {limits.max_total_tokens} may be"
         require(
             request.total_tokens <= limits.max_total_tokens,
-            told,
+            cause,
             "shorten the prompt or use fewer new tokens",
         )
-        known = range(self._runner.vocab_size)
+        vocabulary = range(self._runner.vocab_size)
         for token in (*request.input_ids, *request.logit_bias):
             require(
-                token in known,
-                f"token {token}: the model has {len(known)}",
+                token in vocabulary,
+                f"token {token}: the model has {len(vocabulary)}",
                 "use the model's tokenizer",
             )
         adapters = self._runner.adapters
-        told = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
+        cause = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
         require(
             request.adapter is None or request.adapter in adapters,
-            told,
+            cause,
             "name one of them, or leave it out",
         )
         if not request.stop:
@@ -309,10 +309,10 @@ class Engine:
             rows, self._open = list(self._open.values()), {}
             self._counts["failed"] += len(rows)
             self._changed.notify_all()
-        told = EngineError(f"the engine has failed: {error!r}", "start another")
+        failure = EngineError(f"the engine has failed: {error!r}", "start another")
         for row in rows:
             row.stream.put(
-                TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=told),
+                TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=failure),
                 self._readers,
             )
 
@@ -351,7 +351,7 @@ class Engine:
         self._readers.wake()  # of the step before: their work runs beside this step
         if not parts:
             return
-        found = (
+        logits = (
             self._runner.forward(parts)
             if self._trace is None
             else self._trace.step(lambda: self._runner.forward(parts))
@@ -363,7 +363,7 @@ class Engine:
             self._counts["prompt_tokens"] += sum(
                 part.count for part in parts if part.row.in_prefill
             )
-        for part, scores in zip(parts, found, strict=True):
+        for part, scores in zip(parts, logits, strict=True):
             self._advance(part, scores)
 
     def _advance(self, part: RowPart, scores: list[Scores]) -> None:

@@ -119,15 +119,18 @@ def _run(decoder: Decoder, request: Request, method: Method | None) -> Tensor:
         return speculate(decoder, request, method)
     if not method.force_words:
         return beam_search(decoder, request, method)[0]
-    found = []
+    continued = []
     for index in range(request.input_ids.shape[0]):  # what a row owes differs from row to row
         one = request.row(index)
         new = constrained_search(decoder, one, method)[0]
         left = request.input_ids[index, : request.prompt_length - one.prompt_length]
-        found.append(torch.cat([left.expand(len(new), -1), new], dim=1))
-    longest = max(rows.shape[1] for rows in found)
+        continued.append(torch.cat([left.expand(len(new), -1), new], dim=1))
+    longest = max(rows.shape[1] for rows in continued)
     return torch.cat(
-        [functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad) for rows in found]
+        [
+            functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad)
+            for rows in continued
+        ]
     )
 
 
@@ -154,10 +157,10 @@ def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
     require(new >= 1, f"max_new_tokens={new}", "use 1 or more")
     real = shape[1] - (0 if padding is None else int(padding.min()))
     positions = decoder.positions
-    told = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
+    cause = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
     require(
         positions is None or real + new <= positions,
-        told,
+        cause,
         "shorten the prompt or use fewer new tokens",
     )
     most = (
@@ -167,8 +170,8 @@ def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
         if request.sampling is None
         else request.returned
     )
-    told = f"returned={request.returned}: {most} sequences differ"
-    require(1 <= request.returned <= most, told, "sample, or use as many beams")
+    cause = f"returned={request.returned}: {most} sequences differ"
+    require(1 <= request.returned <= most, cause, "sample, or use as many beams")
     alone = shape[0] * request.returned == 1 and not isinstance(method, Beams)
     require(
         request.stream is None or alone,

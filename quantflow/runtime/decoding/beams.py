@@ -65,7 +65,7 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
     scores = torch.full((prompts, count), _OUT, device=logits.device)
     scores[:, 0] = 0  # the beams of a prompt are still equal: one of them counts
     empty = torch.zeros_like(scores, dtype=torch.bool)
-    found = Pool(
+    pool = Pool(
         tokens=running,
         lengths=empty.long() + start,
         scores=torch.full_like(scores, _OUT),
@@ -85,13 +85,13 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
         over = ended(tokens.flatten(0, 1)[:, : length + 1], request).view(prompts, width)  # [B, M]
         if length + 1 == request.capacity:
             over = torch.ones_like(over)
-        closed = ~hopeful | (found.real.all(dim=1, keepdim=True) & (beams.early_stopping is True))
+        closed = ~hopeful | (pool.real.all(dim=1, keepdim=True) & (beams.early_stopping is True))
         final = (
             values / (length + 1 - start) ** beams.length_penalty
             + _OUT * (~(over & leading)).float()
             + _OUT * closed.float()
         )
-        found = found.with_best_of(tokens, length + 1, scores=final, real=over & leading)
+        pool = pool.with_best_of(tokens, length + 1, scores=final, real=over & leading)
         live = values + _OUT * over.float()
         best = live.topk(count).indices
         scores, running = live.gather(1, best), _take(tokens, best)
@@ -100,14 +100,12 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
                 source.gather(1, best) + count * torch.arange(prompts, device=best.device)[:, None]
             ).flatten()
         )
-        hopeful = hopeful & _may_win(
-            scores, found, length + 1 - start, request=request, beams=beams
-        )
-        settled = bool(found.real.all()) and beams.early_stopping is True
+        hopeful = hopeful & _may_win(scores, pool, length + 1 - start, request=request, beams=beams)
+        settled = bool(pool.real.all()) and beams.early_stopping is True
         if settled or not bool(hopeful.any()) or bool(over.all()):
             break
-    longest = int(found.lengths[:, : request.returned].max())
-    return found.tokens[:, : request.returned, :longest].flatten(0, 1), found.scores[
+    longest = int(pool.lengths[:, : request.returned].max())
+    return pool.tokens[:, : request.returned, :longest].flatten(0, 1), pool.scores[
         :, : request.returned
     ].flatten()
 
@@ -138,7 +136,7 @@ def _continuations(
 
 
 def _may_win(
-    scores: Tensor, found: Pool, generated: int, *, request: Request, beams: Beams
+    scores: Tensor, pool: Pool, generated: int, *, request: Request, beams: Beams
 ) -> Tensor:
     """Return whether the best running beam of each prompt could still enter the pool, [B, 1]."""
     reach = (
@@ -146,7 +144,7 @@ def _may_win(
         if beams.early_stopping == "never" and beams.length_penalty > 0
         else generated
     )
-    worst = found.scores.amin(dim=1, keepdim=True).where(found.real, _OUT)
+    worst = pool.scores.amin(dim=1, keepdim=True).where(pool.real, _OUT)
     best = scores[:, :1] / math.pow(reach, beams.length_penalty)
     return (best > worst).any(dim=1, keepdim=True)
 

@@ -59,11 +59,11 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
         UsageError: more tokens owed than may be generated, sampling, or fewer sequences than were
             asked for.
     """
-    words, limit, start = beams.force_words, request.max_new_tokens, request.prompt_length
-    owed, _ = progress((), words)
+    forced, limit, start = beams.force_words, request.max_new_tokens, request.prompt_length
+    owed, _ = progress((), forced)
     if owed > limit or request.sampling is not None:
-        told = f"force_words: {owed} tokens, max_new_tokens={limit}, sampling={request.sampling}"
-        raise UsageError(told, "allow as many new tokens, and do not sample")
+        cause = f"force_words: {owed} tokens, max_new_tokens={limit}, sampling={request.sampling}"
+        raise UsageError(cause, "allow as many new tokens, and do not sample")
     decoder.begin(rows=1, capacity=request.capacity)
     logits = decoder.forward(request.input_ids)
     lines, finished = [ConstrainedLine(0.0, (), 0, owed)], list[tuple[float, tuple[int, ...]]]()
@@ -131,14 +131,14 @@ def _candidates(
     picks |= {(row, token) for row, tokens in enumerate(own) for token in tokens}
     for row, line in enumerate(lines):
         picks |= {(row, token) for token in progress(line.tokens, beams.force_words)[1]}
-    found = []
+    candidates = []
     for row, token in picks:
         score, tokens = float(totals[row, token]), (*lines[row].tokens, token)
         if score > NEVER:
-            found.append(
+            candidates.append(
                 ConstrainedLine(score, tokens, row, progress(tokens, beams.force_words)[0])
             )
-    return sorted(found, key=lambda line: (-line.score, line.tokens))
+    return sorted(candidates, key=lambda line: (-line.score, line.tokens))
 
 
 def _share(lines: list[ConstrainedLine], count: int) -> list[ConstrainedLine]:

@@ -68,9 +68,9 @@ def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Me
             )
         )
     if tensors or not heads:
-        told = ", ".join(sorted(tensors)[:3]) or "no tensor"
+        listed = ", ".join(sorted(tensors)[:3]) or "no tensor"
         raise InputError(
-            f"{path}: {told} beside {len(heads)} heads",
+            f"{path}: {listed} beside {len(heads)} heads",
             "convert the heads to names such as 0.0.linear.weight",
         )
     return Medusa(heads=tuple(heads))

@@ -135,8 +135,8 @@ def ended(tokens: Tensor, request: Request) -> Tensor:
     for end in request.ends:
         done |= last == end
     if request.stop is not None:
-        told = [request.stop(row) for row in tokens[:, request.prompt_length :].tolist()]
-        done |= torch.tensor(told, device=done.device)
+        stopped = [request.stop(row) for row in tokens[:, request.prompt_length :].tolist()]
+        done |= torch.tensor(stopped, device=done.device)
     return done
 
 

@@ -52,21 +52,21 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
             states.
     """
     if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
-        told = f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has {decoder.vocab_size}"
-        raise UsageError(told, "use a draft model with the same tokenizer")
+        cause = f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has {decoder.vocab_size}"
+        raise UsageError(cause, "use a draft model with the same tokenizer")
     if isinstance(method, Medusa) and not isinstance(decoder, HiddenDecoder):
         raise UsageError(
             f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules"
         )
-    generator, found = request.generator(), list[Tensor]()
+    generator, outputs = request.generator(), list[Tensor]()
     for index in range(request.input_ids.shape[0]):
         one = request.row(index)
         for _ in range(request.returned):
             new = _speculate(decoder, one, _proposer(method, one, generator), generator=generator)
-            found.append(torch.cat([request.input_ids[index], new]))
-    longest = max(len(row) for row in found)
+            outputs.append(torch.cat([request.input_ids[index], new]))
+    longest = max(len(row) for row in outputs)
     return torch.stack(
-        [functional.pad(row, (0, longest - len(row)), value=request.pad) for row in found]
+        [functional.pad(row, (0, longest - len(row)), value=request.pad) for row in outputs]
     )
 
 
@@ -91,10 +91,13 @@ def _speculate(
         else:
             logits, states = decoder.forward(step, last_only=False), None
         tried = torch.cat([tokens, guess[None]], dim=1)
-        known = tokens.shape[1]
+        confirmed = tokens.shape[1]
         # [1 + k, V]
         scores = torch.cat(
-            [allowed(logits[:, i], tried[:, : known + i], request) for i in range(len(guess) + 1)]
+            [
+                allowed(logits[:, i], tried[:, : confirmed + i], request)
+                for i in range(len(guess) + 1)
+            ]
         )
         taken = _confirm(scores, guess, drawn_from, request=request, generator=generator)
         for token in taken:
@@ -161,8 +164,8 @@ class _Drafter:
         self, tokens: Tensor, count: int, *, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Guess, from a cache cropped to what was confirmed."""
-        known = tokens.shape[1]
-        common = min(self._seen.shape[1], known - 1)
+        confirmed = tokens.shape[1]
+        common = min(self._seen.shape[1], confirmed - 1)
         same = int((self._seen[0, :common] == tokens[0, :common]).cumprod(dim=0).sum())
         if same < self._seen.shape[1]:
             self._decoder.crop(same)
@@ -174,7 +177,7 @@ class _Drafter:
                 drawn_from.append(distribution(scores, self._request.sampling))
             tried = torch.cat([tried, choose(scores, self._request, self._generator)[None]], dim=1)
         self._seen = tried[:, :cached]
-        return tried[0, known:], torch.cat(drawn_from) if drawn_from else None
+        return tried[0, confirmed:], torch.cat(drawn_from) if drawn_from else None
 
 
 class _Finder:

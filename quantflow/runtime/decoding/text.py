@@ -111,7 +111,7 @@ def word_ids(
 ) -> Words:
     """Return the tokens of each word behind each of some texts, such as a space and nothing; duplicates are left out."""
     spelled = [space + word for word in words for space in before]
-    found = (
+    token_lists = (
         tuple(tokens_of(tokenizer, text, where=f"word {text!r}", special=False)) for text in spelled
     )
-    return tuple(dict.fromkeys(ids for ids in found if ids))
+    return tuple(dict.fromkeys(ids for ids in token_lists if ids))

@@ -115,10 +115,10 @@ def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool
             "leave --ranks out under torchrun",
         )
     world = ranks if launched is None else launched[1]
-    given = [name for name, asked in without.items() if asked]
-    if world > 1 and given:
+    flags = [name for name, asked in without.items() if asked]
+    if world > 1 and flags:
         raise UsageError(
-            f"{verb}: {world} ranks with {given[0]}",
+            f"{verb}: {world} ranks with {flags[0]}",
             "leave one of them out: ranks share the lean decoder, on cpu",
         )
     return world

@@ -139,11 +139,11 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do,
             up to one per head.
     """
-    kind, made = (
+    kind, blueprint = (
         artifact.checkpoint.config.get("model_type"),
         architecture.read(artifact.checkpoint.config),
     )
-    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
+    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(blueprint, str):
         raise UnsupportedError(
             f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out"
         )
@@ -152,25 +152,32 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         raise UnsupportedError(
             cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out"
         )
-    found = _spans(artifact, made, world)
-    if isinstance(found, str):
-        counts = range(1, made.heads.query + 1)
+    spans = _spans(artifact, blueprint, world)
+    if isinstance(spans, str):
+        counts = range(1, blueprint.heads.query + 1)
         fitting = [
-            str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)
+            str(count)
+            for count in counts
+            if not isinstance(_spans(artifact, blueprint, count), str)
         ]
-        raise UsageError(f"{world} ranks: {found}", f"use {' or '.join(fitting)} ranks")
-    return found
+        raise UsageError(f"{world} ranks: {spans}", f"use {' or '.join(fitting)} ranks")
+    return spans
 
 
-def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] | str:
+def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
     """Return the spans, or what does not divide."""
-    heads, shared, dim, names = made.heads.query, made.heads.shared, made.heads.dim, made.names
+    heads, shared, dim, names = (
+        blueprint.heads.query,
+        blueprint.heads.shared,
+        blueprint.heads.dim,
+        blueprint.names,
+    )
     if heads % world or (shared % world and world % shared):
         return f"{heads} heads, {shared} of keys and values, do not go whole"
     own, copied = heads // world * dim, max(1, shared // world) * dim  # rows
     spans: dict[str, Spans] = {}
     others = [[names.embedding], [artifact.head]]
-    for prefix in (f"{names.layers}.{index}" for index in range(made.layers)):
+    for prefix in (f"{names.layers}.{index}" for index in range(blueprint.layers)):
         query, *same = (f"{prefix}.{name}" for name in names.qkv)
         spans[query] = [(rank * own, own) for rank in range(world)]
         spans |= dict.fromkeys(
@@ -182,8 +189,8 @@ def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] 
         ]
     for group in others:
         spans |= dict.fromkeys(group, _even(artifact, group, world))
-    for name, found in spans.items():
-        reason = _why_not(artifact, name, found)
+    for name, rows in spans.items():
+        reason = _why_not(artifact, name, rows)
         if reason is not None:
             return reason
     return spans
@@ -231,8 +238,8 @@ def _unit(artifact: Artifact, name: str) -> int:
 def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifact:
     """Return an artifact as one rank has it: headers of its rows, and its heads."""
     tensors, linears = dict(artifact.checkpoint.tensors), dict(artifact.linears)
-    for name, found in spans.items():
-        first, count = found[rank]
+    for name, rows in spans.items():
+        first, count = rows[rank]
         pieces = {f"{name}.weight": (first, count)}
         if name in linears:
             whole = linears[name]
@@ -245,13 +252,15 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
         for key, (start, length) in pieces.items():
             file, info = tensors[key]
             tensors[key] = file, _some_rows(info, start, length)
-    made = architecture.read(artifact.checkpoint.config)
-    assert isinstance(made, Blueprint)  # `spans_of` refuses others
+    blueprint = architecture.read(artifact.checkpoint.config)
+    assert isinstance(blueprint, Blueprint)  # `spans_of` refuses others
     # alike in every layer
-    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])
-    dim = made.heads.dim
+    queries, keys = (
+        spans[f"{blueprint.names.layers}.0.{name}"][rank] for name in blueprint.names.qkv[:2]
+    )
+    dim = blueprint.heads.dim
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
-        if name in tensors and tensors[name][1].shape[0] == made.heads.shared:
+        if name in tensors and tensors[name][1].shape[0] == blueprint.heads.shared:
             file, info = tensors[name]
             tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
     told = {
