@@ -90,7 +90,7 @@ def run(job: KernelJob) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": job.dtype,
         "rounds": job.rounds,
-        "why_not": native.why_not(kernels.SOURCE, needs=kernels.NEEDS),
+        "why_not": native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS),
         "timings": rows,
     }
 
@@ -130,7 +130,7 @@ def kernel_timings(
     }
     prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
     sizes = {name: weight_bytes(value) for name, value in prepared.items()}
-    reads = native.why_not(_READ, needs=kernels.NEEDS) is None
+    reads = native.why_not(_READ, cpu_flags=kernels.CPU_FLAGS) is None
     cache = torch.zeros(_CACHE_BYTES // 8, dtype=torch.int64)
     plain = torch.zeros(max(sizes.values()), dtype=torch.uint8)
     for count in tokens:

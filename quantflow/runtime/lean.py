@@ -342,7 +342,7 @@ def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | Non
         experts=experts,
         **norms,
         window=blueprint.windows[index],
-        rotation=blueprint.rotations[index],
+        rope=blueprint.rotations[index],
     )
 
 

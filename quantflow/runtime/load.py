@@ -210,7 +210,7 @@ def _pack(
     """Return the pack of an artifact for these choices on this machine."""
     choices = (
         *asked,
-        native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None,
+        native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None,
         wire and (wire.rank, wire.world),
     )
     code = [

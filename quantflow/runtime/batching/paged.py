@@ -17,7 +17,7 @@ from quantflow.runtime.batching.pool import BlockPool, Lease
 from quantflow.runtime.batching.row import BatchRow, Scores
 from quantflow.runtime.batching.runner import PoolCounters, RowPart
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.operations import release_threads, summarize
+from quantflow.runtime.operations import release_threads, argmax_logsumexp
 
 BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
 _SHARE = 0.8  # of the memory that is free, where nobody says how much the pool may take
@@ -125,7 +125,7 @@ class BlockRunner:
                 part.row.tokens,
                 computed=min(part.row.computed + part.count, len(part.row.tokens)),
             )
-        pairs = zip(*summarize(logits), strict=True)
+        pairs = zip(*argmax_logsumexp(logits), strict=True)
         scores = [
             Scores(logits=logits[i : i + 1], best=best, log_total=total)
             for i, (best, total) in enumerate(pairs)

@@ -30,7 +30,7 @@ BLOCK = with_group_size(PRESETS["FP8_BLOCK"], 32)
 CHANNEL = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
 TENSOR = TensorScheme(kind="int", num_bits=4, granularity="per_tensor", symmetric=False)
 W4_CHANNEL, W4A8_CHANNEL = replace(W4, weights=CHANNEL), replace(W4A8, weights=CHANNEL)
-NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+NO_KERNELS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 
 
 def quantized(

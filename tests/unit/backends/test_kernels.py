@@ -22,7 +22,7 @@ from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
 
 int4_pack, w4a8, w4a16, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w8a8"))
-REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+REASON = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 

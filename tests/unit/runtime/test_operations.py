@@ -13,7 +13,7 @@ from quantflow.runtime.operations import (
     Heads,
     Operations,
     product,
-    summarize,
+    argmax_logsumexp,
     why_not,
 )
 
@@ -247,17 +247,17 @@ def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total
     rows, width, scale
 ):
     logits = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
-    best, log_total = summarize(logits)
+    best, log_total = argmax_logsumexp(logits)
     assert best == logits.argmax(dim=-1).tolist()
     assert log_total == pytest.approx(
         logits.double().logsumexp(dim=-1).tolist(), rel=1e-6, abs=1e-6
     )
-    assert [summarize(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
+    assert [argmax_logsumexp(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
 
 
 def test_of_equal_logits_the_lowest_token_is_best_minus_infinity_counts_nothing_and_nan_shows():
     inf, nan = float("inf"), float("nan")
-    best, log_total = summarize(torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]]))
+    best, log_total = argmax_logsumexp(torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]]))
     assert best[:2] == [1, 0]
     assert log_total[1] == pytest.approx(0.6931472)
     assert log_total[2] != log_total[2]

@@ -31,7 +31,7 @@ QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForC
 W4A16 = with_group_size(PRESETS["W4A16_ASYM"], 32)
 PROMPT = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
 MAPS = Path("/proc/self/maps")
-OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+OURS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None
 
 
 def logits(loaded) -> torch.Tensor:

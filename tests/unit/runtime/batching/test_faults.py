@@ -15,7 +15,7 @@ from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
 
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None,
     reason="our kernels do not run here",
 )
 SMALL = BatchLimits(

@@ -17,7 +17,7 @@ from quantflow.runtime.load import load
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "quantflow/errors.py").read_text()
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None,
     reason="our kernels do not run here",
 )
 

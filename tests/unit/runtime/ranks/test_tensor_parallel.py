@@ -54,8 +54,8 @@ FAMILIES = {
     "norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
 }  # fmt: skip
 exact = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None
-    or native.why_not(operations.SOURCE, needs=()) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None
+    or native.why_not(operations.SOURCE, cpu_flags=()) is not None,
     reason="bits are promised of our own kernels",
 )
 
