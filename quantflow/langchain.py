@@ -1,7 +1,8 @@
 """An artifact as a LangChain LLM; the extra `langchain` installs what it needs.
 
     from quantflow.langchain import QuantflowLLM
-    chain = PromptTemplate.from_template("def {name}(") | QuantflowLLM(artifact="work/4-export", max_new_tokens=64)
+    llm = QuantflowLLM(artifact="work/4-export", max_new_tokens=64)
+    chain = PromptTemplate.from_template("def {name}(") | llm
 
 For chat models and tools, serve the artifact and use
 `langchain_openai.ChatOpenAI(base_url="http://127.0.0.1:8000/v1")`.
@@ -21,9 +22,9 @@ class QuantflowLLM(BaseLLM):
     """An artifact that continues texts.
 
     Attributes:
-        artifact: its folder, loaded with the first call.
-        max_new_tokens: of a text.
-        options: of `TextGeneration.__call__`: temperature, top_p, seed and so on.
+        artifact: folder of the artifact, loaded with the first call.
+        max_new_tokens: tokens added to a text, at most.
+        options: options of `TextGeneration.__call__`: temperature, top_p, seed and so on.
     """
 
     artifact: str

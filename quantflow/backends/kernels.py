@@ -189,19 +189,20 @@ def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Pr
     # all four are set: a restored record has addresses of another process
     for field in ("data", "scale", "zero", "offset"):
         setattr(weight, field, native.address(tensors.get(field)))
-    return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=_compiled())
+    return Prepared(
+        dtype=dtype, tensors=tensors, weight=weight, call=_function(native.library(SOURCE))
+    )
 
 
 @functools.cache
-def _compiled() -> Any:
-    """`quantflow_linear` of kernels.c, whose structure is compared with `_Weight` once.
+def _function(library: ctypes.CDLL) -> Any:
+    """`quantflow_linear` of a library of kernels.c, whose structure is compared with `_Weight` once.
 
     Raises:
         IntegrityError: they have other fields.
-        UnsupportedError: the library cannot be had.
     """
     native.require_same_fields(SOURCE, _Weight)
-    call = native.library(SOURCE).quantflow_linear
+    call = library.quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
     return call
 

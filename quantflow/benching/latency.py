@@ -1,10 +1,10 @@
-"""`quantflow bench ARTIFACT|MODEL`: first and next token, per batch size, in the tables that people compare.
+"""`quantflow bench ARTIFACT|MODEL`: seconds of the first and of each next token, per batch size.
 
 Reads    the artifact; files of prompts
 Writes   the trace of --profile, a file in --results-dir
 Resumes  nothing
-Fails    2 counts that cannot be decoded, 3 prompts that cannot be read, 5 no batch fits into memory, 7 the artifact is damaged;
-         what loading raises
+Fails    2 counts that cannot be decoded, 3 prompts that cannot be read, 5 no batch fits into
+         memory, 7 the artifact is damaged; what loading raises
 """
 
 import json
@@ -44,15 +44,16 @@ from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.runtime.ranks import processes as rank_processes
 
-# Of the job: what stands beside the settings, or is nothing that times depend on.
+# Fields of the job that stand beside the settings in a result, or do not influence its times.
 UNTOLD = ("artifact", "baseline", "draft", "profile", "results_dir")
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
-    """Time every batch size and return settings, the machine's share, and a record per batch size.
+    """Time every batch size.
 
     Returns:
-        None on a rank that is not the first.
+        Settings, the machine's share, and a record per batch size. None on a rank that is not the
+        first.
     """
     job.signature.check(job.artifact)
     counts = (*job.batch_sizes, *job.input_tokens, job.new_tokens, job.runs)
@@ -135,7 +136,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
 
 
 def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result, with its file in the folder that is asked for: whole, or not there."""
+    """The result, with its file in the folder that is asked for: whole, or not there."""
     if job.results_dir is None:
         return result
     make_folder(job.results_dir)
@@ -148,7 +149,7 @@ def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
         try:
             write_file(temporary, (json.dumps(kept, indent=2, default=str) + "\n").encode())
             link_or_copy(temporary, path)
-        except FileExistsError:  # of a run beside this one
+        except FileExistsError:  # a run beside this one took the number
             continue
         finally:
             remove(temporary)
@@ -157,7 +158,10 @@ def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]:
-    """Return the result for the artifact with that for the baseline in it, each of a process of its own, and their ratios."""
+    """The results for the artifact and for the baseline, and their ratios.
+
+    Each is timed in a process of its own.
+    """
     result, base = (
         launch(
             "bench",
@@ -174,12 +178,12 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
 
 
 def ratios(result: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how many times as good a result is as another one: above 1 is faster, or smaller.
+    """How many times as good a result is as another one: above 1 is faster, or smaller.
 
     Returns:
-        `memory` and `weights`, of bytes; `batches`, for each that fits on both sides the length,
-        the size, `first_token` of seconds and `next_token` of tokens per second, None where no
-        further token was made.
+        `memory` and `weights`, ratios of bytes; `batches`, for each that fits on both sides the
+        length, the size, `first_token` (ratio of seconds) and `next_token` (ratio of tokens per
+        second), None where no further token was made.
     """
     batches = []
     for ours, theirs in zip(result["batches"], base["batches"], strict=True):
@@ -204,7 +208,7 @@ def ratios(result: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]
 def _timed(
     job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool
 ) -> list[dict[str, Any]]:
-    """Return a record per length and batch size, and write the trace that was asked for.
+    """A record per length and batch size; the trace that was asked for is written.
 
     Where no other rank takes part, `alone`, a batch that does not fit into memory ends nothing but
     itself.
@@ -248,7 +252,7 @@ def _timed(
 
 
 def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
-    """Return the tokens of the job's own texts; none for random ones.
+    """The tokens of the job's own texts; none for random ones.
 
     Raises:
         InputError: texts without a tokenizer, or a file that holds none.
@@ -268,7 +272,7 @@ def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
 
 
 def _method(job: BenchJob) -> Method | None:
-    """Return the way to generate, with what it needs loaded."""
+    """The method to generate by, with what it needs loaded."""
     if job.beams is not None:
         return Beams(count=job.beams)
     if job.lookup is not None:
@@ -289,7 +293,7 @@ def _method(job: BenchJob) -> Method | None:
 
 
 def _called(job: BenchJob) -> str:
-    """Return the way to generate, for people."""
+    """The method to generate by, in words."""
     how = "the likeliest token" if job.sampling is None else "drawn tokens"
     if job.beams is not None:
         return f"{job.beams} beams" if job.sampling is None else f"{job.beams} beams, drawn"
@@ -360,7 +364,7 @@ def _batch(
 
 
 def _total(joules: Sequence[float | None]) -> float | None:
-    """Return a sum; None where a part of it is not known."""
+    """The sum; None where a part of it is not known."""
     known = [value for value in joules if value is not None]
     return sum(known) if len(known) == len(joules) else None
 
@@ -379,7 +383,7 @@ def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path: Path) -> TimedRun:
-    """Write a trace of one run of the first length and batch size, the functions of Python in it."""
+    """Write a trace of one run of the first length and batch size, Python functions included."""
     rows, length = job.batch_sizes[0], job.input_tokens[0]
     prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=job.warmups + job.runs)
     tokens = min(job.new_tokens, job.profile_skip + job.profile_tokens)
@@ -419,9 +423,9 @@ def _prompts(
     length: int,
     index: int,
 ) -> Tensor:
-    """Return the prompts of a run [rows, length] int64.
+    """Prompts of a run, [rows, length] int64.
 
-    Random ones are others in each run, so that nothing that was computed before can answer them.
+    Random prompts are others in each run, so that nothing that was computed before can answer them.
     Texts are taken in turn, each cut at the length or repeated up to it.
     """
     if not texts:

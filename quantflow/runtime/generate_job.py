@@ -41,7 +41,7 @@ def require(fits: bool, cause: str, remedy: str) -> None:
 
 
 def all_flag(text: str) -> int | None:
-    """Return a number of tokens, or None for -1.
+    """A number of tokens, or None for -1.
 
     Raises:
         UsageError: no whole number.
@@ -54,7 +54,7 @@ def all_flag(text: str) -> int | None:
 
 
 def early_stopping_flag(text: str) -> bool | str:
-    """Return what `true`, `false` or `never` means."""
+    """The meaning of `true`, `false` or `never`."""
     return {"true": True, "false": False}.get(text, text)
 
 

@@ -30,14 +30,16 @@ def projection(
     *,
     order: Tensor | None = None,
 ) -> Projection:
-    """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
+    """Read linears as one function from their input to their outputs, side by side.
+
+    The outputs come in the order of `names`.
 
     Args:
-        artifact: where they are.
+        artifact: artifact of the linears.
         names: source names, without `.weight`.
-        pack: where they are looked for first, and kept.
-        order: int64 [O], which output comes at each place; None leaves them as they are. Of one
-            model always the same.
+        pack: file where weights are looked for first, and kept.
+        order: int64 [O], output that comes at each place; None leaves them as they are. For one
+            model it is always the same.
 
     Raises:
         InputError: see `Artifact.decode`.
@@ -63,10 +65,10 @@ def projection(
 
 
 def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
-    """Return a matrix that is not quantized, in the dtype that it is held in.
+    """A matrix that is not quantized, in the dtype that it is held in.
 
-    That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same
-    numbers in half the bytes.
+    That is the artifact's dtype; a weight that is stored in bfloat16 stays so under float32: the
+    same numbers in half the bytes.
     """
 
     def make() -> dict[str, Tensor]:
@@ -99,7 +101,7 @@ def _plain(
 def _quantized(
     artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None
 ) -> Projection | None:
-    """Return quantized linears as one product, or None where they are not one."""
+    """Quantized linears as one product, or None where they cannot be one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
         rows, columns = (
@@ -132,7 +134,10 @@ def _quantized(
 
 
 def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
-    """Return a linear whose outputs come in another order; its scales are of whole rows or of the whole weight."""
+    """The linear with its outputs in another order.
+
+    Its scales are of rows, or of the whole weight.
+    """
     weight = linear.weight
     rows = len(weight.qvalue)
     scale = weight.scale[order] if len(weight.scale) == rows else weight.scale
@@ -150,7 +155,7 @@ def _bias(
     dtype: torch.dtype,
     order: Tensor | None,
 ) -> Tensor | None:
-    """Return the biases below each other, zeros where a linear has none; None when none has one."""
+    """The biases below each other, zeros where a linear has none; None when none has one."""
     biases = [artifact.bias(name, dtype) for name in names]
     if all(bias is None for bias in biases):
         return None
@@ -166,7 +171,7 @@ def _bias(
 def _join(
     artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]
 ) -> QuantizedLinear | None:
-    """Return linears as one, or None where they are quantized differently or no longer fit their kernel."""
+    """Linears as one, or None where they are quantized differently or do not fit their kernel."""
     first, placement = linears[0], artifact.linears[names[0]]
     if len(linears) == 1:
         return first
@@ -192,7 +197,7 @@ def _join(
 
 
 def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
-    """Return what the linears that are one product have in common."""
+    """The properties that linears of one product share."""
     one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
     numbers = (linear.input_scale, linear.input_zero_point, one, linear.order)
     return (

@@ -111,7 +111,7 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
 
 
 def _totals(logits: Tensor, tokens: Tensor, request: Request, *, scores: Tensor) -> Tensor:
-    """Return what each continuation of each beam would score, [B, K * V].  scores: [B, K]."""
+    """The score of each continuation of each beam, [B, K * V]. scores: [B, K]."""
     steps = allowed(logits.log_softmax(dim=-1), tokens, request)  # [B * K, V]
     if request.sampling is not None:
         # one may go on whatever ends
@@ -122,7 +122,11 @@ def _totals(logits: Tensor, tokens: Tensor, request: Request, *, scores: Tensor)
 def _continuations(
     totals: Tensor, running: Tensor, length: int, *, width: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores [B, M], beams they continue [B, M], and tokens [B, M, L] of the best, or of those that were drawn."""
+    """The best continuations, or those that were drawn.
+
+    Returns:
+        Scores [B, M], the beams that they continue [B, M], and their tokens [B, M, L].
+    """
     if generator is None:
         values, picks = totals.topk(width)
     else:
@@ -138,7 +142,7 @@ def _continuations(
 def _may_win(
     scores: Tensor, pool: Pool, generated: int, *, request: Request, beams: Beams
 ) -> Tensor:
-    """Return whether the best running beam of each prompt could still enter the pool, [B, 1]."""
+    """Whether the best running beam of each prompt could still enter the pool, [B, 1]."""
     reach = (
         request.max_new_tokens
         if beams.early_stopping == "never" and beams.length_penalty > 0
@@ -150,5 +154,5 @@ def _may_win(
 
 
 def _take(sequences: Tensor, index: Tensor) -> Tensor:
-    """Return sequences [B, K, L] at index [B, M]: [B, M, L], a copy."""
+    """The sequences [B, K, L] at index [B, M]: [B, M, L], a copy."""
     return sequences.gather(1, index[:, :, None].expand(-1, -1, sequences.shape[2]))

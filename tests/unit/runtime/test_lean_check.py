@@ -71,7 +71,7 @@ def reason_of(folder, change=None) -> str | None:
     artifact = open_artifact(folder, backend="reference", verify=False)
     graph, tokens = graph_for(artifact.config), torch.arange(5, 45)
     stream, check = LayerStream(artifact, graph), LeanCheck(artifact)
-    check._made = check._made if change is None else change(check._made)
+    check._blueprint = check._blueprint if change is None else change(check._blueprint)
     (state,) = stream.begin([tokens])
     check.embedding(tokens, state.hidden)
     for layer in graph.layers:
