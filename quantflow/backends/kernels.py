@@ -22,7 +22,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
-CPU_FLAGS = ("avx2", "fma")  # least that kernels.c needs; it uses AVX512-VNNI on a CPU that has it
+CPU_FLAGS = ("avx2", "fma")  # kernels.c needs them; it uses AVX512-VNNI too where there is that
 
 _W4, _W8, _F8 = 0, 1, 2
 _ASIS, _INT8, _E4M3 = 0, 1, 2
@@ -68,10 +68,7 @@ class Prepared:
     call: Any
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the record itself.
-
-        Nothing changes it, and a copy would point to the tensors of this one.
-        """
+        """The record itself: nothing changes it, and a copy would point to this one's tensors."""
         return self
 
 
@@ -115,10 +112,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 
 
 def dump(prepared: Prepared) -> dict[str, Tensor]:
-    """The parts from which `restore` makes the record again.
-
-    They are its tensors, and the bytes of `struct weight`.
-    """
+    """The tensors of a record and the bytes of its `struct weight`, for `restore`."""
     return {
         "weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8),
         **prepared.tensors,
@@ -196,7 +190,7 @@ def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Pr
 
 @functools.cache
 def _function(library: ctypes.CDLL) -> Any:
-    """`quantflow_linear` of a library of kernels.c, whose structure is compared with `_Weight` once.
+    """`quantflow_linear` of a library of kernels.c; its structure is compared with `_Weight` once.
 
     Raises:
         IntegrityError: they have other fields.

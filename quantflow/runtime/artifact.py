@@ -167,7 +167,7 @@ class Artifact:
         return linear.to(self.linears_device or self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
-        """The decoded linear whose weight `name` is, None where it is not quantized; see `decode`."""
+        """The decoded linear whose weight `name` is; None where it is not quantized."""
         linear = name.removesuffix(".weight")
         return self.decode(linear) if linear in self.linears else None
 
@@ -406,8 +406,8 @@ def _open_foreign(
         checkpoint, headers = lighter, _match_layout(lighter, quantization)
     if not headers.schemes:
         cause = (
-            f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear has "
-            "such tensors"
+            f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear "
+            "has such tensors"
         )
         raise InputError(cause, "check that config.json belongs to these weights")
     choose_backend = functools.partial(_choose_backend, backend=backend, rounds=False)
@@ -423,7 +423,7 @@ def _open_foreign(
 
 
 def _match_layout(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Contents":
-    """The contents by the layout of config.json, or by transformers' modules where it does not fit."""
+    """The contents by the layout of config.json, else by that of transformers' modules."""
     return _match_listed_layout(checkpoint, quantization) or _match(
         checkpoint, _module_layout(checkpoint), quantization
     )

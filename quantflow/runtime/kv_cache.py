@@ -1,16 +1,16 @@
 """Keys and values of every layer, allocated once and written in place by decode.c.
 
-They are in float32, bfloat16, float8 or int8. Values lie as they come, [columns, features]; keys lie with 16
-columns side by side, [columns / 16, features, 16], so that one step of a vector unit adds a feature
-to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2] and [columns /
-16, features / 2, 16, 2], since such a step multiplies pairs there; where the number of columns is
-odd, zeros lie beside the values of the last column.
+They are in float32, bfloat16, float8 or int8. Values lie as they come, [columns, features]. Keys
+lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector unit
+adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2]
+and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the number of
+columns is odd, zeros lie beside the values of the last column.
 
-With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0
-then, having no code for it. Without, float8 is e4m3fn as serving systems keep it: keys after the
-rotation and values lie well inside its range of 448; and int8 has a scale per head and position,
-the largest magnitude / 127.5. Attention reads what was kept, of new positions too, so that a
-position means the same in whatever forward it is attended to.
+With measured scales (quantflow.core.kv) float8 and int8 are in units of these scales; int8 then
+keeps a NaN as 0, having no code for it. Without them float8 is e4m3fn, as serving systems keep it:
+keys after the rotary embedding and values lie well inside its range of 448. int8 then has a scale
+per head and position, the largest magnitude / 127.5. Attention reads the rounded keys and values of
+new positions too, so that a position means the same in whatever forward it is attended to.
 """
 
 from collections.abc import Sequence

@@ -74,7 +74,12 @@ class LeanCheck:
 
     @torch.inference_mode()
     def embedding(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare the hidden state before the first layer.  tokens: int64 [S]; expected: [1, S, H]."""
+        """Compare the hidden state before the first layer.
+
+        Args:
+            tokens: int64 [S].
+            expected: [1, S, H].
+        """
         if self.reason is None:
             ids, places = torch.unique(tokens, return_inverse=True)
             rows = self._artifact.read_rows(
@@ -132,8 +137,8 @@ class LeanCheck:
         if not float(above[worst]) <= 1:  # NaN too
             share, allowed = (float(each[worst] / size[worst]) for each in (error, bound))
             cause = (
-                f"{what}: it differs from transformers' modules by {share:.2g} of what they compute "
-                "on the canary"
+                f"{what}: it differs from transformers' modules by {share:.2g} of what they "
+                "compute on the canary"
             )
             self.reason = f"{cause}, {allowed:.2g} are rounding"
 

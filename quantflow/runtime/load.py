@@ -1,4 +1,4 @@
-"""Open an artifact with all of its weights in memory: as a decoder of its own, or as a model of transformers."""
+"""Artifacts with all weights in memory: as a decoder of our own, or as a model of transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

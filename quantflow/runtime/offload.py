@@ -1,10 +1,10 @@
-"""A model that runs although its weights do not fit into memory: each is read from the artifact when its turn comes.
+"""A model whose weights stay on disk: each is read from the artifact when its turn comes.
 
 The weights of one token's forward are a list of pieces in the order in which they are used: the
 linears of layer 0, of layer 1, ..., then the head in parts of a fixed number of rows. Each linear
 of the model is a small module that takes its pieces, multiplies, and lets go, while a thread reads
-and prepares the pieces that follow; after the last comes the first. Of the embedding the rows of
-the tokens are read. Norms stay in memory, and so does the key-value cache.
+and prepares the pieces that follow; after the last comes the first. The embedding is read by rows,
+those of the tokens. Norms and the KV cache stay in memory.
 
 The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and
 where a weight is multiplied a few rows at a time each output is still one dot product of the same

@@ -82,7 +82,7 @@ class Pack:
         return self._kept[key]
 
     def save(self) -> None:
-        """Write the file, unless it was read; another process that does the same renames over it."""
+        """Write the file, unless it was read; another process that does so renames over it."""
         if self.complete:
             return
         tensors = {

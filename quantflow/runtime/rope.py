@@ -125,7 +125,7 @@ def _llama3(inv_freq: Tensor, parameters: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(parameters: Mapping[str, Any], dim: int) -> Tensor:
-    """The frequencies between those of the text length of training and of `factor` times as much."""
+    """The frequencies between those of the trained text length and of `factor` times as much."""
     base = parameters["rope_theta"]
     factor = parameters["factor"]
     length = parameters["original_max_position_embeddings"]

@@ -163,7 +163,7 @@ class TextGeneration:
         self._engine.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Begin a block that ends the engine."""
         return self
 
     def __exit__(

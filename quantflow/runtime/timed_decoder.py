@@ -37,7 +37,7 @@ class Timed:
         self._decoder.begin(rows=rows, capacity=capacity)
 
     def summary(self) -> dict[str, float | int | None]:
-        """The number of forwards, and the mean seconds of those that read a prompt and of all others."""
+        """The number of forwards; mean seconds of those that read a prompt, and of the others."""
         prompts = [self.seconds[i] for i in self.first]
         others = [value for i, value in enumerate(self.seconds) if i not in set(self.first)]
         return {

@@ -38,7 +38,10 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
 
 
 def plain_cache(model: nn.Module) -> DynamicCache:
-    """An empty cache of transformers, or of the class that a model's own code declares, as MiniMax' does."""
+    """An empty cache of transformers.
+
+    Where a model's own code declares a class of cache, as MiniMax' does, it is of that class.
+    """
     code, config = inspect.getmodule(type(model)), cast(Any, model.config)
     for _, kind in inspect.getmembers(code, inspect.isclass):
         if issubclass(kind, DynamicCache) and inspect.getmodule(kind) is code:

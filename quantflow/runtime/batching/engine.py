@@ -241,7 +241,7 @@ class Engine:
         self._thread.join()
 
     def __enter__(self) -> "Engine":
-        """Return itself."""
+        """Begin a block that ends the engine."""
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,8 +1,8 @@
 """The lean decoder over one pool of blocks: a step is one forward of all rows.
 
-The scores of a row have the same bits whatever else the step computes: the products and the attention of
-kernels.c and decode.c sum every output in an order of its own. Where an artifact's linears run in
-torch's kernels, `why_not_invariant` says so.
+The scores of a row have the same bits whatever else the step computes: the products and the
+attention of kernels.c and decode.c sum every output in an order of its own. Where an artifact's
+linears run in torch's kernels, `why_not_invariant` says so.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from quantflow.runtime.batching.pool import BlockPool, Lease
 from quantflow.runtime.batching.row import BatchRow, Scores
 from quantflow.runtime.batching.runner import PoolCounters, RowPart
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.operations import release_threads, argmax_logsumexp
+from quantflow.runtime.operations import argmax_logsumexp, release_threads
 
 BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
 _SHARE = 0.8  # share of the free memory that the pool takes, where nobody says how much

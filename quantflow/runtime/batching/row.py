@@ -108,12 +108,12 @@ class BatchRow:
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next can be chosen, and those that are guessed after them."""
+        """Tokens to compute before the next can be chosen, guessed tokens included."""
         return len(self.tokens) - self.computed + len(self.guess)
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens are generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.input_tokens
 
     @property
@@ -122,7 +122,7 @@ class BatchRow:
         return self.tokens[self.input_tokens :]
 
     def wanted(self, count: int) -> int:
-        """Return of how many of the next `count` positions, the last ones, logits are needed."""
+        """The number of the next `count` positions, the last ones, whose logits are needed."""
         if self.stream.request.prompt_logprobs and self.in_prefill:
             return count
         return 1 + len(self.guess) if count == self.left else 0
@@ -136,7 +136,10 @@ class BatchRow:
             ).tolist()
 
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
-        """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
+        """Take the scores after prompt positions from `first` on.
+
+        They give the log-probabilities of the tokens that follow these positions.
+        """
         if not self._prompt:
             self._prompt.append(PromptToken(id=self.tokens[0], logprob=None))
         for position, score in enumerate(scores, start=first):
@@ -173,7 +176,7 @@ class BatchRow:
         )
 
     def _text(self) -> Tensor:
-        """Return the tokens, [1, L] int64."""
+        """The tokens, [1, L] int64."""
         count = len(self.tokens)
         self._canvas[0, self._drawn : count] = torch.tensor(
             self.tokens[self._drawn :], dtype=torch.int64

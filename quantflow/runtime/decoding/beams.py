@@ -1,4 +1,4 @@
-"""Beam search: several sequences of each prompt are followed, and the likeliest as a whole are returned.
+"""Beam search: several sequences of each prompt are followed; the likeliest are returned.
 
 The arithmetic is that of transformers' vectorized search, so that the same sequences come out: of
 the best 2 x count continuations (more with several end tokens) those that end join the finished
@@ -25,7 +25,7 @@ class Pool:
 
     Attributes:
         tokens: [B, K, L] int64.
-        lengths: [B, K] int64, columns of each that are its own.
+        lengths: [B, K] int64, number of columns of each sequence.
         scores: [B, K] float32.
         real: [B, K] bool; False is an empty place.
     """
@@ -36,7 +36,14 @@ class Pool:
     real: Tensor
 
     def with_best_of(self, tokens: Tensor, length: int, *, scores: Tensor, real: Tensor) -> "Pool":
-        """Return the best K of these and of others, tokens [B, M, L] of one length, scores and real [B, M]."""
+        """The best K of these and of other sequences.
+
+        Args:
+            tokens: [B, M, L], the others.
+            length: number of columns of the others.
+            scores: [B, M].
+            real: [B, M].
+        """
         every = torch.cat([self.scores, scores], dim=1)
         lengths = torch.cat([self.lengths, torch.full_like(real, length, dtype=torch.int64)], dim=1)
         best = every.topk(self.scores.shape[1]).indices

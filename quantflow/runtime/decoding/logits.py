@@ -16,7 +16,10 @@ _NUCLEUS = 1024
 
 
 def top_k(logits: Tensor, count: int, *, least: int = 1) -> Tensor:
-    """Keep the `count` likeliest tokens, at least `least`, and those as likely as the last of them."""
+    """Keep the `count` likeliest tokens, at least `least`.
+
+    Tokens as likely as the last of them are kept too.
+    """
     smallest = logits.topk(min(max(count, least), logits.shape[-1])).values[..., -1:]
     return logits.masked_fill(logits < smallest, NEVER)
 

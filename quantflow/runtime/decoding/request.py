@@ -126,14 +126,19 @@ def allowed(logits: Tensor, tokens: Tensor, request: Request) -> Tensor:
 
 
 def choose(scores: Tensor, request: Request, generator: torch.Generator | None) -> Tensor:
-    """Return the next token of each row, [B] int64.  scores: [B, V]."""
+    """The next token of each row, [B] int64. scores: [B, V]."""
     if request.sampling is None:
         return scores.argmax(dim=-1)
     return torch.multinomial(distribution(scores, request.sampling), 1, generator=generator)[:, 0]
 
 
 def ended(tokens: Tensor, request: Request) -> Tensor:
-    """Return which rows end with their last token, [N] bool.  tokens: [N, L] with at least one new token."""
+    """Whether each row ends with its last token, [N] bool.
+
+    Args:
+        tokens: [N, L] with at least one new token.
+        request: ends and stop strings.
+    """
     last = tokens[:, -1]
     done = torch.zeros_like(last, dtype=torch.bool)
     for end in request.ends:
@@ -145,7 +150,7 @@ def ended(tokens: Tensor, request: Request) -> Tensor:
 
 
 def _too_short(tokens: Tensor, request: Request) -> Tensor:
-    """Return which rows may not end yet, [B] bool; padding is not counted.  tokens: [B, L]."""
+    """Whether each row is too short to end, [B] bool; padding is not counted. tokens: [B, L]."""
     rules, length = request.rules, tokens.shape[1]
     real = torch.full_like(tokens[:, 0], length)
     if request.padding is not None:

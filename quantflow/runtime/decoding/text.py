@@ -8,12 +8,15 @@ from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # the character to which the bytes of an unfinished character decode
-# Tokens before a text with which its first token is decoded: some tokenizers drop a leading space.
+# tokens that are decoded before a text: some tokenizers drop the space that a text begins with
 _CONTEXT = 5
 
 
 class TextStream:
-    """Hands out the text of tokens as soon as it is certain. A character may need several tokens."""
+    """Hands out the text of tokens as soon as it is certain.
+
+    A character may need several tokens.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """`generate`, `bench` and the tasks of `validate` over several processes that share a model.
 
-A job that cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the
-others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that started
-it. A rank that ends takes the others with it, and is named.
+A job that cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives
+the others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that
+started it. A rank that ends takes the others with it, and the error names it.
 """
 
 import os

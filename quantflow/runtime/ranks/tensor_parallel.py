@@ -41,15 +41,15 @@ from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank
 Function = Callable[[Tensor], Tensor]
-# of a quantized cache: one number, or one of each key and value head
+# scales of a quantized cache: one number, or one for each kv head
 _OF_HEADS = ("k_scale", "v_scale")
-# rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block
-# of so many
+# A share of a matrix that is not quantized has a multiple of so many rows: MKL adds up a row in
+# another order at the edge of a block of them.
 _PLAIN = 4
 
 
 class Ranks:
-    """A rank's share of an artifact, and the functions that put what it computes beside what the others do.
+    """A rank's share of an artifact, and the functions that gather the outputs of all ranks.
 
     Attributes:
         artifact: the share; its configuration counts the rank's heads.
@@ -206,7 +206,7 @@ def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Sp
 
 
 def _even(artifact: Artifact, names: Sequence[str], world: int) -> Spans:
-    """The rows of linears in about equal parts: whole blocks, and whole words of packed zero points."""
+    """The rows of linears in about equal parts, of whole blocks and words of packed zero points."""
     rows, unit = _rows(artifact, names[0]), math.lcm(*(_unit(artifact, name) for name in names))
     units = -(-rows // unit)
     edges = [min(rows, units * rank // world * unit) for rank in range(world + 1)]

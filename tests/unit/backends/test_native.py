@@ -1,4 +1,4 @@
-"""C that is compiled when it is first used: what the cache holds, what damages it, and what is said where it cannot be."""
+"""C that is compiled when first used: its cache, damage to it, and errors where there is none."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The C code as it is compiled for a CPU with AVX2 and without AVX-512, which the machine that runs the tests may have."""
+"""The C code as it is compiled for a CPU with AVX2 and without AVX-512, whatever CPU runs this."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The C code under AddressSanitizer and UBSan, in a debug build that looks at its arguments: the tests of the runtime again."""
+"""The C code under AddressSanitizer and UBSan: the runtime's tests again, in a checked build."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Artifacts made in the test, loaded, and compared with transformers' model holding the dequantized weights."""
+"""Artifacts made in the test, loaded, and compared with transformers' model of their weights."""
 
 import json
 from pathlib import Path

@@ -12,8 +12,8 @@ from quantflow.runtime.operations import (
     DecoderBlock,
     Heads,
     Operations,
-    product,
     argmax_logsumexp,
+    product,
     why_not,
 )
 
@@ -33,7 +33,7 @@ def attended(
     kind: str = "float32",
     rounds: bool = False,
 ):
-    """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
+    """Feed columns in pieces; their outputs [B, T, query, DIM], and their queries, keys, values."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
     block = DecoderBlock(products=(), window=window)
     operations = Operations(heads, [block], rounds=rounds)
@@ -62,7 +62,7 @@ def attended(
 
 
 def expected(q, k, v, *, window: int, padding: list[int]):
-    """Return softmax(0.7 q k) v of every query that is text, one after the other; None where it is padding."""
+    """Yield softmax(0.7 q k) v of every query that is text; padding is left out."""
     rows, columns, query, _ = q.shape
     repeats = query // k.shape[2]
     for row in range(rows):
@@ -149,7 +149,7 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 
 @pytest.mark.parametrize("kind, rounds", [*((kind, False) for kind in KINDS), ("bfloat16", True)])
 @pytest.mark.parametrize("window", [0, 33])
-def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(
+def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
     kind, rounds, window
 ):
     query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
@@ -257,7 +257,8 @@ def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total
 
 def test_of_equal_logits_the_lowest_token_is_best_minus_infinity_counts_nothing_and_nan_shows():
     inf, nan = float("inf"), float("nan")
-    best, log_total = argmax_logsumexp(torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]]))
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]])
+    best, log_total = argmax_logsumexp(logits)
     assert best[:2] == [1, 0]
     assert log_total[1] == pytest.approx(0.6931472)
     assert log_total[2] != log_total[2]

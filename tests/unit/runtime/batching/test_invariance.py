@@ -59,7 +59,7 @@ def requests(tokenizer, count: int, *, seed: int) -> list[BatchRequest]:
 
 
 def alone(decoder, tokenizer, request: BatchRequest):
-    """Return the events and the prompt's log-probabilities of a request on an engine that has seen no other."""
+    """Events and prompt log-probabilities of a request on an engine that has seen no other."""
     limits = BatchLimits(max_batch_size=1, prefill_chunk=4096, max_total_tokens=400)
     with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
         stream = engine.submit(request)
