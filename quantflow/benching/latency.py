@@ -45,7 +45,7 @@ from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.runtime.ranks import processes as rank_processes
 
 # Fields of the job that stand beside the settings in a result, or do not influence its times.
-UNTOLD = ("artifact", "baseline", "draft", "profile", "results_dir")
+NOT_SETTINGS = ("artifact", "baseline", "draft", "profile", "results_dir")
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
@@ -111,7 +111,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         return None
     result = {
         "artifact": str(job.artifact),
-        "settings": {key: value for key, value in asdict(job).items() if key not in UNTOLD},
+        "settings": {key: value for key, value in asdict(job).items() if key not in NOT_SETTINGS},
         "ranks": world,
         "method": _called(job),
         "decoder": loaded.name,

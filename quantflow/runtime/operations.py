@@ -33,7 +33,7 @@ class Heads:
     """The attention of a model.
 
     Attributes:
-        query, shared: number of query heads, and of kv heads.
+        query, shared: query heads, and key/value heads.
         dim: features of a head.
         scale: factor of the scores.
         eps: epsilon of all norms.

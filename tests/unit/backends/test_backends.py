@@ -36,7 +36,7 @@ NO_KERNELS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 def quantized(
     scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None
 ) -> QuantizedLinear:
-    """A linear with random (or the given) qvalues, scales of either sign if allowed, and zero points."""
+    """A linear with random or given qvalues, scales of either sign if allowed, and zero points."""
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     if qvalue is None and weights.kind == "int":
