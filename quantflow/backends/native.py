@@ -120,10 +120,10 @@ def require_same_fields(source: Path, *structures: type[ctypes.Structure]) -> No
         in_python[name, None] = (ctypes.sizeof(structure), 0)
     for key in sorted({*in_c, *in_python}, key=str):
         if in_c.get(key) != in_python.get(key):
-            name, field = (b"its end" if part is None else part for part in key)
+            structure_name, field_name = (b"its end" if part is None else part for part in key)
             raise IntegrityError(
-                f"{source.name}: structure {name.decode()}, {field.decode()}: (byte, size) is "
-                f"{in_c.get(key)} in C and {in_python.get(key)} in Python",
+                f"{source.name}: structure {structure_name.decode()}, {field_name.decode()}: "
+                f"(byte, size) is {in_c.get(key)} in C and {in_python.get(key)} in Python",
                 "install quantflow again: its files are of two versions",
             )
 

@@ -27,7 +27,7 @@ from quantflow.runtime.generate_job import (
 from quantflow.settings import check_numbers, device_flag, setting
 
 BENCH = ("bench",)
-PERCENTILES = (50, 90, 99)  # of what is timed
+PERCENTILES = (50, 90, 99)  # of the times of a batch size
 
 
 def words_flag(text: str) -> tuple[str, ...]:

@@ -365,8 +365,8 @@ def _batch(
 
 def _total(joules: Sequence[float | None]) -> float | None:
     """The sum; None where a part of it is not known."""
-    known = [value for value in joules if value is not None]
-    return sum(known) if len(known) == len(joules) else None
+    counted = [value for value in joules if value is not None]
+    return sum(counted) if len(counted) == len(joules) else None
 
 
 def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:

@@ -94,10 +94,10 @@ def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) ->
     Raises:
         UsageError: naming both shapes.
     """
-    found, count = input_ids.shape
-    if found != rows or count < 1 or length + count > capacity:
+    sequences, count = input_ids.shape
+    if sequences != rows or count < 1 or length + count > capacity:
         cause = (
-            f"input_ids {found} x {count}: the cache has {rows} rows, {length} of {capacity} "
+            f"input_ids {sequences} x {count}: the cache has {rows} rows, {length} of {capacity} "
             "positions"
         )
         raise UsageError(cause, "begin with as many as there will be")

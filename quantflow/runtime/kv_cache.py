@@ -35,7 +35,7 @@ KINDS = MappingProxyType(
     }
 )
 LANES = 16
-# of measured scales: TensorScheme.kind -> a key of KINDS
+# TensorScheme.kind of measured scales -> a key of KINDS
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
 
 

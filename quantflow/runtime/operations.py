@@ -191,7 +191,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-_ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.c
+_ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c's functions
     (
         "add_norm",
         [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT],

@@ -43,7 +43,7 @@ class RowAdapters:
         self._factors: dict[str, dict[str, Factors]] = {}
         # source name -> where an adapter has it, until it stands beside a product
         self._places: dict[str, str] = {}
-        self._rows: list[tuple[str, Tensor]] = []  # of the next step
+        self._rows: list[tuple[str, Tensor]] = []  # adapter and its rows in the next step
         for adapter, folder in folders.items():
             path = weights_file(folder)
             for name, factors in read_adapter(folder).items():

@@ -360,7 +360,7 @@ class Engine:
             RowPart(row=row, count=count, wanted=row.wanted(count))
             for row, count in scheduler.plan()
         ]
-        self._readers.wake()  # of the step before: their work runs beside this step
+        self._readers.wake()  # readers of the last step's events, whose work runs beside this step
         if not parts:
             return
         logits = (
@@ -400,7 +400,7 @@ class Engine:
                 row.computed += 1  # the guess was right, so its keys and values are the text's
             if event.finish is None and self._runner.guesses:
                 row.propose()
-        except Exception as error:  # of the request's own mask, rules or sampling
+        except Exception as error:  # the request's own mask, rules or sampling raised it
             self._end(row, TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=error))
             return
         if event.finish is not None:

@@ -45,7 +45,7 @@ class BlockPool:
         self.blocks, self.block_tokens = blocks, block_tokens
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks  # rows that have it in their table
-        self._digest: dict[int, bytes] = {}  # of blocks whose content is known
+        self._digest: dict[int, bytes] = {}  # block -> digest, where its content is known
         self._known: dict[bytes, int] = {}
         # known blocks that no row holds, the longest unused first
         self._left: OrderedDict[int, None] = OrderedDict()

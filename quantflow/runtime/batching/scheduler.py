@@ -175,7 +175,7 @@ class Scheduler(Generic[R]):
             return rows[0]
         now = self._clock()
         late = [row for row in rows if (now - row.submitted) * 1000 >= threshold]
-        # of equal ones the first that came
+        # `min` takes the first of equal rows, which came first
         return min(late or rows, key=lambda row: row.input_tokens)
 
     def _next_class(self) -> int:

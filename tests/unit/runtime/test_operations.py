@@ -1,5 +1,6 @@
 """Attention beside a softmax in float64 over what each query sees, and the gate."""
 
+import ctypes
 import itertools
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantflow.backends import native
+from quantflow.errors import IntegrityError
+from quantflow.runtime import operations
 from quantflow.runtime.kv_cache import KINDS, KVCache
 from quantflow.runtime.operations import (
     DecoderBlock,
@@ -262,3 +266,14 @@ def test_of_equal_logits_the_lowest_token_is_best_minus_infinity_counts_nothing_
     assert best[:2] == [1, 0]
     assert log_total[1] == pytest.approx(0.6931472)
     assert log_total[2] != log_total[2]
+
+
+def test_a_step_with_two_fields_exchanged_is_refused_before_c_reads_it():
+    fields = list(operations._Step._fields_)
+    at = [name for name, _ in fields].index("query_heads")
+    fields[at : at + 2] = fields[at + 1], fields[at]
+    exchanged = type("_Step", (ctypes.Structure,), {"_fields_": fields})
+    parts = (operations._Norm, operations._Product, operations._Layer)
+    with pytest.raises(IntegrityError, match="Step, kv_heads: "):
+        native.require_same_fields(operations.SOURCE, *parts, exchanged)
+    native.require_same_fields(operations.SOURCE, *parts, operations._Step)
