@@ -75,7 +75,7 @@ typedef struct {
      * block, head_dim]. In bfloat16 two features of the keys are neighbours,
      * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2]. */
     void *keys, *values;
-    float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8 without measured */
+    float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8, not measured */
     const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
     const float *cos, *sin;               /* [capacity, rotary_dim] by position in the text */
     Norm q_norm, k_norm; /* [head_dim], or of all heads at once where `whole_norms` */
@@ -91,8 +91,7 @@ typedef struct {
  * same fields in `_Step` and compares their places with `structure_fields`. */
 typedef struct {
     const int64_t *padding; /* [rows] columns at the left of a sequence that are no text */
-    /* [rows + 1] begin of each sequence among all new columns; their number */
-    const int64_t *first;
+    const int64_t *first;   /* [rows + 1] begin of each sequence in the new columns; their end */
     const int64_t *start;   /* [rows] first new column of a sequence */
     const int64_t *table;   /* [rows, width] blocks that hold its columns, `block` columns each */
     const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
@@ -940,8 +939,8 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
  * Returns 0. */
 int release_threads(void) { return omp_pause_resource_all(omp_pause_soft); }
 
-/* The places of the structures' fields, which Python compares with its own; field NULL: the end of a
- * structure, structure NULL: the end of the list. */
+/* The places of the structures' fields, which Python compares with its own; field NULL: the end of
+ * a structure, structure NULL: the end of the list. */
 struct field { const char *structure, *field; int64_t offset, bytes; };
 #define FIELD(STRUCTURE, FIELD) \
     {#STRUCTURE, #FIELD, offsetof(STRUCTURE, FIELD), sizeof(((STRUCTURE *)0)->FIELD)}
