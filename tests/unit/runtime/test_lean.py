@@ -204,7 +204,7 @@ def ids(rows: int, count: int, seed: int) -> torch.Tensor:
 
 
 def walk(decoder: Decoder) -> list[torch.Tensor]:
-    """Return the logits of everything that a decoder is asked for: a prompt, steps, a few at once, crop, other rows."""
+    """Logits of every call of a decoder: a prompt, steps, a few at once, crop, other rows."""
     found = []
     with torch.inference_mode():
         decoder.begin(rows=2, capacity=40)
@@ -413,7 +413,7 @@ def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory, make_artifact):
-    """The example model in W4A16: the artifact, and transformers' model with its dequantized weights."""
+    """The example model in W4A16: the artifact, and transformers' model of its weights."""
     folder = tmp_path_factory.mktemp("example")
     model = AutoModelForCausalLM.from_pretrained(
         ROOT / "examples/tiny-llama", dtype=torch.float32
@@ -459,7 +459,7 @@ def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, ex
 def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(
     scheme, make_artifact, tmp_path
 ):
-    """Where inputs are rounded too: two sums of another order round some of them to another code."""
+    """Rounded inputs: sums of another order round some of them to another code."""
     model = AutoModelForCausalLM.from_pretrained(
         ROOT / "examples/tiny-llama", dtype=torch.float32
     ).eval()

@@ -1,4 +1,4 @@
-"""Export's comparison of the lean decoder with transformers' layers: it passes what is right, and names what is not."""
+"""Export's comparison of the lean decoder with transformers' layers: right ones and wrong ones."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def reason_of(folder, change=None) -> str | None:
     artifact = open_artifact(folder, backend="reference", verify=False)
     graph, tokens = graph_for(artifact.config), torch.arange(5, 45)
     stream, check = LayerStream(artifact, graph), LeanCheck(artifact)
-    check._made = check._made if change is None else change(check._made)
+    check._blueprint = check._blueprint if change is None else change(check._blueprint)
     (state,) = stream.begin([tokens])
     check.embedding(tokens, state.hidden)
     for layer in graph.layers:
@@ -127,7 +127,7 @@ def test_whatever_is_left_out_is_named(family, change, where, name, tmp_path, ma
 
 
 def test_inputs_with_outliers_may_fall_to_other_codes(tmp_path, make_artifact, edit_tensors):
-    """All other inputs of a linear have few codes beside an outlier, so that one code more is a large share of the output."""
+    """Inputs beside an outlier have few codes: one code more is a large share of the output."""
     make_artifact(tmp_path, MODELS["llama"], PRESETS["W8A8"])
 
     def with_outlier(tensors):

@@ -20,7 +20,7 @@ from quantflow.runtime.load import load
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "quantflow/errors.py").read_text()
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None,
     reason="our kernels do not run here",
 )
 
@@ -62,7 +62,7 @@ def requests(tokenizer, count: int, *, seed: int) -> list[BatchRequest]:
 
 
 def alone(decoder, tokenizer, request: BatchRequest):
-    """Return the events and the prompt's log-probabilities of a request on an engine that has seen no other."""
+    """Events and prompt log-probabilities of a request on an engine that has seen no other."""
     limits = BatchLimits(max_batch_size=1, prefill_chunk=4096, max_total_tokens=400)
     with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
         stream = engine.submit(request)
