@@ -733,8 +733,8 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     from quantflow.measuring.merging.grouping import parse_groups
     from quantflow.measuring.text import read_documents
     from quantflow.measuring.text_sources import text_digest
-    from quantflow.models.graph import graph_for
     from quantflow.models.load import open_source
+    from quantflow.models.open import graph_for
     from quantflow.models.tokenizer import load_tokenizer
     from quantflow.planning import plan as planning
     from quantflow.planning.requirements import statistics_for

@@ -19,8 +19,8 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core.scheme import preset
 from quantflow.exporting import export
 from quantflow.measuring import measure
-from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import join, score
 from quantflow.numerics.perplexity import logits_of

@@ -19,9 +19,9 @@ from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
 from quantflow.measuring.record import read_measurement
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.layer_store import layer_path
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import join, score

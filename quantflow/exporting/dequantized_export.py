@@ -26,7 +26,7 @@ from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.files.safetensors_writer import Spec
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress

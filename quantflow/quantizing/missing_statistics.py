@@ -14,8 +14,7 @@ from quantflow.files.canonical import read_json
 from quantflow.files.outputs import beside
 from quantflow.files.stage_folder import done
 from quantflow.measuring.record import CALIBRATION_NAME, META_NAME
-from quantflow.models.graph import graph_for
-from quantflow.models.source import open_files
+from quantflow.models.open import graph_for, open_files
 from quantflow.observers import OBSERVERS
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Compute, Quantize, Resources

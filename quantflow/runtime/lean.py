@@ -360,7 +360,7 @@ def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None
     shared = None
     if names.shared:
         shared = (
-            expert(prefix, [name for group in names.shared for name in group.linears]),
+            expert(prefix, names.shared),
             score[0],
         )
     experts = [

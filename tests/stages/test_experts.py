@@ -17,7 +17,7 @@ from quantflow.files.rank_folders import rank_folder
 from quantflow.files.verify import verify
 from quantflow.formats import compressed_tensors
 from quantflow.measuring import measure
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.planning import forecast
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.recipe import Calibration, Quantize, recipe_from

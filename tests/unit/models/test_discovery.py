@@ -13,9 +13,18 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import discovery, joined
 from quantflow.models.capture import LayerStream
 from quantflow.models.carried import Carried
-from quantflow.models.discovery import Called, Moment, Record, graph_of, layers_of, traced
-from quantflow.models.graph import FAMILIES, graph_for
-from quantflow.models.load import load_model, open_source, skeleton
+from quantflow.models.discovery import (
+    ForwardRecord,
+    LayerCall,
+    TensorVersion,
+    graph_of,
+    layers_of,
+    traced,
+)
+from quantflow.models.graph import UNTRACED
+from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 
 SIZES = {
     "vocab_size": 96,
@@ -214,7 +223,7 @@ def test_the_graph_says_where_the_embedding_and_the_head_are_and_what_layers_ret
         "lm_head",
         2,
     )
-    assert family.model_type not in FAMILIES
+    assert family.model_type not in UNTRACED
 
 
 def test_a_model_is_as_it_was_after_it_was_traced():
@@ -485,14 +494,14 @@ def test_a_layer_without_attention_names_none():
 
 def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused():
     """They could not be replayed one by one."""
-    first, second, aside = Moment(1), Moment(2), Moment(3)
+    first, second, aside = TensorVersion(1), TensorVersion(2), TensorVersion(3)
     names = ["layers.0", "layers.1"]
-    record = Record(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
+    record = ForwardRecord(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
     odd = SimpleNamespace(model_type="odd")
-    record.called["layers.0"] = Called(hidden=first, others=(), output=second, features=(8,))
-    record.called["layers.1"] = Called(hidden=second, others=(), output=Moment(4))
+    record.called["layers.0"] = LayerCall(hidden=first, others=(), output=second, features=(8,))
+    record.called["layers.1"] = LayerCall(hidden=second, others=(), output=TensorVersion(4))
     assert discovery._chain(record, names, odd) is None
-    record.called["layers.1"] = Called(hidden=second, others=(("more", aside),), output=Moment(4))
+    record.called["layers.1"] = LayerCall(hidden=second, others=(("more", aside),), output=TensorVersion(4))
     with pytest.raises(
         UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
     ):
@@ -505,7 +514,7 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
         UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
     ):
         discovery._chain(record, names, odd)
-    record.called["layers.1"] = Called(hidden=first, others=(), output=Moment(4))
+    record.called["layers.1"] = LayerCall(hidden=first, others=(), output=TensorVersion(4))
     with pytest.raises(
         UnsupportedError, match=r"odd: layers.1 does not read what the layer before it returned"
     ):

@@ -25,9 +25,10 @@ from transformers import (
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.models import reading
-from quantflow.models.load import load_model, open_source, skeleton
+from quantflow.models.load import load_model, open_source
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_tensors
+from quantflow.models.skeleton import skeleton
 from quantflow.models.tokenizer import load_tokenizer
 
 SHAPE = {

@@ -9,8 +9,8 @@ import torch
 from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.exporting import export
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.planning.recipe import (
     HeadSettings,
     Quantize,
