@@ -57,9 +57,9 @@ OWN = {
     "gptj": {"rotary_dim": 8},
     "helium": HEADS,
 }
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-OTHERS = (  # in no table
+DENSE = [name for name, family in UNTRACED.items() if family.mixture is None]
+MIXTURES = [name for name, family in UNTRACED.items() if family.mixture is not None]
+OTHERS = (  # whose linears no row has
     *(
         "bloom",
         "falcon",
@@ -83,7 +83,7 @@ def config_of(kind, **more):
 
 
 def relative(layer, group):
-    """Return a group of the table's graph with the names of modules inside its layer."""
+    """Return a group of the row's graph with the names of modules inside its layer."""
     return discovery._renamed(group, layer.relative)
 
 
