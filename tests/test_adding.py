@@ -32,8 +32,9 @@ quantize("llama", "q", artifact=entry, measurement=measured)
 import json
 import torch
 from transformers import AutoModelForCausalLM, SeedOssConfig
-shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-config = SeedOssConfig(**shape, num_key_value_heads=2, head_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+config = SeedOssConfig(**shape, bos_token_id=0, eos_token_id=1, pad_token_id=1)
 model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
 model.save_pretrained("seed")
 for file in ("tokenizer.json", "tokenizer_config.json"):

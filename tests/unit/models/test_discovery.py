@@ -1,4 +1,4 @@
-"""What one forward finds out about a decoder layer: what the table says of its families, and folds that change no output."""
+"""A decoder layer by one forward: as its family's row has it, and folds change no output."""
 
 import functools
 import shutil
@@ -100,7 +100,7 @@ def test_a_family_of_the_table_comes_out_as_the_table_has_it(kind):
 
 
 def facts(layer):
-    """Return what a layer is made of but its routers: one that is no linear of torch's is not seen."""
+    """The parts of a layer but its routers, since a trace sees only those that are linears."""
     what = (layer.prefix, layer.attention, layer.groups, layer.block, layer.experts)
     return *what, layer.chosen, layer.repeats, layer.head_dim, layer.kv_heads
 
@@ -194,7 +194,7 @@ def test_a_norm_that_multiplies_by_one_more_than_its_weight_takes_no_factors():
 
 
 def test_a_norm_that_experts_read_past_the_router_takes_no_factors():
-    """JetMoE's experts take their tokens out of a view of the norm's output, which the router reads too."""
+    """JetMoE's experts read a view of the norm's output, which the router reads too."""
     groups = (
         graph_for(config_of("jetmoe", kv_channels=16, num_key_value_heads=2, num_local_experts=4))
         .layers[0]
@@ -250,7 +250,7 @@ def test_what_stands_in_the_way_is_said():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a random model of a family as transformers has it, and the folder that it was saved to."""
+    """A random model of a family as transformers has it, and the folder that it was saved to."""
 
     @functools.cache
     def make(kind):
@@ -501,7 +501,9 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
     record.called["layers.0"] = LayerCall(hidden=first, others=(), output=second, features=(8,))
     record.called["layers.1"] = LayerCall(hidden=second, others=(), output=TensorVersion(4))
     assert discovery._chain(record, names, odd) is None
-    record.called["layers.1"] = LayerCall(hidden=second, others=(("more", aside),), output=TensorVersion(4))
+    record.called["layers.1"] = LayerCall(
+        hidden=second, others=(("more", aside),), output=TensorVersion(4)
+    )
     with pytest.raises(
         UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
     ):

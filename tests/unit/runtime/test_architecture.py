@@ -1,4 +1,4 @@
-"""What the lean decoder knows of a configuration: every key that changes numbers, and transformers' defaults and names."""
+"""The lean decoder knows every key that changes numbers, and transformers' defaults and names."""
 
 import pytest
 from transformers import CONFIG_MAPPING

@@ -32,7 +32,7 @@ FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "tie_word_embeddi
 
 
 def configurations(family):
-    """Yield configurations of a family with every combination of its flags, and as its defaults are."""
+    """Configurations of a family: its defaults, and every combination of its flags."""
     theirs = CONFIG_MAPPING[family]
     has = theirs().to_dict()
     keys = [key for key in FLAGS if key in has]
