@@ -32,9 +32,9 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import RepeatedHeads
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_
+from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import (
     Call,
     Given,

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
 from quantflow.files.safetensors_header import SplitTensor, TensorPart
-from quantflow.models.graph import FAMILIES
+from quantflow.models.graph import UNTRACED
 from quantflow.models.names import HubNames
 
 RoutedCallback = Callable[[Tensor], None]
@@ -141,7 +141,7 @@ def _add_(total: Tensor, outputs: Tensor, token: Tensor, weights: Tensor) -> Non
 def view_(model: PreTrainedModel) -> None:
     """Put the view in the place of a meta model's stacked experts, if it has any."""
     stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
-    family = FAMILIES.get(model.config.model_type)
+    family = UNTRACED.get(model.config.model_type)
     if stacked and family is not None and family.mixture is not None:
         gate, up, down = family.mixture.linears
         known = dict.fromkeys(stacked, ExpertNames(gate=gate, up=up, down=down))

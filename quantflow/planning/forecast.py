@@ -26,8 +26,8 @@ from quantflow.files.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.files.side_files import is_side_file
-from quantflow.models.graph import Graph, graph_for, text_config
-from quantflow.models.source import open_files
+from quantflow.models.graph import Graph, text_config
+from quantflow.models.open import graph_for, open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import (

@@ -41,8 +41,8 @@ from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
 from quantflow.runtime.code_order import require_one_order
-from quantflow.runtime.layout import Layout, Parameter, listed
 from quantflow.runtime.linear import QuantLinear
+from quantflow.runtime.model_tensors import ModelTensors, Parameter, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -651,12 +651,12 @@ def _match_listed_layout(
         return None
 
 
-def _module_layout(checkpoint: Checkpoint) -> Layout:
-    """The layout by transformers' module tree."""
+def _module_layout(checkpoint: Checkpoint) -> ModelTensors:
+    """The tensors by transformers' module tree."""
     # here: it imports transformers' model code
-    from quantflow.runtime.module_layout import ModuleLayout
+    from quantflow.runtime.module_tensors import ModuleTensors
 
-    return ModuleLayout(_config_of(checkpoint))
+    return ModuleTensors(_config_of(checkpoint))
 
 
 def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
@@ -669,7 +669,9 @@ def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
     return config
 
 
-def _match(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | None) -> _Contents:
+def _match(
+    checkpoint: Checkpoint, layout: ModelTensors, quantization: _Quantization | None
+) -> _Contents:
     """Compare the headers with a layout; without `quantization` nothing is quantized.
 
     Raises:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from quantflow.models.graph import graph_for, moving_rotation, text_config
+from quantflow.models.graph import moving_rotation, text_config
+from quantflow.models.open import graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_length, require_room
 

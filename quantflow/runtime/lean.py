@@ -369,7 +369,7 @@ def _experts(
     shared = None
     if names.shared:
         shared = (
-            expert(prefix, [name for group in names.shared for name in group.linears]),
+            expert(prefix, names.shared),
             score[0],
         )
     experts = [

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from quantflow.backends import cuda, hpu
 from quantflow.errors import UnsupportedError
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import drop_unread_
+from quantflow.models.skeleton import skeleton
 from quantflow.runtime import graphs
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import Decoder

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, Inputs, open_folder
 from quantflow.runtime.load import Loaded

@@ -23,7 +23,7 @@ from quantflow import process_memory
 process_memory.search_seldom()
 seldom = gc.get_threshold()
 from transformers import LlamaConfig
-from quantflow.models.load import skeleton
+from quantflow.models.skeleton import skeleton
 size = dict(hidden_size=16, intermediate_size=16, vocab_size=16)
 skeleton(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **size))
 print(seldom[0] > usual[0], gc.get_threshold() == usual)

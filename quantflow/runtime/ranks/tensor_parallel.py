@@ -34,7 +34,7 @@ from quantflow.distributed.wire import Wire
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import compressed_tensors
-from quantflow.models.graph import FAMILIES
+from quantflow.models.graph import UNTRACED
 from quantflow.runtime import architecture
 from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
@@ -150,7 +150,7 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
     """
     kind = artifact.checkpoint.config.get("model_type")
     blueprint = architecture.read(artifact.checkpoint.config)
-    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(blueprint, str):
+    if kind not in UNTRACED or UNTRACED[kind].residual is None or isinstance(blueprint, str):
         raise UnsupportedError(
             f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out"
         )

@@ -37,9 +37,9 @@ from transformers import (
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRecorder, QueryRecorder, RepeatedHeads, watch
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import release_
 from quantflow.numerics import product
 

@@ -9,10 +9,10 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import names
-from quantflow.models.graph import FAMILIES
-from quantflow.models.load import skeleton
+from quantflow.models.graph import UNTRACED
 from quantflow.models.names import HubNames, NameMap
 from quantflow.models.parameters import twins
+from quantflow.models.skeleton import skeleton
 
 SHAPE = {
     "vocab_size": 16,
@@ -57,7 +57,7 @@ def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama)
     assert NameMap(llama).module_name(name) == name
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", UNTRACED)
 def test_of_no_family_does_the_table_rename_a_parameters_own_name(model_type):
     model = skeleton(AutoConfig.for_model(model_type, **SHAPE, num_key_value_heads=2))
     renamings = [

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.trained_layer import running
 
 SEQUENCES = [torch.tensor([0, 5, 9, 2, 22, 7]), torch.tensor([3, 1, 4])]

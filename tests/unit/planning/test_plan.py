@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.planning.plan import kept_for_few_inputs, left_out, narrowed, resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.planning.requirements import entries_of, statistics_for

@@ -9,7 +9,7 @@ import pytest
 from quantflow import process_memory
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
-from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
 from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
 from quantflow.planning.durations import Rounding, Speed
 from quantflow.planning.plan import resolve
@@ -41,7 +41,7 @@ def graph() -> Graph:
         layers.append(
             Layer(index=index, prefix=prefix, attention=f"{prefix}.self_attn", groups=tuple(named))
         )
-    return Graph(family=FAMILIES["llama"], layers=tuple(layers))
+    return Graph(family=UNTRACED["llama"], layers=tuple(layers))
 
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))

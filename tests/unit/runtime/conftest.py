@@ -14,7 +14,7 @@ from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.ledger import FileEntry, Ledger, LedgerEntry
 from quantflow.files.manifest import build_manifest, write_manifest
 from quantflow.formats import compressed_tensors as layout
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 
 BODY = {
     "kind": "artifact",

@@ -32,7 +32,7 @@ from quantflow.backends import native
 from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.runtime import projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder

@@ -17,8 +17,8 @@ from transformers import (
 from quantflow.core.scheme import PRESETS
 from quantflow.files.manifest import read_manifest, with_note, write_manifest
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
-from quantflow.runtime.architecture import DESIGNS, read
+from quantflow.models.open import graph_for
+from quantflow.runtime.architecture import read
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.lean_check import LeanCheck
 from quantflow.runtime.load import load
@@ -168,7 +168,7 @@ def test_an_artifact_that_it_does_not_run_is_not_compared(tmp_path, make_artifac
     check = LeanCheck(open_artifact(tmp_path))
     check.layer(0, torch.zeros(1, 3, 64), torch.ones(1, 3, 64))
     assert check.reason == "it knows qk_layernorm=False of config.json, not True"
-    assert DESIGNS and isinstance(read({"model_type": "phi"}), str)
+    assert isinstance(read({"model_type": "phi"}), str)
 
 
 def test_a_manifest_that_says_so_sends_the_artifact_to_transformers(tmp_path, make_artifact):

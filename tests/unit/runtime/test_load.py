@@ -11,7 +11,7 @@ from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors as layout
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.runtime.linear import QuantLinear
 from quantflow.runtime.load import load
 

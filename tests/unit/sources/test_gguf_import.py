@@ -240,6 +240,14 @@ def test_rotations_and_windows_come_along(exported, tmp_path):
     }
 
 
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "qwen2"), ("gpt_neox", "gptneox")])
+def test_a_window_in_a_family_whose_files_have_none_is_refused(exported, tmp_path, family, name):
+    field = {f"{name}.attention.sliding_window": ("u32", 48)}
+    path = rewritten(exported(family), tmp_path / "m.gguf", fields=field)
+    with pytest.raises(UnsupportedError, match=f"attention.sliding_window 48 of a {family}"):
+        import_gguf(path, tmp_path / "cache", SILENT)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -1,4 +1,4 @@
-"""A model in llama.cpp's words: places of tensors, interleaved rows of q and k, and sizes."""
+"""A model in llama.cpp's words: one place for every tensor, interleaved rows of q and k, sizes."""
 
 from types import SimpleNamespace
 
