@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, TUNE
-from quantflow.exporting import EXPORTERS
+from quantflow.exporting.exporters import EXPORTERS
 from quantflow.observers import OBSERVERS, STATISTICS
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning.compatibility import KNOWN
@@ -29,7 +29,7 @@ HOMES = {  # kind -> its names, and the package and table where they may stand
     ),
     "format": (
         set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8"},
-        ("quantflow/formats/", "quantflow/exporting/__init__.py"),
+        ("quantflow/formats/", "quantflow/exporting/exporters.py"),
     ),
 }
 # file or folder -> names that stand there, and why. Lines of it that are not needed any more fail
@@ -62,7 +62,7 @@ ALLOWED = {
         {"ipex"},
         "the backend and the layout have the extension's name",
     ),
-    "quantflow/exporting/__init__.py": (
+    "quantflow/exporting/exporters.py": (
         {"gptq", "awq"},
         "layouts that have the names of an algorithm and a transform",
     ),

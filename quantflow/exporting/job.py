@@ -57,7 +57,7 @@ class ExportJob:
         Raises:
             UsageError: another format than an artifact's, or one folder for both.
         """
-        from quantflow.exporting.export import check
+        from quantflow.exporting.exporters import check
 
         check(self)
 
@@ -73,6 +73,6 @@ class ExportJob:
             QuantflowError: an input that cannot be used, or a proof that does not hold; then
                 nothing is published.
         """
-        from quantflow.exporting import run
+        from quantflow.exporting.exporters import run
 
         return ExportResult(folder=run(self, progress, prover=prover))

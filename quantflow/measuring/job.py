@@ -56,6 +56,6 @@ class MeasureJob:
         Raises:
             QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
         """
-        from quantflow.measuring.measure import run
+        from quantflow.measuring.measure import run, settled
 
-        return MeasureResult(folder=run(self, progress))
+        return MeasureResult(folder=run(settled(self, progress), progress))

@@ -81,7 +81,6 @@ TIMEOUT = timedelta(seconds=60)
 
 def run(job: MeasureJob, progress: Progress) -> Path:
     """Measure and return the folder of the ranks; finished ranks are left alone."""
-    job = settled(job, progress)
     for name in _stats(job):
         observer_named(name)
     launched = launched_rank()
@@ -105,26 +104,24 @@ def run(job: MeasureJob, progress: Progress) -> Path:
 
 
 def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
-    """The job with a folder for every name, and with its statistics; again the same of its own.
+    """The job with a folder or a file for every name; again the same of its own.
 
     Raises:
         QuantflowError: there is no such model or text; the output lies in the model.
     """
-    stats = job.options.stats
-    if stats is None:
-        stats = statistics_for(job.entries) if job.entries else DEFAULT_STATS
     return replace(
         job,
         model=model_folder(job.model, revision=job.revision, progress=progress),
         output=output_folder(job.output, reads={"the model": job.model}),
         calibration=with_calibration_text(job.calibration, progress),
-        options=replace(job.options, stats=stats),
     )
 
 
 def _stats(job: MeasureJob) -> tuple[str, ...]:
     """Observers of every linear's input; outputs, weights, K and V get amax, K and V per head too."""
-    return () if job.options.stats is None else tuple(job.options.stats)
+    if job.options.stats is not None:
+        return tuple(job.options.stats)
+    return tuple(statistics_for(job.entries)) if job.entries else DEFAULT_STATS
 
 
 def _launch(job: MeasureJob, progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """One artifact's quantized layers: what they are made from and how, and the folder that holds them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,6 +108,9 @@ class QuantizeJob:
         Raises:
             QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
         """
-        from quantflow.quantizing.quantize import run
+        from quantflow.quantizing.missing_statistics import completed
+        from quantflow.quantizing.quantize import run, settled
 
-        return QuantizeResult(folder=run(self, progress, opened=opened), chosen=self.entry.mixed)
+        job = settled(self, progress)
+        job = replace(job, measurement=completed(job, progress))
+        return QuantizeResult(folder=run(job, progress, opened=opened), chosen=self.entry.mixed)

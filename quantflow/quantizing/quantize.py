@@ -67,7 +67,6 @@ from quantflow.quantizing import head_file
 from quantflow.quantizing.file_to_file import quantize_files
 from quantflow.quantizing.job import QuantizeJob
 from quantflow.quantizing.measurement_input import known_hashes, measurement_of, refuse_foreign
-from quantflow.quantizing.missing_statistics import completed
 from quantflow.quantizing.mixed_precision import choose, chosen_mixture
 from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantizing.planned_model import PlannedModel, planned
@@ -99,10 +98,7 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
         progress: hears how far it is.
         opened: the model and its plan, where the caller needed them already.
     """
-    job = settled(job, progress)
     _check_compute(job)
-    if job.measurement is not None:
-        job = replace(job, measurement=completed(job, progress))
     model = planned(job) if opened is None else opened
     _say_what_stays(job, model, progress)
     plan = model.plan

@@ -63,7 +63,7 @@ class UnifyJob:
             QuantflowError: ranks that are missing, twice, foreign or damaged; groups that no card
                 would hold.
         """
-        from quantflow.unifying.unify import run, summary
+        from quantflow.unifying.unify import run, settled, summary
 
-        folder = run(self, progress)
+        folder = run(settled(self), progress)
         return UnifyResult(folder=folder, summary=summary(folder))

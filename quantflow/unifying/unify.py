@@ -58,8 +58,6 @@ COLUMNS = ("statistic", "rule", "count")
 
 def run(job: UnifyJob, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
-    reads = {"the measurement": job.measurement, "the model": job.model}
-    job = replace(job, output=output_folder(job.output, reads=reads))
     _refuse_overlap(job.measurement, job.output)
     if shard_folders(job.measurement):
         return _join(job, progress)
@@ -103,6 +101,16 @@ def run(job: UnifyJob, progress: Progress) -> Path:
                 hashes |= files
                 _tell(progress, rank, unified)
     return job.output
+
+
+def settled(job: UnifyJob) -> UnifyJob:
+    """The job with the folder that it writes.
+
+    Raises:
+        UsageError: it lies in what is read.
+    """
+    reads = {"the measurement": job.measurement, "the model": job.model}
+    return replace(job, output=output_folder(job.output, reads=reads))
 
 
 def _write(

@@ -380,13 +380,13 @@ def warm_up() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
 
     for name in (
-        "calibration.measure",
-        "quantization.quantize",
-        "quantization.layer_by_layer",
-        "quantization.unify",
+        "measuring.measure",
+        "quantizing.quantize",
+        "quantizing.layer_by_layer",
+        "unifying.unify",
         "exporting.export",
         "exporting.proof_process",
-        "validation.validate",
+        "validating.validate",
         "runtime.generation",
         "stages.run",
     ):

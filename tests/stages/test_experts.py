@@ -20,7 +20,6 @@ from quantflow.formats import compressed_tensors
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.models.open import graph_for
-from quantflow.planning import forecast
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import Calibration, Measure, Quantize, recipe_from
@@ -652,7 +651,7 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
             "quantize": [{"name": "x", **GPTQ, "experts": "rtn"}],
         }
     )
-    found = forecast.run(PlanJob(recipe=recipe))
+    found = PlanJob(recipe=recipe).run()
     (planned,) = found["artifacts"]
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         held = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping

@@ -26,7 +26,6 @@ from quantflow.files.verify import verify
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import read_measurement
-from quantflow.planning import forecast
 from quantflow.planning.plan_job import PlanJob
 from quantflow.planning.recipe import (
     Calibration,
@@ -192,7 +191,7 @@ def test_ledger_manifest_inspect_and_card_name_them(made: Any) -> None:
 def test_plan_counts_the_tensors(cache: KVCacheSettings, made: Any, llama: Path) -> None:
     _, artifact = made(cache)
     entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-    (found,) = forecast.run(PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))))[
+    (found,) = PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))).run()[
         "artifacts"
     ]
     assert found["tensor_bytes"] == verify(artifact)["tensor_bytes"]
@@ -356,7 +355,7 @@ def test_resuming_with_another_cache_makes_the_layers_again(
     other = replace(job, entry=entry_with(kv_cache=CACHES[0]))
     with pytest.raises(UsageError, match="kv_cache"):
         quantize.run(other, QUIET)
-    quantize.run(replace(other, replace=True), QUIET)
+    quantize.run(replace(other, force=True), QUIET)
     assert load_file(tmp_path / "q" / "layers" / "00000.safetensors")[
         f"{ATTENTION.format(0)}.k_scale"
     ].shape == (1,)

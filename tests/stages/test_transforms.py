@@ -410,7 +410,7 @@ def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(
     model = family_model("llama")
     folder = quantized(model, measured_family("llama"), tmp_path / "q", HADAMARD)
     assert (folder / "outside.safetensors").is_file()
-    quantized(model, measured_family("llama"), tmp_path / "q", AWQ, replace=True)
+    quantized(model, measured_family("llama"), tmp_path / "q", AWQ, force=True)
     assert not (folder / "outside.safetensors").exists()
     artifact = export.run(ExportJob(source=folder, output=tmp_path / "artifact"), QUIET)
     source, written = (load_file(path / "model.safetensors") for path in (model, artifact))

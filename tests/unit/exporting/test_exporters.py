@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 
 from quantflow.errors import UsageError
-from quantflow.exporting import EXPORTERS, exporter
+from quantflow.exporting.exporters import EXPORTERS, exporter
 from quantflow.exporting.job import ExportJob
 from quantflow.formats import FORMATS
 from quantflow.formats.llama_cpp import gguf
 from quantflow.planning.recipe import Export
+from quantflow.progress import SILENT
 
 
 @pytest.mark.parametrize("name", EXPORTERS)
-def test_every_format_has_a_module_that_makes_a_job_of_a_request_and_runs_it(name):
-    request = ExportJob(source=Path("s"), output=Path("o"), options=Export(format=name), force=True)
-    job = EXPORTERS[name].job(request)
-    assert (job.output, job.replace) == (Path("o"), True)
-    assert callable(import_module(EXPORTERS[name].module).run)
+def test_every_format_has_a_module_that_writes_and_refuses_the_options_of_others(name):
+    row = EXPORTERS[name]
+    for module in filter(None, (row.module, row.foreign)):
+        assert callable(import_module(module).run)
+    (foreign,) = ({"scale_method": "x"} if "scale_method" not in row.options else {"dtype": "x"},)
+    job = ExportJob(source=Path("s"), output=Path("o"), options=Export(format=name, **foreign))
+    with pytest.raises(UsageError, match=f"beside format {name}"):
+        row.run(job, SILENT)
 
 
 def test_options_of_a_format_are_words_of_a_recipe_and_every_word_is_some_formats():
@@ -44,4 +48,4 @@ def test_a_model_beside_the_one_that_becomes_a_gguf_is_refused():
     with pytest.raises(
         UsageError, match="--model x beside format gguf; give the model's folder instead"
     ):
-        exporter("gguf").job(request)
+        exporter("gguf").run(request, SILENT)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quantflow.core.scheme import preset, with_group_size
+from quantflow.numerics import trial as module
 from quantflow.numerics.smoothing import Absorber, Fold
 from quantflow.numerics.trial import trial, working_bytes
-from quantflow.transforms import trial as module
 
 
 def fold_of(weights, scheme="W8A8", **statistics):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from quantflow.exporting import exporter
+from quantflow.exporting.exporters import exporter
 from quantflow.exporting.job import ExportJob
 from quantflow.files.manifest import read_manifest
 from quantflow.planning.recipe import Export
@@ -92,7 +92,7 @@ def dequantized(artifact, output):
     request = ExportJob(
         source=artifact, output=output, options=Export(format="dequantized", dtype="f32")
     )
-    return exporter("dequantized").run(exporter("dequantized").job(request), SILENT)
+    return exporter("dequantized").run(request, SILENT)
 
 
 @pytest.mark.parametrize(

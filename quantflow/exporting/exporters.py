@@ -1,0 +1,199 @@
+"""The artifact's files: weights, ledger, model card, other runtimes' files, and the proof.
+
+`EXPORTERS` is the only registry of formats that `export` writes. A row names its module, which is
+imported when it is used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from quantflow.errors import UsageError, nearest
+from quantflow.exporting.artifact_job import work_folder
+from quantflow.exporting.export import check as check_export
+from quantflow.exporting.job import ExportJob
+from quantflow.files.checkpoint import CONFIG
+from quantflow.files.manifest import MANIFEST_NAME
+from quantflow.files.outputs import output_folder
+from quantflow.formats import DEFAULT
+from quantflow.planning.recipe import Export
+from quantflow.progress import Progress
+from quantflow.sources.models import model_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporter:
+    """A row of EXPORTERS.
+
+    Attributes:
+        takes: what its source is, in words.
+        reader: what reads its files, in words.
+        options: words of the recipe's `export` that it reads.
+        foreign: the same for a source that another program quantized; None where `module` takes
+            that too, or nothing does.
+        module: has `run(job, progress)`, which writes the folder and returns it.
+        takes_model: the source may be a model, by any of its names.
+    """
+
+    takes: str
+    reader: str
+    options: tuple[str, ...]
+    module: str
+    takes_model: bool = False
+    foreign: str | None = None
+
+    def check_options(self, job: ExportJob) -> None:
+        """Refuse options that this format does not read.
+
+        Raises:
+            UsageError: naming one.
+        """
+        for item in fields(Export):
+            value = getattr(job.options, item.name)
+            if item.name not in ("format", *self.options) and value != item.default:
+                cause = f"export: {item.name} {value} beside format {job.options.format}"
+                remedy = f"leave it out; this format reads {', '.join(self.options)}"
+                raise UsageError(cause, remedy)
+
+    def run(self, job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
+        """Write what a job asks for, and return the folder.
+
+        Args:
+            job: its format is this one.
+            progress: hears how far it is.
+            prover: a process that has started to prove an artifact (quantflow/exporting/proof.py),
+                for the format of artifacts.
+
+        Raises:
+            UsageError: the job has an option that this format does not read.
+            QuantflowError: as the format's module.
+        """
+        self.check_options(job)
+        foreign = self.foreign is not None and is_foreign(job.source)
+        module = import_module(self.foreign if foreign and self.foreign else self.module)
+        proven = {} if prover is None or foreign else {"prover": prover}
+        folder: Path = module.run(job, progress, **proven)
+        return folder
+
+
+def _of_layout(reader: str, *, options: tuple[str, ...] = ("dtype", "shard_size")) -> Exporter:
+    """Return the exporter of a layout that other programs made; `dtype` is that of the scales of integers."""
+    return Exporter(
+        takes="an artifact, or a folder that another program quantized; no value changes",
+        reader=reader,
+        options=options,
+        module="quantflow.exporting.layout_export",
+    )
+
+
+EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
+    {
+        "compressed-tensors": Exporter(
+            takes="what `quantize` or `unify` wrote",
+            reader="this runtime, transformers, vLLM",
+            options=("shard_size", "measure_inputs"),
+            module="quantflow.exporting.export",
+            foreign="quantflow.exporting.layout_export",
+        ),
+        "inc": Exporter(
+            takes="a measurement",
+            reader="Gaudi's toolkit",
+            options=("device", "scale_method"),
+            module="quantflow.exporting.gaudi_export",
+        ),
+        "gguf": Exporter(
+            takes="a model as it is, or an artifact: in llama.cpp's types where it was quantized "
+            "to them, else dequantized",
+            reader="llama.cpp and its own quantizers",
+            options=("dtype",),
+            module="quantflow.exporting.gguf_export",
+            takes_model=True,
+        ),
+        "gptq": _of_layout("vLLM, and what else reads GPTQ's layout, version 1"),
+        "gptq_v2": _of_layout("what reads GPTQ's layout, version 2, which has zero points of 0"),
+        "auto_round": _of_layout(
+            "AutoRound, and what else reads its format; linears may differ in bits"
+        ),
+        "awq": _of_layout("vLLM, and what else reads AWQ's gemm layout"),
+        "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
+        "modelopt": _of_layout(
+            "TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)
+        ),
+        "mxfp4": _of_layout(
+            "what reads gpt-oss as it was published: its experts alone", options=("shard_size",)
+        ),
+        "ipex": _of_layout(
+            "Intel's extension for PyTorch, as its low-precision checkpoint", options=("dtype",)
+        ),
+        "openvino": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="OpenVINO and OpenVINO GenAI",
+            options=("dtype",),
+            module="quantflow.exporting.openvino_export",
+        ),
+        "dequantized": Exporter(
+            takes="an artifact",
+            reader="what reads its source: transformers, any tool for models that are not quantized",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.dequantized_export",
+        ),
+    }
+)
+
+
+def run(job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
+    """Write what a job asks for, by the exporter of its format; see `ExportJob.run`."""
+    chosen = exporter(job.options.format)
+    return chosen.run(_settled(job, chosen, progress), progress, prover=prover)
+
+
+def check(job: ExportJob) -> None:
+    """Refuse an artifact's export by what can be seen before its layers are there.
+
+    Raises:
+        UsageError: another format than an artifact's, options that it does not read, or a folder
+            that is read.
+    """
+    EXPORTERS[DEFAULT].check_options(job)
+    check_export(replace(job, output=output_folder(job.output, reads={"the model": job.model})))
+
+
+def _settled(job: ExportJob, chosen: Exporter, progress: Progress) -> ExportJob:
+    """The job with a folder for every name."""
+
+    def folder_of(model: Path) -> Path:
+        return model_folder(model, revision=job.revision, progress=progress)
+
+    if chosen.takes_model:
+        source, model = folder_of(job.source), job.model
+    else:
+        source = _layers(job.source, job.options.format)
+        model = None if job.model is None else folder_of(job.model)
+    reads = {"what is exported": job.source, "the model": job.model}
+    return replace(job, source=source, output=output_folder(job.output, reads=reads), model=model)
+
+
+def _layers(folder: Path, format: str) -> Path:
+    """The quantize folder beside an artifact of one command, for an artifact's own format."""
+    layers = work_folder(folder) / "2-quantize"
+    artifact = format == DEFAULT and (folder / MANIFEST_NAME).is_file()
+    return layers if artifact and layers.is_dir() else folder
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder is a model's, quantized or not, that this project did not write."""
+    return (folder / CONFIG).is_file() and not (folder / MANIFEST_NAME).exists()
+
+
+def exporter(name: str) -> Exporter:
+    """Return the exporter of a format.
+
+    Raises:
+        UsageError: there is none; the nearest one is named.
+    """
+    if name not in EXPORTERS:
+        raise UsageError(f"export: format {name!r} is unknown", nearest(name, list(EXPORTERS)))
+    return EXPORTERS[name]
