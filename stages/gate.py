@@ -13,7 +13,6 @@ import click
 
 from quantflow.stages.cli.options import offline, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import show, table
-from quantflow.validating import tables
 from quantflow.validating.job import GateJob, ValidateResult
 
 
@@ -41,6 +40,8 @@ def command(
     Example: quantflow gate new-validation --previous old-validation --gate limits.yaml \\
                --junit gate.xml
     """
+    from quantflow.validating import tables  # here: it imports numpy
+
     flags, _ = recipe_flags("gate", shared)
     result = GateJob(
         validation=Path(validation),
@@ -56,6 +57,8 @@ def command(
 
 def verdicts(result: ValidateResult) -> str:
     """Tables of a validation: the gate's, the older artifact's, the tasks', and where the loss is."""
+    from quantflow.validating import tables  # here: it imports numpy
+
     shown = (
         tables.verdicts([result]),
         tables.regressions(result),

@@ -31,7 +31,6 @@ from quantflow.stages.cli.output import outline, reporting, show, table
 from quantflow.stages.cli.quant_config_layer import tell_unread
 from quantflow.stages.run_summary import StageTimes, texts, write_texts
 from quantflow.unifying.job import UnifyJob
-from quantflow.validating import tables
 from quantflow.validating.job import ValidateJob, ValidateResult
 
 
@@ -86,6 +85,8 @@ def command(
         )
         show(values if len(jobs) > 1 else values[0], as_json=shared["as_json"], text=text)
         return
+    from quantflow.validating import tables  # here: it imports torch
+
     results = []
     for job in jobs:
         with reporting(shared, job.folder) as progress:
@@ -107,7 +108,8 @@ def command(
 
 def run(job: RunJob, progress: Progress) -> list[ValidateResult]:
     """Run every stage and return the validation of each artifact, in the recipe's order."""
-    from quantflow.validating.recipe_check import resolved  # here: it imports torch
+    from quantflow.validating import tables  # here: it imports torch, as the next
+    from quantflow.validating.recipe_check import resolved
 
     folder = job.folder
     if not job.recipe.quantize:

@@ -18,7 +18,6 @@ from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_fla
 from quantflow.stages.cli.output import reporting, show, show_job
 from quantflow.stages.cli.spelling import VALIDATE, spelled
 from quantflow.stages.gate import verdicts
-from quantflow.validating import tables
 from quantflow.validating.job import ValidateJob
 
 
@@ -72,6 +71,8 @@ def command(
              quantflow validate new --baseline ./llama --tasks lambada_openai,piqa --limit 200 -o tasks.json
              quantflow validate new --baseline ./llama --diagnose 100
     """
+    from quantflow.validating import tables  # here: it imports numpy
+
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
     folder = beside(artifact, "-validation") if report is None else report

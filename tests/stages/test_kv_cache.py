@@ -191,9 +191,7 @@ def test_ledger_manifest_inspect_and_card_name_them(made: Any) -> None:
 def test_plan_counts_the_tensors(cache: KVCacheSettings, made: Any, llama: Path) -> None:
     _, artifact = made(cache)
     entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-    (found,) = PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))).run()[
-        "artifacts"
-    ]
+    (found,) = PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))).run()["artifacts"]
     assert found["tensor_bytes"] == verify(artifact)["tensor_bytes"]
     assert found["kv_cache"] == f"{cache.scheme} {cache.granularity}"
 

@@ -118,7 +118,7 @@ def test_layers_alone_where_they_are_asked_for(llama, tmp_path, capsys):
 
 
 def test_python_has_the_same_command(llama, tmp_path):
-    words = {"artifact": Quantize(name="w4a16", scheme="W4A16", group_size=32)}
+    words = {"entry": Quantize(name="w4a16", scheme="W4A16", group_size=32)}
     calibration = Calibration(samples=6, sequence_length=48)
     made = quantflow.make_artifact(llama, tmp_path / "a", calibration=calibration, **words)
     assert (
@@ -131,7 +131,7 @@ def test_python_has_the_same_command(llama, tmp_path):
 
 def test_a_dry_run_touches_nothing(llama, tmp_path, capsys):
     assert run("quantize", llama, "-o", tmp_path / "a", *GPTQ, "--dry-run", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["artifact"]["group_size"] == 32 and not list(
+    assert json.loads(capsys.readouterr().out)["entry"]["group_size"] == 32 and not list(
         tmp_path.iterdir()
     )
 

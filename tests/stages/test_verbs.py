@@ -190,7 +190,7 @@ def test_flags_win_over_set_and_set_over_the_recipe_in_quantize(as_json, llama, 
     def entry(*more):
         job = as_json(*line, *more)[0]
         assert job["model"] == str(llama)
-        return *(job["artifact"][key] for key in ("name", "scheme", "group_size")), job["seed"]
+        return *(job["entry"][key] for key in ("name", "scheme", "group_size")), job["seed"]
 
     assert entry(*recipe) == ("a", "W8A16", None, 5)
     assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32") == (
@@ -230,7 +230,7 @@ def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path
     assert (
         job["model"] == str(llama)
         and job["seed"] == 7
-        and job["measuring"]["stats"] == ["amax", "min_max"]
+        and job["options"]["stats"] == ["amax", "min_max"]
     )
     assert job["calibration"] == {
         "source": "a.txt",
