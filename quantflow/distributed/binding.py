@@ -17,7 +17,7 @@ _SYSTEM = Path("/sys/devices/system")
 def cores_of(
     ranks: int, *, usable: Collection[int] | None = None, system: Path = _SYSTEM
 ) -> list[frozenset[int]]:
-    """Return the processors of each rank; ranks of one node share it evenly, and one rank alone has the largest node.
+    """The processors of each rank; ranks of one node share it evenly, and one rank alone has the largest node.
 
     They are one thread of each core, or all threads where there are more ranks than cores.
 
@@ -55,7 +55,7 @@ def cores_of(
 
 
 def _first_threads(usable: Collection[int], system: Path) -> list[int]:
-    """Return the first usable thread of each core."""
+    """The first usable thread of each core."""
     found = []
     for processor in sorted(usable):
         siblings = _listed(system / f"cpu/cpu{processor}/topology/thread_siblings_list") or {
@@ -67,7 +67,7 @@ def _first_threads(usable: Collection[int], system: Path) -> list[int]:
 
 
 def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
-    """Return the processors of each NUMA node; all are of one where nothing says otherwise."""
+    """The processors of each NUMA node; all are of one where nothing says otherwise."""
     nodes = [_listed(path) for path in sorted(system.glob("node/node*/cpulist"))]
     found = [
         inside
@@ -78,7 +78,7 @@ def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
 
 
 def _listed(path: Path) -> set[int]:
-    """Return the numbers in a file such as `0-3,8`; none where there is no such file."""
+    """The numbers in a file such as `0-3,8`; none where there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -17,7 +17,7 @@ from quantflow.errors import InputError
 
 
 def encode(value: Any) -> Any:
-    """Return a job as plain data.
+    """A job as plain data.
 
     Raises:
         TypeError: it holds something else than records, paths, containers, numbers and text.
@@ -42,7 +42,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Return the job that `encode` made plain data of.
+    """The job that `encode` made plain data of.
 
     Raises:
         InputError: it names something else than a record of this package.

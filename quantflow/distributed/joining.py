@@ -38,7 +38,7 @@ class Joined:
 
 
 def shared_scale(scales: Sequence[Tensor], *, zeros: Sequence[bool]) -> Tensor:
-    """Return the scale that one process gives a weight, from those that cards gave their parts.
+    """The scale that one process gives a weight, from those that cards gave their parts.
 
     Args:
         scales: [1, 1] each, symmetric, one per card.
@@ -49,7 +49,7 @@ def shared_scale(scales: Sequence[Tensor], *, zeros: Sequence[bool]) -> Tensor:
 
 
 def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
-    """Return the weight whose rows are those of the parts, in order.
+    """The weight whose rows are those of the parts, in order.
 
     Args:
         parts: [O_i, I] each.
@@ -75,7 +75,7 @@ def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joine
 
 
 def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
-    """Return the weight whose columns are those of the parts, in order.
+    """The weight whose columns are those of the parts, in order.
 
     Args:
         parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a
@@ -149,7 +149,7 @@ def zero_groups(original: Tensor, scale: Tensor) -> int:
 
 
 def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
-    """Return the scale that per_tensor parts are to have."""
+    """The scale that per_tensor parts are to have."""
     if scale is None or not parts[0].scheme.symmetric:
         raise SchemeError(
             f"parts of a per_tensor weight with symmetric={parts[0].scheme.symmetric}, "
@@ -163,7 +163,7 @@ def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
 def _of_columns(
     parts: Sequence[QTensor], stale: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, slice], ...]:
-    """Return the rows of each part with the columns that it has in the whole."""
+    """The rows of each part with the columns that it has in the whole."""
     ends = list(accumulate(part.qvalue.shape[1] for part in parts))
     return tuple(
         (rows, slice(begin, end)) for rows, begin, end in zip(stale, [0, *ends], ends, strict=False)

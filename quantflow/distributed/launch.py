@@ -125,12 +125,12 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def is_rank() -> bool:
-    """Return whether this process has the variables of a rank, right or wrong."""
+    """Whether this process has the variables of a rank, right or wrong."""
     return "RANK" in os.environ
 
 
 def own_device(name: str) -> str:
-    """Return the device of this process: of ranks that share a machine each takes the GPU of its number there.
+    """The device of this process: of ranks that share a machine each takes the GPU of its number there.
 
     Args:
         name: as `--device` says it.
@@ -155,7 +155,7 @@ def own_device(name: str) -> str:
 
 
 def launched_folder() -> Path | None:
-    """Return the private folder of the ranks that `launch` started, this process among them; None for all others."""
+    """The private folder of the ranks that `launch` started, this process among them; None for all others."""
     folder = os.environ.get(_LAUNCHED)
     return None if folder is None else Path(folder)
 
@@ -168,7 +168,7 @@ def launched_environment(
     threads: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the environment of a rank that this process starts and speaks for.
+    """The environment of a rank that this process starts and speaks for.
 
     Args:
         folder: the private one of these ranks.
@@ -217,7 +217,7 @@ def require_trust(verb: str, *, trusted: bool) -> None:
 
 
 def speaks() -> bool:
-    """Return whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
+    """Whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
     rank = launched_rank()
     return rank is None or (rank[0] == 0 and launched_folder() is None)
 
@@ -385,12 +385,12 @@ def _wait(
 
 
 def _others_fault(code: int, failure: _Failure) -> bool:
-    """Return whether a rank ended because of another one: it lost its connection, or was asked to end."""
+    """Whether a rank ended because of another one: it lost its connection, or was asked to end."""
     return code == -signal.SIGTERM or LOST in failure.cause or failure.cause == "terminated"
 
 
 def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
-    """Return the rank that failed by itself, first of all in time, else one that failed; None where none did.
+    """The rank that failed by itself, first of all in time, else one that failed; None where none did.
 
     Args:
         ends: rank -> exit code, in the order of their ends.
@@ -402,7 +402,7 @@ def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
 
 
 def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -> QuantflowError:
-    """Return the error that tells which rank ended the others."""
+    """The error that tells which rank ended the others."""
     if code < 0:
         told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
         return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")

@@ -187,7 +187,7 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
 
 
 def joined(placements: Iterable[Placement]) -> dict[str, Any]:
-    """Return the placement of what several ranks hold together.
+    """The placement of what several ranks hold together.
 
     Args:
         placements: of one tensor, on each of the ranks; neighbouring shares and copies.
@@ -228,7 +228,7 @@ def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tupl
 
 
 def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, Any]:
-    """Return the placement of one card's share of a tensor that a single rank holds, as its `plan` says.
+    """The placement of one card's share of a tensor that a single rank holds, as its `plan` says.
 
     Args:
         name: its source name, for the message.

@@ -93,12 +93,12 @@ class SharedMemory:
 
 
 def size_of(world: int) -> int:
-    """Return the bytes of memory that so many ranks need."""
+    """The bytes of memory that so many ranks need."""
     return world * (_LINE + 2 * _ROOM)
 
 
 def nearest(verb: str, wire: Wire) -> Wire:
-    """Return a wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
+    """A wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
 
     Args:
         verb: what runs, for messages.

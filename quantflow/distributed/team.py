@@ -62,7 +62,7 @@ class Team:
     direct: bool = True
 
     def owns(self, number: int) -> bool:
-        """Return whether a group of linears is this card's to quantize."""
+        """Whether a group of linears is this card's to quantize."""
         return number % self.world == self.rank
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
@@ -148,7 +148,7 @@ class Team:
         return found, about
 
     def span(self, value: int) -> tuple[int, int]:
-        """Return the least and the greatest of the cards' values."""
+        """The least and the greatest of the cards' values."""
         if self.world == 1:
             return value, value
         both = torch.tensor([value, -value])
@@ -157,7 +157,7 @@ class Team:
         return int(both[0]), -int(both[1])
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on every card."""
+        """Whether something holds on every card."""
         return self.span(int(holds))[0] == 1
 
     def wait(self) -> None:
@@ -173,7 +173,7 @@ class Team:
             )
 
     def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
-        """Return a group's input from the card that ran the sequence, float32 on the device."""
+        """A group's input from the card that ran the sequence, float32 on the device."""
         tensor = torch.empty(shape, device=(self.device if self.direct else HOST).kind)
         with connected():
             distributed.recv(tensor, rank, group=self.group, tag=number)

@@ -44,7 +44,7 @@ Through = Callable[[State, Tensor, Observe], Tensor]
 
 
 def generator_for(seed: int, index: int) -> torch.Generator:
-    """Return the generator of the labels of one sequence, whichever process draws them.
+    """The generator of the labels of one sequence, whichever process draws them.
 
     Args:
         seed: of the measurement.
@@ -55,7 +55,7 @@ def generator_for(seed: int, index: int) -> torch.Generator:
 
 
 def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Return the gradient of the loss by the output of the last layer, [1, S, H] float32.
+    """The gradient of the loss by the output of the last layer, [1, S, H] float32.
 
     Inside `stream.head()` several threads may call it; a part of the sequence has logits in memory
     at a time.

@@ -76,7 +76,7 @@ class Backward:
     allowance: Allowance
 
     def run(self) -> Path:
-        """Return the folder whose layers hold the statistics of every layer."""
+        """The folder whose layers hold the statistics of every layer."""
         disk.make_folder(self.folder / "layers")
         gradients = HiddenStates(
             len(self.calls), folder=self.folder / "hidden", device=self.stream.device
@@ -106,7 +106,7 @@ class Backward:
         return self.folder
 
     def _rounded(self, module: nn.Module, layer: Layer) -> AbstractContextManager[None]:
-        """Return the context in which linears multiply in `products`."""
+        """The context in which linears multiply in `products`."""
         if self.products == torch.float32:
             return nullcontext()
         names = {
@@ -136,7 +136,7 @@ class Backward:
         )
 
     def _states(self, index: int) -> list[State]:
-        """Return every sequence with the hidden state that entered a layer, or left the last one; read as they are needed.
+        """Every sequence with the hidden state that entered a layer, or left the last one; read as they are needed.
 
         Raises:
             InputError: the file is not as it was written.
@@ -218,7 +218,7 @@ def _sequence(
     device: Device,
     state: State,
 ) -> tuple[Tensor, Observers]:
-    """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
+    """The gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 
     def see(site: str, kind: str, seen: Tensor) -> None:

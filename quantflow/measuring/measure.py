@@ -204,7 +204,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
 
 
 def _device(job: MeasureJob) -> Device:
-    """Return the device of this process, one of several where there are several ranks."""
+    """The device of this process, one of several where there are several ranks."""
     return open_device(own_device(job.compute.device))
 
 
@@ -387,7 +387,7 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
 def calibration_sequences(
     calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
 ) -> list[Tensor]:
-    """Return the token ids of the calibration set, in sample order, int64 [S] each."""
+    """The token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
     limit = limit if limit > 0 else 2048  # XLNet's -1 is no limit
     length = calibration.sequence_length or min(calibration.usual_length, limit)
@@ -423,7 +423,7 @@ def calibration_sequences(
 
 
 def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
-    """Return a sentence where the text gives less than half of the tokens that were asked for; None where it does not."""
+    """A sentence where the text gives less than half of the tokens that were asked for; None where it does not."""
     length = calibration.sequence_length or max(map(len, sequences))
     found, asked = sum(map(len, sequences)), calibration.samples * length
     if 2 * found >= asked:

@@ -47,12 +47,13 @@ from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
-# which tokens the experts of a mixture are shown
-FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}
+# Tokens that each expert of a mixture sees while it is observed: those that the router sends it, or
+# all. The value is a context of the layer's module.
+EXPERT_TOKENS: dict[str, Any] = {"routed": nullcontext, "all": every_token}
 
 
 def products_of(stats: Sequence[str], device: Device = HOST) -> torch.dtype:
-    """Return the dtype in which gradients are brought back: what the device is fast in, where only their sums are wanted."""
+    """The dtype in which gradients are brought back: what the device is fast in, where only their sums are wanted."""
     sums_alone = [kind for kind in stats if of_gradients(kind)] == [GradientObserver.NAME]
     return determinism.products(device) if sums_alone else torch.float32
 
@@ -68,7 +69,7 @@ class Observation:
         seed: of the labels that gradients are taken for.
         folder: of the resume state.
         key: digest of everything that the statistics depend on.
-        experts: a key of FEEDING.
+        experts: a key of EXPERT_TOKENS.
         device: where layers run; statistics stay there until their layer is done.
         dtype: of weights and hidden states; statistics are float32 and wider.
     """
@@ -89,7 +90,7 @@ class Observation:
     dtype: torch.dtype = torch.float32
 
     def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
+        """Every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
         stream, backwards = self._stream(), goes_back(self.stats)
         opened = partial(
             HiddenStates,
@@ -143,7 +144,7 @@ class Observation:
         return Deferred(held, later)
 
     def _backward(self, stream: LayerStream, states: list[State]) -> Backward:
-        """Return the way back from what left the last layer."""
+        """The way back from what left the last layer."""
         calls = [state.calls for state in states]
         give_back_holes()
         return Backward(
@@ -204,7 +205,7 @@ class Observation:
         watching = watch(
             module, {layer.relative(name): partial(watched, name) for name in layer.linears}
         )
-        with watching, watch_routing(module, routed), FEEDING[self.experts](module):
+        with watching, watch_routing(module, routed), EXPERT_TOKENS[self.experts](module):
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
             for number, (state, (hidden, observers)) in enumerate(
                 zip(states, arrived, strict=True), start=1
@@ -275,7 +276,7 @@ def _merge(total: Observers, observers: Observers) -> None:
 
 
 def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:
-    """Return the statistics, those of a shared input under the name of each of its linears; observers are let go of."""
+    """The statistics, those of a shared input under the name of each of its linears; observers are let go of."""
     found: dict[str, Tensor] = {}
     for site in list(observers):
         for observer in observers.pop(site):

@@ -101,7 +101,7 @@ class Measurement:
 
 
 def statistic(measurement: Measurement, name: str, *, site: str, statistic: str) -> Tensor:
-    """Return one statistic of a tensor.
+    """One statistic of a tensor.
 
     Raises:
         StatisticsError: it was not measured; says which `--stats` would have.
@@ -133,7 +133,7 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
 
 
 def recorded(measurement: Measurement) -> Measurement:
-    """Return a measurement with the record that it would have been read with from a folder: its digest is that of the files.
+    """A measurement with the record that it would have been read with from a folder: its digest is that of the files.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -144,7 +144,7 @@ def recorded(measurement: Measurement) -> Measurement:
 
 
 def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
-    """Return the tensors of each file, checked."""
+    """The tensors of each file, checked."""
     _check_fields(measurement.meta, name="the measurement")
     _check_counts(measurement, name="the measurement")
     _check_statistics(measurement)
@@ -158,7 +158,7 @@ def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the record beside files of these sha256."""
+    """The record beside files of these sha256."""
     meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {
         "files": dict(files)
     }

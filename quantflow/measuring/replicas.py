@@ -40,7 +40,7 @@ class Replica:
     mesh: DeviceMesh | None = None
 
     def span(self, value: int) -> tuple[int, int]:
-        """Return the least and the greatest of the cards' values."""
+        """The least and the greatest of the cards' values."""
         if self.mesh is None:
             return value, value
         both = torch.tensor([value, -value])
@@ -48,7 +48,7 @@ class Replica:
         return int(both[0]), -int(both[1])
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on every card."""
+        """Whether something holds on every card."""
         return self.span(int(holds))[0] == 1
 
     def wait(self) -> None:
@@ -57,7 +57,7 @@ class Replica:
 
 
 def meshed(world: int, tp: int, *, device: Device) -> DeviceMesh | None:
-    """Return the cards of this process's replica, whose devices are of one kind; every process of the world has to call it."""
+    """The cards of this process's replica, whose devices are of one kind; every process of the world has to call it."""
     if tp == 1:
         return None
     return init_device_mesh(device.kind.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]

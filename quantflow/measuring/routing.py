@@ -21,7 +21,7 @@ _MOST = 1 << 16  # experts of a mixture
 
 
 def routed_key(linear: str) -> str:
-    """Return the key under which the tokens of an expert are kept; `linear` is its first linear, the gate."""
+    """The key under which the tokens of an expert are kept; `linear` is its first linear, the gate."""
     return str(Key(linear, SITE, STATISTIC))
 
 

@@ -85,7 +85,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of the file that `write_tensors` would write."""
+    """The sha256 of the file that `write_tensors` would write."""
     digest = hashlib.sha256()
     for part in _parts(tensors):
         digest.update(part)
@@ -154,7 +154,7 @@ class Deferred(Mapping[str, Tensor]):
         self._later = later
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a tensor; what is not there is a KeyError."""
+        """A tensor; what is not there is a KeyError."""
         return self._held[key] if key in self._held else self._later[key].make()
 
     def spec(self, key: str) -> Spec:
@@ -171,7 +171,7 @@ class Deferred(Mapping[str, Tensor]):
         return len(self._held) + len(self._later)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor is there, without making it."""
+        """Whether a tensor is there, without making it."""
         return key in self._held or key in self._later
 
 
@@ -214,7 +214,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return self._infos[key].dtype, self._infos[key].shape
 
     def _read_alone(self, key: str, info: TensorInfo) -> Tensor:
-        """Return a tensor that nobody keeps beside who asked for it."""
+        """A tensor that nobody keeps beside who asked for it."""
         tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
         view, done = disk.flat(tensor.numpy().ravel().data), 0
         while done < info.nbytes:
@@ -228,7 +228,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return tensor
 
     def _read(self, key: str, info: TensorInfo) -> bytearray:
-        """Return the bytes of a small tensor and of what follows it."""
+        """The bytes of a small tensor and of what follows it."""
         block = bytearray(_BLOCK)
         count = os.preadv(self._descriptor, [block], info.offset)
         if count < info.nbytes:
@@ -247,7 +247,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return len(self._infos)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor is there, without reading it."""
+        """Whether a tensor is there, without reading it."""
         return key in self._infos
 
 

@@ -126,7 +126,7 @@ def select(
 
 
 def hash_sequences(sequences: Sequence[Tensor]) -> str:
-    """Return the sha256 of token sequences, their lengths and their order; 64 hexadecimal digits."""
+    """The sha256 of token sequences, their lengths and their order; 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(len(sequence).to_bytes(8, "little"))
@@ -190,7 +190,7 @@ def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[l
 
 
 def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return one document; keys other than the three are the file's own notes and are not read."""
+    """One document; keys other than the three are the file's own notes and are not read."""
     if not isinstance(line, dict):
         raise InputError(f"{where}: {type(line).__name__}, a JSON object is needed", _KINDS_REMEDY)
     kinds = [kind for kind in _KINDS if kind in line] or [

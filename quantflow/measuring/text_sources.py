@@ -71,7 +71,7 @@ def with_calibration_text(calibration: Calibration, progress: Progress) -> Calib
 
 
 def text_digest(path: Path) -> str:
-    """Return the sha256 of a text's content: of a file, or of every .txt file of a folder.
+    """The sha256 of a text's content: of a file, or of every .txt file of a folder.
 
     Raises:
         InputError: it cannot be read.
@@ -87,7 +87,7 @@ def text_digest(path: Path) -> str:
 
 
 def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) -> Path:
-    """Return the file of a data set, taken now where it was not taken before."""
+    """The file of a data set, taken now where it was not taken before."""
     path = (
         Path(constants.HF_HOME)
         / "quantflow"
@@ -112,7 +112,7 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
 
 
 def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a split."""
+    """The rows of a split."""
     from datasets import load_dataset
 
     try:

@@ -1,4 +1,4 @@
-"""What a QUANT_CONFIG says about an FP8 artifact, as the recipe's keys, and where its measurement is."""
+"""The settings of a QUANT_CONFIG for an FP8 artifact, as the recipe's keys, and its measurement."""
 
 import glob
 from collections.abc import Mapping
@@ -24,7 +24,9 @@ FLAVOURS = {"E4M3": "e4m3fn", "E5M2": "e5m2"}
 def under_quant_config(
     entry: Mapping[str, Any], config: QuantConfig, *, model: Path, measurement: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return an entry of a recipe with what a QUANT_CONFIG says about FP8 where the entry says nothing, and notes about it.
+    """An entry of a recipe over the FP8 settings of a QUANT_CONFIG, and notes about these.
+
+    The entry's own settings win.
 
     Raises:
         InputError: the model or the measurement cannot be opened.
@@ -73,7 +75,7 @@ def under_quant_config(
 def _scale_method(
     entry: Mapping[str, Any], config: QuantConfig
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe's keys for the scales of a QUANT_CONFIG, where the entry says nothing of scales, and notes about it.
+    """The recipe's keys for a QUANT_CONFIG's scales, and notes; none where the entry has its own.
 
     Raises:
         UsageError: the dictionary form, or a method that computes scales at run time.
@@ -83,7 +85,10 @@ def _scale_method(
     if given:
         return {}, []
     if scheme.weights.granularity != "per_tensor":
-        unused = f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use --scheme FP8"
+        unused = (
+            f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use "
+            "--scheme FP8"
+        )
         return {}, [unused] if "scale_method" in config.given else []
     if not config.scale_method.plain:
         raise UsageError(
@@ -107,7 +112,7 @@ def _scale_method(
 
 
 def quant_config_measurement(config: QuantConfig) -> Path:
-    """Return the measurement that dump_stats_path names: Gaudi's files, which begin with it, or a folder of ours.
+    """The measurement that dump_stats_path names: the prefix of Gaudi's files, or a folder of ours.
 
     Raises:
         UsageError: both are there.

@@ -1,30 +1,34 @@
 """Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
 
-Reads    the model folder; a measurement of one rank, or of as many as quantize, when the scheme, transforms or algorithm need
-         statistics; for what needs maxima alone also the files of Gaudi's toolkit
-Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
-         of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
-Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
-         scales are tuned after that (quantflow/quantizing/tuning.py) at the step
-Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
+Reads    the model folder; a measurement, when the scheme, transforms or algorithm need statistics:
+         of one rank, or of as many ranks as quantize, or Gaudi's files where maxima suffice
+Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json;
+         canary.safetensors and .json, unless file to file;
+         head.safetensors and .json, where the head is quantized;
+         recipe.yaml, choice.json, pareto.svg, where schemes are chosen
+Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next
+         one are read back; at the step, where scales are tuned afterwards
+         (quantflow/quantizing/tuning.py)
+Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs,
+         5 memory, disk or a held folder, 6 unsupported
 
 Where no forward pass is needed, weights go from file to file
 (quantflow/quantizing/file_to_file.py). Otherwise the canary, which is the calibration text's first
-tokens, and for what reads it all of that text run layer by layer, one in memory
-(quantflow/quantizing/layer.py). Both go on a device too: layers, or rows of weights, cross to it,
-and what they became comes back.
+tokens, runs layer by layer, and with it all of the text where something reads it; one layer is in
+memory (quantflow/quantizing/layer.py). Both ways work on a device too: layers, or rows of weights,
+cross to it, and the results come back.
 
 With N ranks N processes are started, each of which writes its slice of every linear into
 <o>/rank-RRR-of-NNN/ (quantflow/quantizing/shards/share.py); unify makes one result of these shards.
-File to file a rank reads no more than its slice. Where the model runs, the ranks share the work of
-each layer, whole on each, and tell each other what came out (quantflow/distributed/team.py).
+File to file a rank reads no more than its slice. Where the model runs, every rank holds the whole
+layer; the ranks share its work and exchange the results (quantflow/distributed/team.py).
 """
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -76,6 +80,9 @@ from quantflow.quantizing.static_inputs import inputs_of
 from quantflow.quantizing.undercalibrated import check_before, described
 from quantflow.sources.models import model_folder
 
+if TYPE_CHECKING:
+    from quantflow.models.load import Source
+
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
 LATER = ("linears", "scale_method", "scale_arithmetic")
@@ -92,11 +99,11 @@ PARTS = (
 
 
 def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = None) -> Path:
-    """Quantize the model and return the finished folder; what is up to date is left alone.
+    """Quantize the model; the result is the finished folder. Whatever is up to date is left alone.
 
     Args:
-        job: the artifact.
-        progress: hears how far it is.
+        job: the artifact's job.
+        progress: listener for every layer.
         opened: the model and its plan, where the caller needed them already.
     """
     job = settled(job, progress)
@@ -151,7 +158,7 @@ def open_model(job: QuantizeJob, progress: Progress) -> PlannedModel:
 
 
 def settled(job: QuantizeJob, progress: Progress) -> QuantizeJob:
-    """The job with the folder of its model; again the same of its own.
+    """The job with the folder of its model; settling a settled job changes nothing.
 
     Raises:
         QuantflowError: there is no such model; the output lies in what is read.
@@ -182,7 +189,7 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
 
 
 def _device(job: QuantizeJob) -> Device:
-    """Return the device of this process, one of several where there are several ranks."""
+    """The device of this process, one of several where there are several ranks."""
     return open_device(own_device(job.compute.device))
 
 
@@ -244,6 +251,7 @@ def _launch(
         plan,
         scheme=job.entry.scheme,
         source=source,
+        graph=model.graph,
         progress=progress,
         ranks=job.ranks,
     )
@@ -272,13 +280,14 @@ def _quantize(
     share: CardShare = WHOLE,
     team: Team = ALONE,
 ) -> Path:
-    """Quantize what the share says into the job's folder, together with the team."""
+    """Quantize the share of this process into the job's folder, together with the team."""
     plan, source, graph, mixture = model.plan, model.source, model.graph, model.mixture
     folder, measurement = measurement_of(
         job.measurement,
         plan,
         scheme=job.entry.scheme,
         source=source,
+        graph=model.graph,
         progress=progress,
         ranks=job.ranks,
     )
@@ -359,11 +368,13 @@ def _quantize(
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
         else:
             key = digest_of(inputs)
+            runnable = _runnable(source)
             _run_layers(
                 job,
                 plan,
                 graph,
                 measurement,
+                source=runnable,
                 key=key,
                 allowance=allowance,
                 progress=progress,
@@ -375,6 +386,7 @@ def _quantize(
                     job,
                     mixture,
                     plan,
+                    source=runnable,
                     graph=graph,
                     measurement=measurement,
                     key=key,
@@ -398,12 +410,22 @@ def _quantize(
     return job.output
 
 
+def _runnable(files: ModelFiles) -> "Source":
+    """The open files with the configuration of transformers, which running the model needs."""
+    # here: file to file starts without transformers' model code
+    from quantflow.models.configuration import load_config
+    from quantflow.models.load import Source
+
+    return Source(checkpoint=files.checkpoint, config=load_config(files.checkpoint))
+
+
 def _run_layers(
     job: QuantizeJob,
     plan: Plan,
     graph: Graph,
     measurement: Measurement | None,
     *,
+    source: "Source",
     key: str,
     allowance: Allowance,
     progress: Progress,
@@ -412,7 +434,7 @@ def _run_layers(
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
     # here: file to file starts without transformers' model code
-    from quantflow.models.load import open_source, reading_ahead
+    from quantflow.models.load import reading_ahead
     from quantflow.quantizing.layer_by_layer import Forward
     from quantflow.quantizing.tuning import tune
 
@@ -421,14 +443,14 @@ def _run_layers(
     device = _device(job)
     with (
         Workers(allowance.workers) as workers,
-        reading_ahead(open_source(job.model), device) as source,
+        reading_ahead(source, device) as read_source,
     ):
         forward = Forward(
             output=job.output,
             folder=folder,
             entry=job.entry,
             plan=plan,
-            source=source,
+            source=read_source,
             graph=graph,
             measurement=measurement,
             key=key,
@@ -451,12 +473,13 @@ def _settled(
     mixture: ChosenMixture,
     plan: Plan,
     *,
+    source: "Source",
     graph: Graph,
     measurement: Measurement,
     key: str,
     progress: Progress,
 ) -> bool:
-    """Measure what chosen schemes cost and return whether they stay."""
+    """Whether the chosen schemes stay, by the divergence that they are measured to cost."""
     from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: as above
 
     return settle(
@@ -464,6 +487,7 @@ def _settled(
         mixture,
         plan,
         model=job.model,
+        source=source,
         graph=graph,
         measurement=measurement,
         key=key,
@@ -478,7 +502,7 @@ def _settled(
 def _inputs(
     job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None
 ) -> dict[str, Any]:
-    """Return everything that the result depends on but the weights."""
+    """Everything that the result depends on but the weights."""
     return {
         "config": digest_of(source.checkpoint.config),
         "recipe": _recipe(job.entry),
@@ -493,7 +517,7 @@ def _inputs(
 
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
-    """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
+    """The entry as the result's inputs name it; `expect` is validate's affair."""
     return {
         key: value
         for key, value in asdict(entry).items()
@@ -504,7 +528,7 @@ def _recipe(entry: Quantize) -> dict[str, Any]:
 def _summary(
     job: QuantizeJob, model: PlannedModel, measurement: Measurement | None
 ) -> dict[str, Any]:
-    """What export needs to know besides the layers."""
+    """The facts that export needs besides the layers."""
     plan = model.plan
     calibrated_by = None
     if measurement is not None:

@@ -85,7 +85,7 @@ def logged(path: Path, title: str) -> Iterator[Log]:
 
 
 def peaks() -> str:
-    """Return the peak of resident memory, and where the system tells, what of the present one is anonymous and of files."""
+    """The peak of resident memory, and where the system tells, what of the present one is anonymous and of files."""
     found = usage()
     text = f"peak RSS {size(found.peak)}"
     if found.anonymous:

@@ -82,7 +82,7 @@ class Pace:
         return self.before + self.finished
 
     def text(self, number: int, *, doing: str, elapsed: float, memory: bool) -> str:
-        """Return one line about step `number`, counted from 1."""
+        """One line about step `number`, counted from 1."""
         parts = [f"{self.head} {number} of {self.total}", doing]
         parts.append(f"{self.samples} samples" if self.samples else "")
         parts.append(duration(elapsed))

@@ -59,7 +59,7 @@ def guard() -> None:
 
 
 def _guarded(number: int, stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to a descriptor as another does."""
+    """A stream that writes to a descriptor as another does."""
     encoding, live, direct = "utf-8", number == 2, False
     if isinstance(stream, io.TextIOWrapper):
         encoding, live, direct = stream.encoding, stream.line_buffering, stream.write_through

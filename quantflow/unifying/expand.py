@@ -24,7 +24,7 @@ _CUT, _KEPT, _BOUND, _LEFT_OUT = "cut", "kept", "the whole's, which bounds it", 
 
 
 def planned(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, dict[str, Any]]]:
-    """Return the placements of every tensor on each of `ranks` cards, as its `plan` says.
+    """The placements of every tensor on each of `ranks` cards, as its `plan` says.
 
     Args:
         tensors: placements of a measurement of one rank.

@@ -77,7 +77,7 @@ def run(
 
 
 def holds_account(folder: Path) -> bool:
-    """Return whether a folder is one that `run` wrote."""
+    """Whether a folder is one that `run` wrote."""
     return (folder / ACCOUNT).is_file()
 
 
@@ -97,7 +97,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def _renamed(name: FileName, rank: int, *, world: int | None) -> FileName:
-    """Return the name of a merged rank; without a world size it has none, as the toolkit's single process."""
+    """The name of a merged rank; without a world size it has none, as the toolkit's single process."""
     return FileName(
         prefix=name.prefix,
         observer=name.observer,

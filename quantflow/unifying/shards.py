@@ -117,7 +117,7 @@ class Parts:
     def __call__(
         self, unit: Unit, scheme: LinearScheme, rows: Tensor
     ) -> tuple[QTensor, Mapping[str, Any]]:
-        """Return the rows of the joined weight, and its decisions as the algorithm counts them."""
+        """The rows of the joined weight, and its decisions as the algorithm counts them."""
         name, scale, zeros = unit.linear, None, None
         if scheme.weights.granularity == "per_tensor":
             scale, zeros = self._shared(name)
@@ -158,7 +158,7 @@ class Parts:
         return found
 
     def _shared(self, name: str) -> tuple[Tensor, bool]:
-        """Return the one scale of a weight, [1, 1], and whether it stands for zeros alone.
+        """The one scale of a weight, [1, 1], and whether it stands for zeros alone.
 
         All cards count: a copy's scale is also that of what the card holds of the linears that
         share the input.
@@ -172,7 +172,7 @@ class Parts:
 
 
 def open_shards(folder: Path) -> list[OpenedShard]:
-    """Return the shards of a quantized model, in order of their ranks, after every file was compared with its hash.
+    """The shards of a quantized model, in order of their ranks, after every file was compared with its hash.
 
     Raises:
         InputError: one is missing, unfinished, there twice, or was made from something else than
@@ -439,7 +439,7 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
 
 
 def _digests(shards: Sequence[OpenedShard]) -> Digests:
-    """Return the hashes of the source's files, as far as quantize left them."""
+    """The hashes of the source's files, as far as quantize left them."""
     return Digests(also=[shards[0].folder.parent / HASHES, shards[0].folder / HASHES])
 
 
@@ -472,7 +472,7 @@ def _from_rows(
     scheme: LinearScheme,
     scale: Tensor | None,
 ) -> Joined:
-    """Return a unit's rows, each from the card that holds it.
+    """A unit's rows, each from the card that holds it.
 
     Args:
         holders: first and last row -> who holds them.
@@ -496,7 +496,7 @@ def _from_columns(
     scheme: LinearScheme,
     scale: Tensor | None,
 ) -> Joined:
-    """Return a unit's rows, each from all cards; as `_from_rows`, with columns."""
+    """A unit's rows, each from all cards; as `_from_rows`, with columns."""
     stop = unit.first + unit.count
     return join_columns(
         [

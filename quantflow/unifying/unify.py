@@ -167,7 +167,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def rank_folders(folder: Path) -> list[Path]:
-    """Return the folders of every rank in a folder, which may be that of one rank itself; other files are none.
+    """The folders of every rank in a folder, which may be that of one rank itself; other files are none.
 
     Raises:
         InputError: there is none, or one is unfinished.
@@ -235,7 +235,7 @@ def _groups(job: UnifyJob, world: int) -> list[list[int]] | None:
 def _made(
     job: UnifyJob, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None
 ) -> tuple[Iterator[Measurement], int]:
-    """Return the measurements to be written, made one after the other, and how many they are."""
+    """The measurements to be written, made one after the other, and how many they are."""
     if groups is not None:
         with Workers(process_memory.usable_cores()) as workers:
             opened = open_measurements(metas, workers=workers)

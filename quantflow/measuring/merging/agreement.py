@@ -110,7 +110,7 @@ def check_agreement(ranks: Mapping[int, Measurement]) -> None:
 
 
 def _replicas(ranks: Mapping[int, Measurement], tp: int) -> list[list[Measurement]]:
-    """Return the measurements of each replica that is there, in card order."""
+    """The measurements of each replica that is there, in card order."""
     rows: dict[int, list[Measurement]] = {}
     for rank, measurement in ranks.items():
         rows.setdefault(rank // tp, []).append(measurement)

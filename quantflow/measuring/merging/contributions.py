@@ -25,7 +25,7 @@ class Outlier:
 
 
 def contributor(seen: Mapping[int, float]) -> int:
-    """Return the rank that saw the largest value, the lowest where several did.
+    """The rank that saw the largest value, the lowest where several did.
 
     Args:
         seen: rank -> amax.
@@ -34,7 +34,7 @@ def contributor(seen: Mapping[int, float]) -> int:
 
 
 def outliers(key: str, seen: Mapping[int, float]) -> list[Outlier]:
-    """Return the ranks whose amax is OUTLIER_RATIO times the group's median or more.
+    """The ranks whose amax is OUTLIER_RATIO times the group's median or more.
 
     Such a rank decides the scale of its whole group. A tensor that half of the ranks or more never
     saw (median 0) has no scale to compare with and is left out.

@@ -224,7 +224,7 @@ def _merge_node(
     whole: bool,
     account: MergeAccount,
 ) -> Node:
-    """Return the node of the merged rank, and note in `account` who decided it."""
+    """The node of the merged rank, and note in `account` who decided it."""
     merged: dict[str, Tensor] = {}
     for key in next(iter(nodes.values())).tensors:
         seen = {rank: node.tensors[key] for rank, node in nodes.items()}
@@ -248,7 +248,7 @@ def _merge_node(
 
 
 def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
-    """Return the sum over the parts of the largest that any of its copies saw, [1, 1], rounded up."""
+    """The sum over the parts of the largest that any of its copies saw, [1, 1], rounded up."""
     largest: dict[int, float] = {}
     for rank, value in outputs.items():
         largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())

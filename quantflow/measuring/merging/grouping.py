@@ -95,7 +95,7 @@ def check_groups(groups: Sequence[Sequence[int]], world: int) -> None:
 
 
 def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
-    """Return the smaller mesh whose ranks these groups are, group i being rank i.
+    """The smaller mesh whose ranks these groups are, group i being rank i.
 
     A group takes the same neighbouring cards from each of its replicas: a card of a smaller mesh
     holds neighbouring slices, so a group of cards 0 and 2 would measure what no card holds.
@@ -168,7 +168,7 @@ def _parse_group(word: str, world: int) -> list[int]:
 
 
 def _rows(group: Sequence[int], tp: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of a group, one row per replica, after checking that each row has the same cards."""
+    """The ranks of a group, one row per replica, after checking that each row has the same cards."""
     rows: dict[int, list[int]] = {}
     for rank in sorted(group):
         rows.setdefault(rank // tp, []).append(rank)

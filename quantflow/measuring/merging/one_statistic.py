@@ -134,7 +134,7 @@ def _combined(key: Key, parts: Sequence[Value], rule: str) -> Value:
 
 
 def _bound(summands: Sequence[Tensor]) -> Tensor:
-    """Return the sum of extremes in float32, away from zero where it has to be rounded."""
+    """The sum of extremes in float32, away from zero where it has to be rounded."""
     exact = torch.stack(list(summands)).double().sum(dim=0)
     rounded = exact.float()
     short = rounded.double().abs() < exact.abs()
@@ -142,7 +142,7 @@ def _bound(summands: Sequence[Tensor]) -> Tensor:
 
 
 def _agreed(key: Key, values: Sequence[Value]) -> Value:
-    """Return the first of values that are statistics of the same numbers, after checking that they say the same."""
+    """The first of values that are statistics of the same numbers, after checking that they say the same."""
     first = values[0]
     for other in values[1:]:
         if torch.equal(first.tensor, other.tensor):

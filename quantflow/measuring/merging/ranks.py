@@ -121,7 +121,7 @@ def unify_each(
 
 
 def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
-    """Return the placements of what a group holds together."""
+    """The placements of what a group holds together."""
     members = [member for row in grid for member in row]
     return {
         name: joined(member.meta["tensors"][name] for member in members)
@@ -223,7 +223,7 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
 def _merged(
     key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any
 ) -> tuple[Tensor, str]:
-    """Return a statistic of every rank merged, and by which rule."""
+    """A statistic of every rank merged, and by which rule."""
     values = [
         [
             Value(member.who, member.statistics[str(key)], width)
@@ -239,7 +239,7 @@ def _first(merging: Callable[[], tuple[Tensor, str]]) -> Tensor:
 
 
 def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str]) -> bool:
-    """Return whether a rank saw a site at all; the experts of other ranks it did not."""
+    """Whether a rank saw a site at all; the experts of other ranks it did not."""
     if member.meta["tensors"][name]["kind"] != "expert":
         return True
     keys = [str(Key(name, site, statistic)) for statistic in statistics]
@@ -255,7 +255,7 @@ def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str])
 def _unseen(
     tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
+    """The experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
     experts = {
         name
         for name, placement in tensors.items()
