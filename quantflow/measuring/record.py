@@ -1,18 +1,21 @@
 """A measurement as a folder: three files, each with its hash, checked when written and when read.
 
 statistics.safetensors    `<source name>|<site>|<statistic>`, see keys.py
-calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences of token ids one
-                          after the other, and their numbers in the whole calibration set
+calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences
+                          of token ids one after the other, and their numbers in the whole
+                          calibration set
 measurement.json          everything else, `meta`:
 
-{layout_version: 1, kind: "measurement", model: {name, fingerprint, family}, mesh: {rank, world, tp, dp, ep},
- dtype, seed, calibration: {hash, samples, tokens, sequence_length} of the whole set, observers: [names],
+{layout_version: 1, kind: "measurement", model: {name, fingerprint, family},
+ mesh: {rank, world, tp, dp, ep}, dtype, seed,
+ calibration: {hash, samples, tokens, sequence_length} of the whole set,
+ observers: [names],
  tensors: {source name: its placement, see placement.py},
  counts: {samples, tokens} of this rank, tools,
  experts: of a mixture, whether an expert was shown the tokens that were `routed` to it, or `all`,
  routed: the ledger of tokens of each expert, made from the statistics by routing.py,
- device: the name and generation of what computed, where it was no CPU (those are in tools),
- unified: what unify.py says, where it made this, expanded: what expand.py says, where it made this,
+ device: the name and generation of the device, where it was no CPU (those are in tools),
+ unified: the record of merging, see merging/ranks.py, expanded: that of cutting, see expand.py,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
 
 Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run
@@ -117,7 +120,10 @@ def statistic(measurement: Measurement, name: str, *, site: str, statistic: str)
 
 
 def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
-    """Write the three files into an existing folder and return the sha256 of each. Equal measurements give equal bytes.
+    """Write the three files into an existing folder; equal measurements give equal bytes.
+
+    Returns:
+        The sha256 of each file.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -133,7 +139,7 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
 
 
 def recorded(measurement: Measurement) -> Measurement:
-    """A measurement with the record that it would have been read with from a folder: its digest is that of the files.
+    """A measurement with the record, and so the digest, that its files would have.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -167,7 +173,9 @@ def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, A
 
 
 def read_measurement(folder: Path) -> Measurement:
-    """Read and check a measurement; its matrices are looked at one by one, and read again when they are asked for.
+    """Read and check a measurement.
+
+    Its matrices are checked one by one, and read again when they are asked for.
 
     Raises:
         InputError: a file is missing or not of its format, or the three contradict each other.
@@ -185,11 +193,13 @@ def read_measurement(folder: Path) -> Measurement:
 def open_measurements(
     metas: Mapping[Path, dict[str, Any]], *, workers: Workers = SEQUENTIAL
 ) -> list[Measurement]:
-    """Check the files of many ranks and read all but their statistics, which are read as they are asked for, unchecked.
+    """Check the files of many ranks and read all but their statistics.
+
+    Statistics are read when they are asked for, unchecked.
 
     Args:
-        metas: folder -> its record, as `read_meta` returns it.
-        workers: hash several ranks at once.
+        metas: folder -> its record, see `read_meta`.
+        workers: number of ranks that are hashed at once.
 
     Raises:
         InputError: a file is not of its format, or the three contradict each other.

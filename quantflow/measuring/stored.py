@@ -1,7 +1,7 @@
-"""The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together.
+"""The tensors of statistics files, each read when it is asked for.
 
-Nor do the matrices of one rank: `Deferred` has small statistics at hand, and makes or reads a
-matrix whenever it is asked for.
+Those of many ranks do not fit into memory together. Nor do the matrices of one rank: `Deferred` has
+small statistics at hand, and makes or reads a matrix whenever it is asked for.
 
 Files are written here too, block by block, as the format's own writer makes them: tensors sorted by
 dtype, then by key.
@@ -32,14 +32,17 @@ _AGAIN = "measure again, or copy the file again from where it was measured"
 
 
 class Headers:
-    """Headers of statistics files; ranks that measured the same have the same, which is read and kept once."""
+    """Headers of statistics files.
+
+    Ranks that measured the same have equal headers, which are kept once.
+    """
 
     def __init__(self) -> None:
         """None is known."""
         self._known: dict[tuple[int, bytes], Mapping[str, TensorInfo]] = {}
 
     def read(self, path: Path) -> Mapping[str, TensorInfo]:
-        """Return key -> where the tensor lies in the file.
+        """Key -> the tensor's place in the file.
 
         Raises:
             InputError: the header is damaged, or a tensor has a dtype that no statistic has.
@@ -93,7 +96,7 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:
-    """Return dtype as safetensors names it, and shape, of a statistic, which is not read for that."""
+    """The dtype, as safetensors names it, and the shape of a statistic, which is not read."""
     return (
         tensors.spec(name)
         if isinstance(tensors, Deferred | StoredStatistics)
@@ -141,11 +144,11 @@ class Later(NamedTuple):
 
 
 class Deferred(Mapping[str, Tensor]):
-    """Key -> tensor, of which some are at hand and each of the others is made anew whenever it is asked for.
+    """Key -> tensor; small ones are in memory, each of the others is made whenever it is asked for.
 
     Args:
         held: key -> tensor.
-        later: key -> how it is made.
+        later: key -> maker of the tensor.
     """
 
     def __init__(self, held: Mapping[str, Tensor], later: Mapping[str, Later]) -> None:
@@ -158,7 +161,7 @@ class Deferred(Mapping[str, Tensor]):
         return self._held[key] if key in self._held else self._later[key].make()
 
     def spec(self, key: str) -> Spec:
-        """Return dtype and shape of a tensor without making it."""
+        """The dtype and the shape of a tensor, which is not made."""
         return self._later[key].spec if key in self._later else _spec(self._held[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -167,7 +170,7 @@ class Deferred(Mapping[str, Tensor]):
         yield from self._later
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """The number of tensors."""
         return len(self._held) + len(self._later)
 
     def __contains__(self, key: object) -> bool:
@@ -176,14 +179,16 @@ class Deferred(Mapping[str, Tensor]):
 
 
 class StoredStatistics(Mapping[str, Tensor]):
-    """Key -> tensor, from positioned reads of blocks: keys in their order are neighbours in the file. Values are not checked.
+    """Key -> tensor, read from the file in blocks; values are not checked.
+
+    Keys in their order are neighbours in the file.
 
     Args:
         path: a safetensors file whose hash was checked; it stays open.
-        headers: of the files of other ranks.
+        headers: headers of other ranks' files.
 
     Raises:
-        InputError: as `Headers.read`.
+        InputError: see `Headers.read`.
     """
 
     def __init__(self, path: Path, headers: Headers) -> None:
@@ -210,7 +215,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return tensor if len(info.shape) == 1 else tensor.view(info.shape)
 
     def spec(self, key: str) -> Spec:
-        """Return dtype and shape of a tensor without reading it."""
+        """The dtype and the shape of a tensor, which is not read."""
         return self._infos[key].dtype, self._infos[key].shape
 
     def _read_alone(self, key: str, info: TensorInfo) -> Tensor:
@@ -243,7 +248,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return iter(self._infos)
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """The number of tensors."""
         return len(self._infos)
 
     def __contains__(self, key: object) -> bool:
@@ -252,10 +257,10 @@ class StoredStatistics(Mapping[str, Tensor]):
 
 
 def read_small(path: Path) -> Deferred:
-    """Read the statistics of a file but for matrices, which are read whenever they are asked for.
+    """The statistics of a file; matrices are read whenever they are asked for.
 
     Raises:
-        InputError: as `Headers.read`, or the file ends early.
+        InputError: see `Headers.read`; or the file ends early.
     """
     stored = StoredStatistics(path, Headers())
     matrices = {

@@ -1,4 +1,4 @@
-"""Whether the ranks that were given are one measurement, each of them once: a merge of the wrong ones looks right."""
+"""Whether the given ranks are one measurement, each of them once: a merge of others looks right."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,11 +32,11 @@ _NAMED = 9  # of what is missing: a message names eight, and a record may declar
 
 
 def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict[int, Measurement]:
-    """Return rank -> measurement, in rank order.
+    """Rank -> measurement, in rank order.
 
     Args:
-        measurements: in any order.
-        allow_missing: whether whole replicas may be missing.
+        measurements: measurements in any order.
+        allow_missing: whole replicas may be missing.
 
     Raises:
         InputError: none was given, ranks of several worlds, a rank twice, or one is missing that
@@ -162,7 +162,7 @@ def _check_tensors(replicas: Sequence[Sequence[Measurement]]) -> None:
 
 
 def _check_statistics(ranks: Mapping[int, Measurement]) -> None:
-    """Check that every rank has the same statistics, but for experts, which may be on some ranks alone."""
+    """Refuse ranks with different statistics, but for experts, which may be on some ranks alone."""
     first = next(iter(ranks.values()))
     tensors: Mapping[str, Placement] = first.meta["tensors"]
     experts = {name for name, placement in tensors.items() if placement["kind"] == "expert"}

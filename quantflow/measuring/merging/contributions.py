@@ -13,8 +13,8 @@ class Outlier:
 
     Attributes:
         key: `<source name>|<site>|amax`.
-        rank: the rank.
-        amax: what it saw.
+        rank: number of the rank.
+        amax: its maximum.
         median: the lower median over the group.
     """
 
