@@ -1,8 +1,8 @@
-"""Which cores each of several processes runs on: its own, of one NUMA node where they fit, one thread of each core.
+"""The cores of each of several processes: its own, of one NUMA node where they fit.
 
-Linux says where cores are (/sys/devices/system). What this process may not use, as taskset or a
-container says, is left out. The memory of a process that keeps to the cores of one node is that
-node's: Linux puts a page where it is touched first.
+A process gets one thread of each core. Linux says where cores are (/sys/devices/system). Cores that
+this process may not use, because of taskset or a container, are left out. The memory of a process
+that keeps to the cores of one node is that node's: Linux puts a page where it is touched first.
 """
 
 import os
@@ -17,15 +17,14 @@ _SYSTEM = Path("/sys/devices/system")
 def cores_of(
     ranks: int, *, usable: Collection[int] | None = None, system: Path = _SYSTEM
 ) -> list[frozenset[int]]:
-    """The processors of each rank; ranks of one node share it evenly, and one rank alone has the largest node.
+    """The processors of each rank: an even share of its node, for one rank the largest node.
 
     They are one thread of each core, or all threads where there are more ranks than cores.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         usable: numbers of processors; None takes those of this process.
-        system: where Linux says which processors are threads of one core, and which cores are of
-            one node.
+        system: folder in which Linux lists the threads of each core, and the cores of each node.
 
     Raises:
         UnsupportedError: a system without such sets of processors.
@@ -45,7 +44,10 @@ def cores_of(
     for index, node in enumerate(nodes):
         share = ranks * (index + 1) // len(nodes) - ranks * index // len(nodes)
         if share > len(node):
-            told = f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in all"
+            told = (
+                f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in "
+                "all"
+            )
             raise UsageError(told, "use fewer ranks, or no --bind")
         found += [
             frozenset(node[len(node) * i // share : len(node) * (i + 1) // share])

@@ -1,10 +1,11 @@
-"""A stage's job as JSON, so that another process does exactly what this one was told.
+"""A stage's job as JSON, so that another process does exactly the same job.
 
-    {"record": "quantflow.measuring.measure:MeasureJob", "fields": {...}}     a dataclass of this package
-    {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}                     what JSON has no word for
+A dataclass of this package, and the values that JSON has no word for:
 
-Nothing of a setting is spelled again as an option of a command line, so nothing can be lost on the
-way.
+    {"record": "quantflow.measuring.job:MeasureJob", "fields": {...}}
+    {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}
+
+No setting is spelled again as an option of a command line, so none can be lost on the way.
 """
 
 import dataclasses

@@ -25,12 +25,12 @@ from quantflow.errors import SchemeError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joined:
-    """A weight, and which of its values have yet to be rounded with its scale.
+    """A weight, and those of its values that have yet to be rounded with its scale.
 
     Attributes:
         weight: [O, I]; `requantize_` brings the values of `stale` up to date.
-        stale: which rows of which columns were rounded with another scale, (bool [O], columns),
-            once for each part that holds columns.
+        stale: rows of columns that were rounded with another scale, (bool [O], columns), once for
+            each part that holds columns.
     """
 
     weight: QTensor
@@ -42,7 +42,7 @@ def shared_scale(scales: Sequence[Tensor], *, zeros: Sequence[bool]) -> Tensor:
 
     Args:
         scales: [1, 1] each, symmetric, one per card.
-        zeros: of each, whether it stands for zeros alone.
+        zeros: for each scale, whether it stands for zeros alone.
     """
     known = [scale for scale, empty in zip(scales, zeros, strict=True) if not empty]
     return torch.stack(known or [scales[0]]).amax(dim=0)
@@ -53,7 +53,7 @@ def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joine
 
     Args:
         parts: [O_i, I] each.
-        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
+        scale: [1, 1], see `shared_scale`; of per_tensor weights, and only of these.
 
     Raises:
         SchemeError: per_tensor parts without their scale, or with a zero_point.
@@ -80,7 +80,7 @@ def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Jo
     Args:
         parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a
             scale in every part.
-        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
+        scale: [1, 1], see `shared_scale`; of per_tensor weights, and only of these.
 
     Raises:
         SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell
@@ -123,10 +123,10 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
     """Round some rows of some columns again, with the scale that the weight has now.
 
     Args:
-        weight: per channel or per tensor, symmetric; its qvalue is changed.
-        original: [O, I], what it was made from.
-        rows: which rows, bool [O].
-        columns: which columns.
+        weight: weight with scales per channel or per tensor, symmetric; its qvalue is changed.
+        original: [O, I], before quantization.
+        rows: mask of the rows, bool [O].
+        columns: range of the columns.
     """
     if not rows.any():
         return
@@ -138,10 +138,10 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
 
 
 def zero_groups(original: Tensor, scale: Tensor) -> int:
-    """Return how many scales stand for zeros only.
+    """The number of scales that stand for zeros only.
 
     Args:
-        original: [O, I], what was quantized.
+        original: [O, I], before quantization.
         scale: [O, G].
     """
     split = groups.to_groups(original.float(), original.shape[1] // scale.shape[1])  # [O, G, g]

@@ -1,11 +1,11 @@
-"""Ranks of one machine tell each other what they computed through memory that all of them map: sooner than over sockets.
+"""Exchange between ranks of one machine through memory that all map: faster than sockets.
 
-    counters     of each rank, 64 bytes apart: how many parts it has put there
+    counters     a counter of each rank, 64 bytes apart: the number of parts it has put there
     two rooms    a part of every rank in each; parts go to the rooms in turn
 
-A rank writes its part, then counts it, and reads when all ranks have counted as many. Who writes
-into a room again has seen all ranks count the part in between, so all have read what was in the
-room. Other processors see stores in the order in which they were made on x86; elsewhere, between
+A rank writes its part, then counts it, and reads when all ranks have counted as many. A rank that
+writes into a room again has seen all ranks count the part in between, so all have read the room.
+Other processors see stores in the order in which they were made on x86; elsewhere, between
 machines, and for parts that are larger than a room, sockets do it.
 """
 
@@ -36,17 +36,17 @@ class SharedMemory:
     """A `Wire` between processes of one machine.
 
     Attributes:
-        rank, world: as in `Wire`.
+        rank, world: see `Wire`.
     """
 
     def __init__(self, verb: str, wire: Wire, memory: mmap.mmap, *, processes: list[int]) -> None:
         """Take the memory; all ranks have to.
 
         Args:
-            verb: what runs, for messages.
-            wire: what is too large goes over it.
+            verb: verb of the command line, for messages.
+            wire: sockets between the same ranks, for parts that are too large.
             memory: `size_of(world)` bytes, zeros.
-            processes: of the ranks.
+            processes: process ids of the ranks.
         """
         self.rank, self.world = wire.rank, wire.world
         self._verb, self._wire, self._processes, self._count = verb, wire, processes, 0
@@ -75,7 +75,7 @@ class SharedMemory:
         numbers.copy_(self.gather(numbers)[0])
 
     def _wait(self, other: int) -> None:
-        """Return when a rank has counted as many parts as this one.
+        """Wait until a rank has counted as many parts as this one.
 
         Raises:
             ResourceError: it ended.
@@ -101,8 +101,8 @@ def nearest(verb: str, wire: Wire) -> Wire:
     """A wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
 
     Args:
-        verb: what runs, for messages.
-        wire: between the same ranks.
+        verb: verb of the command line, for messages.
+        wire: sockets between the same ranks.
     """
     memory, name = None, b""
     if wire.rank == 0 and platform.machine() in _ORDERED and _FOLDER.is_dir():
@@ -128,7 +128,7 @@ def nearest(verb: str, wire: Wire) -> Wire:
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:
-    """Map a file of memory that is there: a page that is not would kill the process when it is written."""
+    """Map a file of memory whose pages all exist: writing one that does not kills the process."""
     try:
         os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Wire(Protocol):
-    """One process among those that share a model, and what they tell each other.
+    """One process among those that share a model, and its exchange with the others.
 
     Attributes:
-        rank, world: which of how many.
+        rank, world: number of this process, and of all.
     """
 
     @property
@@ -21,7 +21,7 @@ class Wire(Protocol):
         """How many there are."""
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return what every rank gives, [ranks, ...]; all give tensors of one shape and dtype, contiguous."""
+        """Every rank's tensor, [ranks, ...]; all give contiguous ones of one shape and dtype."""
 
     def broadcast(self, numbers: Tensor) -> None:
         """Fill an int64 tensor with rank 0's."""

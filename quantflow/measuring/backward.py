@@ -39,11 +39,11 @@ from quantflow.models.stand_ins import FEWEST
 _ROWS = FEWEST  # positions whose labels are drawn at once; another number draws other labels
 
 Observe = Callable[[str, Tensor, Tensor], None]
-"""Observer of a linear: its source name, its input x [1, S, I] and the gradient g [1, S, O] by its
-output, neither of which it changes."""
+"""Observer of a linear: its source name, its input x [1, S, I] and the gradient [1, S, O] by
+its output, neither of which it changes."""
 Through = Callable[[State, Tensor, Observe], Tensor]
-"""Way back through a layer: a sequence as it enters the layer, the gradient [1, S, H] by the layer's
-output, and the observer -> the gradient by the layer's input."""
+"""Way back through a layer: a sequence as it enters the layer, the gradient [1, S, H] by the
+layer's output, and the observer -> the gradient by the layer's input."""
 
 
 def generator_for(seed: int, index: int) -> torch.Generator:
