@@ -131,8 +131,7 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
     if not rows.any():
         return
     scale = weight.scale.expand(len(weight.qvalue), 1)[rows]  # [n, 1]
-    # Bytes are moved: there is no indexed assignment of float8.
-    # [n, columns]
+    # [n, columns]; moved as bytes, since torch has no indexed assignment of float8
     made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)
     weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
 

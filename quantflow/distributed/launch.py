@@ -36,15 +36,15 @@ from quantflow.errors import (
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.progress import Progress
 
-# of the private folder that ranks are started with
+# Names in the private folder that ranks are started with.
 JOB, RESULT, STORE = "job.json", "result.json", "store"
 FOREVER = 1e9  # seconds: JSON has no word for infinity
 AGAIN = "the same command continues with what is missing"
-LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
+LOST = "another rank ended, or cannot be reached"  # error of a rank that ends for it
 _PR_SET_PDEATHSIG = 1
 _NUMBER = re.compile("[0-9]{1,9}")
 _GRACE = 5.0  # seconds in which a rank that was asked to end does so
-# the private folder, in the environment of ranks that `launch` started and speaks for
+# Environment variable with the private folder of ranks that `launch` started and speaks for.
 _LAUNCHED = "QUANTFLOW_LAUNCHED"
 _TRUST = (
     "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
@@ -189,7 +189,7 @@ def launched_environment(
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        # `=`: no name that begins so
+        # `=` asks NCCL for exactly this name, not for names that begin so.
         variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return child_process.environment(**variables)
 
@@ -283,7 +283,7 @@ def launch(
                 _watch(rank, process, said, stream)
             _wait(verb, started, said, progress, again=again)
         finally:
-            # of an error here, such as Ctrl-C; otherwise all have ended
+            # After an error here, such as Ctrl-C, ranks still run; otherwise all have ended.
             _end(started, signal.SIGKILL)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.is_file() else None

@@ -23,12 +23,13 @@ from torch import Tensor
 from quantflow.distributed.team import connected
 from quantflow.distributed.wire import Wire
 
-# files that are memory; ours are removed when all ranks have opened them
+# The folder of files that are memory; ours are removed when all ranks have opened them.
 _FOLDER = Path("/dev/shm")
 _ORDERED = ("x86_64", "AMD64")
 _LINE, _ROOM = 64, 1 << 20  # bytes between two counters, and of a rank's part
 _NAME = 64  # bytes of a file's name, padded
-# looks before the first pause; seconds of one; looks between two for the others' end
+# Number of looks before the first pause, seconds of a pause, and number of looks after which it is
+# checked that the other rank still lives.
 _SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000
 
 
@@ -61,6 +62,7 @@ class SharedMemory:
         self._count += 1
         room = self._rooms[self._count % 2, :, : part.nbytes]  # [ranks, bytes]
         room[self.rank] = part.reshape(-1).view(torch.uint8)  # [bytes]
+        # The part is in the room before it is counted; nobody reads a part that is not counted.
         self._counters[self.rank * _LINE // 8] = self._count
         for other in range(self.world):
             self._wait(other)

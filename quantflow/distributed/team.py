@@ -36,8 +36,8 @@ from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_rank
 from quantflow.errors import ResourceError
 
-MEETING = timedelta(seconds=60)  # in which all cards have to be there
-# cards wait for each other's arithmetic; one that dies breaks its connections at once
+MEETING = timedelta(seconds=60)  # time in which all cards have to be there
+# Cards wait for each other's arithmetic; a card that dies breaks its connections at once.
 PATIENCE = timedelta(days=1)
 GRACE = 3.0  # seconds in which torchrun ends the others of one that failed; it looks twice a second
 HOST_BACKEND = "gloo"  # torch's backend of tensors in host memory
@@ -94,7 +94,7 @@ class Team:
         """
         sends: list[Any] = []
         for rank, length in enumerate(tokens):
-            if rank == self.rank:  # first what others wait for
+            if rank == self.rank:  # send first: the others wait for it
                 sends = [
                     self._post(inputs.pop(number), number)
                     for number in features
@@ -103,7 +103,7 @@ class Team:
             for number in filter(self.owns, features):
                 if rank != self.rank:
                     add(number, self._receive((1, length, features[number]), rank, number))
-                elif number in inputs:  # no token of the sequence may have reached an expert
+                elif number in inputs:  # not there where no token of the sequence reached an expert
                     add(number, inputs.pop(number))
         for send in sends:
             with connected():

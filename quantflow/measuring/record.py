@@ -1,6 +1,7 @@
 """A measurement as a folder: three files, each with its hash, checked when written and when read.
 
-statistics.safetensors    `<source name>|<site>|<statistic>`, see keys.py
+statistics.safetensors    `<source name>|<site>|<statistic>`, see
+                          quantflow/observers/keys.py
 calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences
                           of token ids one after the other, and their numbers in the whole
                           calibration set
@@ -10,12 +11,13 @@ measurement.json          everything else, `meta`:
  mesh: {rank, world, tp, dp, ep}, dtype, seed,
  calibration: {hash, samples, tokens, sequence_length} of the whole set,
  observers: [names],
- tensors: {source name: its placement, see placement.py},
+ tensors: {source name: its placement, see quantflow/distributed/placement.py},
  counts: {samples, tokens} of this rank, tools,
  experts: of a mixture, whether an expert was shown the tokens that were `routed` to it, or `all`,
  routed: the ledger of tokens of each expert, made from the statistics by routing.py,
  device: the name and generation of the device, where it was no CPU (those are in tools),
- unified: the record of merging, see merging/ranks.py, expanded: that of cutting, see expand.py,
+ unified: the record of merging, see merging/ranks.py,
+ expanded: the record of cutting, see quantflow/unifying/expand.py,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
 
 Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run

@@ -477,6 +477,7 @@ def _quantize_members(
             workers=execution.workers,
         )
         del hessian_sum  # the statistics alone hold it
+    # An algorithm that does not compute on the device gets copies in host memory.
     there, known = (
         (weights, statistics)
         if place is device

@@ -29,7 +29,7 @@ from quantflow.transforms.hadamard import Rotations
 
 
 class Rotated:
-    """A source, rotated; it satisfies the `Weights` protocol of quantflow.models.capture.
+    """A source, rotated; it satisfies the `Weights` protocol of quantflow.models.weights.
 
     Attributes:
         rotations: rotations of the model.

@@ -191,10 +191,8 @@ class ProgressLine:
         Raises:
             Interrupted: a signal arrived during the last step.
         """
-        pace, outer = (
-            Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before),
-            self.now.pace,
-        )
+        pace = Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before)
+        outer = self.now.pace
         told = 0.0  # seconds after the beginning
         self.now.pace = pace
         try:

@@ -50,7 +50,7 @@ def run(
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: listener for each group.
     """
-    # a file that is missing is unify_triples' to name
+    # unify_triples names the rank of a file that is missing.
     files = find_triples(measurement, partial=True)
     name = next(iter(files.values())).name
     world = name.world or 1

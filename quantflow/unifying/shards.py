@@ -122,7 +122,7 @@ class Parts:
         name, scale, zeros = unit.linear, None, None
         if scheme.weights.granularity == "per_tensor":
             scale, zeros = self._shared(name)
-        # of copies the first card's
+        # Reversed, so that of cards with copies of one span the first one holds it.
         holders = {_span(shard, name): shard for shard in reversed(self._shards)}
         axis = self._shards[0].share.placements[name]["axis"]
         join_parts = _from_columns if axis == 1 else _from_rows
@@ -134,7 +134,7 @@ class Parts:
             row = self.report.setdefault(
                 name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True))
             )
-            # every card has each row, or has it alone
+            # Cut by columns, every card has a scale of each row; cut by rows, one card has it.
             row["channels"] += unit.count * (len(holders) if axis == 1 else 1)
             row["requantized"] += sum(int(stale.sum()) for stale, _ in whole.stale)
         if zeros is None:
@@ -319,7 +319,7 @@ def _round_together(
     """Write the layers; parts that need another scale are rounded again from the source.
 
     Returns:
-        Linear -> the report's entry on it.
+        The report's rows, in the order of the model's linears.
     """
     graph, parts = graph_for(source.config), Parts(shards)
     infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
@@ -353,7 +353,7 @@ def _put_together(
     """Write the layers from the parts of all cards, and the canary that each of them ran.
 
     Returns:
-        Linear -> the report's entry on it.
+        The report's rows, in the order of the model's linears.
 
     Raises:
         InputError: the canary was another one on a card: it did not compute what the first did.

@@ -72,7 +72,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
     if are_gaudis(job.measurement):
         return _unify_gaudis(job, progress)
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
-    # a folder that is missing is unify's to name
+    # unify names the rank of a folder that is missing.
     world = max(int(meta["mesh"]["world"]) for meta in metas.values())
     groups = _groups(job, world)
     inputs = {
@@ -95,7 +95,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
             stage_folder.publish(
                 job.output, stage="unify", inputs=inputs, hashes=hashes
             ) as temporary,
-            # inside: no thread writes any more when the folder is finished, or removed
+            # Workers end inside `publish`: no thread writes when the folder is finished or removed.
             Workers(AT_ONCE) as workers,
         ):
             written = workers.stream(partial(_write, temporary, count), enumerate(made))

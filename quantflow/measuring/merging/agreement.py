@@ -55,10 +55,8 @@ def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict
         raise InputError(f"measurements: made by {some(worlds)} ranks ({told})", _ONE)
     (world,) = worlds
     times = Counter(measurement.meta["mesh"]["rank"] for measurement in found)
-    missing, twice = (
-        sorted(set(range(world)) - set(times)),
-        sorted(rank for rank, n in times.items() if n > 1),
-    )
+    missing = sorted(set(range(world)) - set(times))
+    twice = sorted(rank for rank, n in times.items() if n > 1)
     if twice or (missing and not allow_missing):
         doubled = [m.origin for m in found if times[m.meta["mesh"]["rank"]] > 1 and m.origin]
         raise InputError(
