@@ -175,7 +175,8 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
     first = placements[0]
     if first["kind"] not in AXES:
         return
-    size, position = first["full_shape"][AXES[first["kind"]]], 0
+    size = first["full_shape"][AXES[first["kind"]]]
+    position = 0
     held = [_piece(placement) for placement in placements]
     # neighbouring cards hold neighbouring shares, so that a group of them holds one
     whole = held == sorted(held)
@@ -257,7 +258,8 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
     plan = whole.get("plan")
     if cards == 1 or plan is None:
         return dict(whole)
-    size, unit = whole["full_shape"][AXES[plan]], whole.get("unit", 1)
+    size = whole["full_shape"][AXES[plan]]
+    unit = whole.get("unit", 1)
     held = units_of(size // unit, cards=cards, card=card, copies=whole.get("copies", False))
     if held is None:
         what = (

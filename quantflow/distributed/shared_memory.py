@@ -82,7 +82,8 @@ class SharedMemory:
         Raises:
             ResourceError: it ended.
         """
-        at, looks = other * _LINE // 8, 0
+        at = other * _LINE // 8
+        looks = 0
         while self._counters[at] < self._count:
             looks += 1
             if looks < _SPINS:

@@ -125,7 +125,8 @@ class Team:
         if not (device.is_host or self.direct):
             found, about = self.broadcast(fetched(tensors, device), about, number=number)
             return {name: device.put(tensor) for name, tensor in found.items()}, about
-        owner, mine = number % self.world, self.owns(number)
+        owner = number % self.world
+        mine = self.owns(number)
         specs = [
             [name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()
         ]
@@ -206,7 +207,9 @@ def meet(timeout: timedelta, device: Device = HOST) -> None:
         device: device whose tensors they exchange, beside those of host memory, where torch has a
             backend for it.
     """
-    folder, launched, own = launched_folder(), launched_rank(), backend_of(device)
+    folder = launched_folder()
+    launched = launched_rank()
+    own = backend_of(device)
     backend = HOST_BACKEND
     if not device.is_host and own is not None:
         backend = f"cpu:{HOST_BACKEND},{device.kind.type}:{own}"
@@ -235,7 +238,8 @@ def together(*, rank: int, world: int, device: Device = HOST) -> Iterator[Team]:
     """
     with device.current():
         meet(MEETING, device)
-        group, direct = distributed.new_group(timeout=PATIENCE), backend_of(device) is not None
+        group = distributed.new_group(timeout=PATIENCE)
+        direct = backend_of(device) is not None
         yield Team(rank=rank, world=world, group=group, device=device, direct=direct)
         distributed.destroy_process_group()
 

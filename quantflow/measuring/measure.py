@@ -222,7 +222,8 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         UnsupportedError: no such device; ranks that share a model on devices between which torch
             moves nothing; gradients of layers that run in bfloat16.
     """
-    device, name = _device(job), job.compute.device
+    device = _device(job)
+    name = job.compute.device
     if world > 1 and ":" in name:
         raise UsageError(
             f"measure: {world} ranks with --device {name}, which they would share",
@@ -276,7 +277,8 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
 
 
 def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
-    began, device = time.monotonic(), _device(job)
+    began = time.monotonic()
+    device = _device(job)
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.options.tp, job.options.dp)[1])
@@ -430,7 +432,8 @@ def calibration_sequences(
 def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
     """A sentence where the text has less than half of the wanted tokens; else None."""
     length = calibration.sequence_length or max(map(len, sequences))
-    found, asked = sum(map(len, sequences)), calibration.samples * length
+    found = sum(map(len, sequences))
+    asked = calibration.samples * length
     if 2 * found >= asked:
         return None
     shortest = min(map(len, sequences))

@@ -94,7 +94,8 @@ class Observation:
 
         Matrices stay in the layers' files.
         """
-        stream, backwards = self._stream(), goes_back(self.stats)
+        stream = self._stream()
+        backwards = goes_back(self.stats)
         opened = partial(
             HiddenStates,
             len(sequences),
@@ -135,7 +136,8 @@ class Observation:
             for folder in folders
             for layer in self.graph.layers
         ]
-        held, later = dict[str, Tensor](), dict[str, Later]()
+        held = dict[str, Tensor]()
+        later = dict[str, Later]()
         for path in paths:
             for name, info in read_header(path)[0].items():
                 if is_matrix(name):

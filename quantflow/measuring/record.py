@@ -319,7 +319,8 @@ def _check_counts(measurement: Measurement, *, name: str) -> None:
     for left, left_value, right, right_value in pairs:
         if left_value != right_value:
             raise InputError(f"{name}: {left} is {left_value}, {right} are {right_value}", _AGAIN)
-    indices, samples = measurement.indices, meta["calibration"]["samples"]
+    indices = measurement.indices
+    samples = meta["calibration"]["samples"]
     if sorted(set(indices)) != indices or not all(0 <= index < samples for index in indices):
         raise InputError(
             f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}",

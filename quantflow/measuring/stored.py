@@ -208,7 +208,8 @@ class StoredStatistics(Mapping[str, Tensor]):
             return self._read_alone(key, info)
         begin, block = self._blocks.get(info.dtype, (0, b""))
         if not begin <= info.offset <= info.offset + info.nbytes <= begin + len(block):
-            begin, block = info.offset, self._read(key, info)
+            begin = info.offset
+            block = self._read(key, info)
             self._blocks[info.dtype] = begin, block
         count = info.nbytes // dtype.itemsize
         tensor = torch.frombuffer(block, dtype=dtype, count=count, offset=info.offset - begin)
@@ -221,7 +222,8 @@ class StoredStatistics(Mapping[str, Tensor]):
     def _read_alone(self, key: str, info: TensorInfo) -> Tensor:
         """A tensor that nobody keeps beside who asked for it."""
         tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
-        view, done = disk.flat(tensor.numpy().ravel().data), 0
+        view = disk.flat(tensor.numpy().ravel().data)
+        done = 0
         while done < info.nbytes:
             count = os.preadv(self._descriptor, [view[done:]], info.offset + done)
             if not count:

@@ -49,7 +49,8 @@ def text_path(source: str, progress: Progress) -> Path:
         InputError: there is no such text, or a data set without a column of text.
         UnsupportedError: a data set, and `datasets` is not installed.
     """
-    path, shipped = Path(source), shipped_texts()
+    path = Path(source)
+    shipped = shipped_texts()
     if path.exists() or path.suffix in SUFFIXES:
         return path
     if source in shipped:

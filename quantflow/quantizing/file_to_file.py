@@ -284,7 +284,8 @@ def write_block(
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
         OSError: the file system failed; the file is removed.
     """
-    path, units = folder / block.path, partial(units_of, block, share)
+    path = folder / block.path
+    units = partial(units_of, block, share)
     rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers, device))
     writer = Writer(disk.temporary_for(path), block_specs(block, share))
     record = _fill(writer, units(), rounded, inputs, workers, key, device)
@@ -340,7 +341,8 @@ def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
     def quantized(
         unit: Unit, scheme: LinearScheme, rows: Tensor
     ) -> tuple[QTensor, Mapping[str, Any]]:
-        scale_dtype, name = FORMAT.scale_dtype(scheme, rows.dtype), unit.linear
+        scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
+        name = unit.linear
         if name in grids:
             grid = grids[name]
             qvalue = affine.quantize(rows.float(), grid.scale, grid.zero_point, scheme.weights)

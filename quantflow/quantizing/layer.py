@@ -275,7 +275,8 @@ def _refuse_changed(opened: OpenLayer, original: Tensor | None, smoothed: Tensor
         original: its output on the canary before transforms; None where nothing smooths.
         smoothed: its output after them.
     """
-    prefix, alone = opened.layer.prefix, opened.stream.alone
+    prefix = opened.layer.prefix
+    alone = opened.stream.alone
     change = (
         0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
     )
@@ -308,7 +309,9 @@ def _treat_experts(
     Raises:
         StatisticsError: there are such experts, and the policy is `error`.
     """
-    layer, policy, shorts = opened.layer, opened.plan.experts, list[Short]()
+    layer = opened.layer
+    policy = opened.plan.experts
+    shorts = list[Short]()
     if policy is None or not layer.experts:
         untouched = Treatment(
             statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={}
@@ -363,7 +366,8 @@ def _quantize_groups(
         gradient: reader of `gradient_sum`, for algorithms that need it.
         execution: workers, progress and the other cards.
     """
-    plan, owns = opened.plan, execution.team.owns
+    plan = opened.plan
+    owns = execution.team.owns
     groups = list(enumerate(opened.layer.groups))
     # Other cards' weights go first: no card then holds more than one that quantizes all groups.
     for number, group in groups:
@@ -456,7 +460,8 @@ def _quantize_members(
     Raises:
         StatisticsError: a statistic is missing.
     """
-    gradients, device = {}, opened.device
+    gradients = {}
+    device = opened.device
     place = device if ALGORITHMS[algorithm].ON_DEVICE else HOST
     workers = execution.workers if place is device else execution.host_workers
     for statistic in ALGORITHMS[algorithm].NEEDS:
@@ -559,7 +564,8 @@ def _encode(
         lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded)
     )
     for (name, linear), sums in zip(rounded.items(), errors, strict=True):
-        result, seen = linear.result, linear.input
+        result = linear.result
+        seen = linear.input
         quantized = QuantizedLinear(
             weight=result.weight,
             scheme=linear.scheme,

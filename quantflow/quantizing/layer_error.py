@@ -70,7 +70,9 @@ def weight_sums(weight: Tensor, quantized: QTensor) -> tuple[float, float]:
         weight: [O, I], any float dtype.
         quantized: [O, I].
     """
-    size, difference, power = weight.shape[1] // quantized.scale.shape[1], 0.0, 0.0
+    size = weight.shape[1] // quantized.scale.shape[1]
+    difference = 0.0
+    power = 0.0
     for part in groups.row_units(weight):
         grid = slice(None) if quantized.scheme.granularity == "per_tensor" else part
         scale = quantized.scale[grid, :, None]  # [O or 1, G, 1]

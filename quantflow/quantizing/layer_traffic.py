@@ -50,7 +50,8 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
     Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
     The layer's outputs become the next hidden states where `text` says so.
     """
-    plan, groups = opened.plan, opened.layer.groups
+    plan = opened.plan
+    groups = opened.layer.groups
     firsts = {
         number: group.linears[0]
         for number, group in enumerate(groups)
@@ -116,7 +117,8 @@ def _run(
     Returns:
         Number of tokens that the router sent to each expert, int64 [E].
     """
-    team, layer = execution.team, opened.layer
+    team = execution.team
+    layer = opened.layer
     # Hooks belong to the module, and several threads run sequences through it: each thread keeps
     # the inputs of its own sequence.
     seen = threading.local()

@@ -36,7 +36,8 @@ def under_quant_config(
     scheme = entry.get("scheme")
     if not isinstance(scheme, str) or not scheme.startswith("FP8"):
         return dict(entry), []
-    preset_flavour, notes = preset(scheme).weights.float8, []
+    preset_flavour = preset(scheme).weights.float8
+    notes = []
     flavour = FLAVOURS[config.fp8_config]
     if config.device_for_scales is not None:
         flavour = target(config.device_for_scales.lower(), config.fp8_config).flavour
@@ -81,7 +82,8 @@ def _scale_method(
         UsageError: the dictionary form, or a method that computes scales at run time.
     """
     given = [key for key in ("scale_method", "scale_rounding") if entry.get(key) is not None]
-    name, scheme = config.scale_method.default.name, preset(entry["scheme"])
+    name = config.scale_method.default.name
+    scheme = preset(entry["scheme"])
     if given:
         return {}, []
     if scheme.weights.granularity != "per_tensor":

@@ -135,7 +135,8 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
     if not plan.file_to_file:  # such ranks meet nobody
         require_trust("quantize", trusted=job.trust_network)
     die_with_parent()
-    rank, mine = launched[0], replace(job, output=folders[launched[0]])
+    rank = launched[0]
+    mine = replace(job, output=folders[launched[0]])
     quiet = progress.hushed() if rank else progress
     device = _device(job)
     with (
@@ -175,7 +176,8 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
     """Say, once among all ranks, where the plan differs from what the entry seems to ask."""
     if launched_folder() is not None:
         return
-    plan, shapes = model.plan, model.shapes
+    plan = model.plan
+    shapes = model.shapes
     nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
     notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
@@ -200,7 +202,8 @@ def _check_compute(job: QuantizeJob) -> None:
         UsageError: several ranks on one device by its number.
         UnsupportedError: no such device, or fewer of them than ranks.
     """
-    device, name = _device(job), job.entry.name
+    device = _device(job)
+    name = job.entry.name
     if job.ranks > 1 and ":" in job.compute.device:
         raise UsageError(
             f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they "
@@ -245,7 +248,8 @@ def _launch(
     job: QuantizeJob, model: PlannedModel, shares: Mapping[Path, CardShare], progress: Progress
 ) -> None:
     """Start one process per rank, after the source was hashed once for all of them."""
-    plan, source = model.plan, model.source
+    plan = model.plan
+    source = model.source
     measured, measurement = measurement_of(
         job.measurement,
         plan,
@@ -281,7 +285,10 @@ def _quantize(
     team: Team = ALONE,
 ) -> Path:
     """Quantize the share of this process into the job's folder, together with the team."""
-    plan, source, graph, mixture = model.plan, model.source, model.graph, model.mixture
+    plan = model.plan
+    source = model.source
+    graph = model.graph
+    mixture = model.mixture
     folder, measurement = measurement_of(
         job.measurement,
         plan,
@@ -543,7 +550,8 @@ def _summary(
                 key: meta["unified"].get(key) for key in ("world", "ranks", "missing")
             }
     chosen = {} if model.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
-    origin, device = origin_of(job.model), _device(job)
+    origin = origin_of(job.model)
+    device = _device(job)
     return {
         "source": {
             "folder": str(job.model),

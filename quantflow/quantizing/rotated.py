@@ -183,7 +183,8 @@ class Rotated:
     def _read(self, name: str) -> Tensor:
         (stored,) = self._source.read([name]).values()
         module, _, leaf = name.rpartition(".")
-        by, residual = self.rotations.residual, self._residual
+        by = self.rotations.residual
+        residual = self._residual
         if module in self._norms:
             return torch.ones_like(stored)
         if name == f"{residual.embedding}.weight":

@@ -77,7 +77,8 @@ def smooth_(
     Raises:
         StatisticsError: a statistic is missing.
     """
-    groups, current = opened.layer.groups, dict(statistics)
+    groups = opened.layer.groups
+    current = dict(statistics)
     decisions: dict[str, dict[str, Any]] = {}
     changed: list[str] = []
     factors: dict[str, Tensor] = {}
@@ -193,7 +194,8 @@ def _decided(
 
     Only the card that owns the group computes; every card gets the same result.
     """
-    group, team = opened.layer.groups[number], execution.team
+    group = opened.layer.groups[number]
+    team = execution.team
     outcome = Outcome(smoothing=None, decisions={})
     if team.owns(number):
         whole = (
@@ -205,7 +207,8 @@ def _decided(
         outcome = TRANSFORMS[name].solve(fold, options=options, workers=execution.workers)
         del fold, whole
         give_back_holes()
-    smoothing, tensors = outcome.smoothing, dict[str, Tensor]()
+    smoothing = outcome.smoothing
+    tensors = dict[str, Tensor]()
     if smoothing is not None:
         tensors = {"factors": smoothing.factors, "divisors": smoothing.divisors}
         tensors |= {} if smoothing.norm_weight is None else {"norm_weight": smoothing.norm_weight}
@@ -254,7 +257,8 @@ def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[
     Returns:
         Source names of tensors that are not quantized and were changed.
     """
-    absorber, changed = str(group.norm or group.feeder), []
+    absorber = str(group.norm or group.feeder)
+    changed = []
     apply_(
         opened.child(absorber),
         [opened.child(linear) for linear in group.linears],

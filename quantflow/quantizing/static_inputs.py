@@ -119,7 +119,8 @@ def inputs_of(
         decisions: Mapping[str, str] = {}
         if policy is not None:
             treatment = treat(layer, policy, statistics, of_layer(layer, shorts))
-            statistics, decisions = treatment.statistics, treatment.decisions
+            statistics = treatment.statistics
+            decisions = treatment.decisions
         for group in layer.groups:
             for name in group.linears:
                 scheme = schemes[name]

@@ -131,7 +131,8 @@ class TuningRun:
             first = self._divergence(states, original, checked, step=0)
             self._save(0, {"divergence_start": first})
             taken = 0
-        order, count = turns(len(states), self.plan.sequences), self.plan.steps
+        order = turns(len(states), self.plan.sequences)
+        count = self.plan.steps
         left = range(taken, count)
         for step in self.done.progress.steps(
             left, stage=self._stage, unit="step", before=taken, samples=len(order[0])
@@ -184,7 +185,8 @@ class TuningRun:
     @contextmanager
     def _layer(self, index: int, step: int, *, products: torch.dtype) -> Iterator[Visit]:
         """Yield a layer with the weights after so many steps, in the dtype of their products."""
-        layer, workers = self.layers[index], self.done.workers
+        layer = self.layers[index]
+        workers = self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
             put_changed(module, layer, self.done.folder, device=self.device)
             starts = self.starts(layer)
@@ -319,7 +321,8 @@ class TuningRun:
         arriving = self._room("back", len(states))
         tokens = sum(state.hidden.shape[1] for state in states)
         with self.stream.head(products=self.products):
-            unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
+            unit = partial(self._slope, tokens)
+            pairs = list(zip(states, original, strict=True))
             for at, gradient in enumerate(
                 self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)
             ):
@@ -461,7 +464,8 @@ def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
 
 def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any]) -> None:
     """Write every unfinished layer with its scales; the canary runs through all layers."""
-    done, stream = run.done, run.stream
+    done = run.done
+    stream = run.stream
     tokens = canary_tokens(done.source, done.measurement, done.seed)
     (canary,) = stream.begin([tokens])
     last = canary.hidden

@@ -203,10 +203,14 @@ def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
                 f"use one of {', '.join(DTYPES)}",
             )
         _, scheme = block.linear(info)
-        part, shape = share.part(info), share.info(info).shape
-        first, total, step = part.rows.start, torch.Size(shape).numel(), UNIT
+        part = share.part(info)
+        shape = share.info(info).shape
+        first = part.rows.start
+        total = torch.Size(shape).numel()
+        step = UNIT
         if scheme is not None or part.columns is not None:
-            total, step = shape[0], row_step(shape[1], scheme)
+            total = shape[0]
+            step = row_step(shape[1], scheme)
         else:
             first *= torch.Size(info.shape[1:]).numel()
         if info.strides is not None:  # its rows lie across the whole tensor: it is read once

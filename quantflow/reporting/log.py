@@ -77,7 +77,9 @@ def logged(path: Path, title: str) -> Iterator[Log]:
         path: path of the log.
         title: the command, in one line.
     """
-    log, begin, end = Log(path, title), time.monotonic(), "done"
+    log = Log(path, title)
+    begin = time.monotonic()
+    end = "done"
     try:
         yield log
     except BaseException as error:

@@ -119,7 +119,9 @@ class Parts:
         self, unit: Unit, scheme: LinearScheme, rows: Tensor
     ) -> tuple[QTensor, Mapping[str, Any]]:
         """The rows of the joined weight, and its decisions as the algorithm counts them."""
-        name, scale, zeros = unit.linear, None, None
+        name = unit.linear
+        scale = None
+        zeros = None
         if scheme.weights.granularity == "per_tensor":
             scale, zeros = self._shared(name)
         # Reversed, so that of cards with copies of one span the first one holds it.
@@ -143,7 +145,8 @@ class Parts:
 
     def inputs(self, plan: Plan) -> dict[str, LinearInput]:
         """Each linear's input by the shards' records, which were made with one measurement."""
-        first, found = self._shards[0], {}
+        first = self._shards[0]
+        found = {}
         for name, scheme in plan.schemes.items():
             if scheme is not None:
                 decisions = {
@@ -287,7 +290,8 @@ def _write(
 ) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
-    summary, inputs = read_summary(shards[0].folder), {**shards[0].made_from, **target.inputs()}
+    summary = read_summary(shards[0].folder)
+    inputs = {**shards[0].made_from, **target.inputs()}
     plan = plan_from(summary)
     if source is None:
         linears = _put_together(
@@ -321,7 +325,8 @@ def _round_together(
     Returns:
         The report's rows, in the order of the model's linears.
     """
-    graph, parts = graph_for(source.config), Parts(shards)
+    graph = graph_for(source.config)
+    parts = Parts(shards)
     infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
     quantize_files(
         folder,
@@ -372,7 +377,8 @@ def _put_together(
                     f"first one {records[0]['canary'][:16]}",
                     "quantize all shards with one command, on machines of one kind",
                 )
-        record, linears = records[0], list(records[0].pop("placements"))
+        record = records[0]
+        linears = list(records[0].pop("placements"))
         parts: list[CardTensors] = [
             (shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards
         ]
@@ -429,7 +435,8 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
             "source",
             "give the model that was quantized with --model",
         ) from error
-    expected, found = shards[0].inputs["model"], identify(source.checkpoint, _digests(shards))
+    expected = shards[0].inputs["model"]
+    found = identify(source.checkpoint, _digests(shards))
     if found != expected:
         raise InputError(
             f"{folder}: is model {found[:16]}, {shards[0].folder} was made from {expected[:16]}",
@@ -488,7 +495,8 @@ def _from_rows(
         scheme: scheme of the linear.
         scale: scale of the whole weight, where it has one.
     """
-    stop, found = unit.first + unit.count, []
+    stop = unit.first + unit.count
+    found = []
     for (begin, end), shard in sorted(holders.items(), key=lambda item: item[0]):
         if max(begin, unit.first) < min(end, stop):
             found.append(

@@ -218,7 +218,8 @@ def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
 
 def _refuse_overlap(measurement: Path, output: Path) -> None:
     """Refuse an output inside the input, or around it: the next merge would count it."""
-    source, target = measurement.resolve(), output.resolve()
+    source = measurement.resolve()
+    target = output.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):
         raise UsageError(
             f"-o {output} and -m {measurement}: one lies in the other",

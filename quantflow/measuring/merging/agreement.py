@@ -85,7 +85,8 @@ def check_agreement(ranks: Mapping[int, Measurement]) -> None:
     first = next(iter(ranks.values()))
     for measurement in ranks.values():
         for field in _SAME_ON_EVERY_RANK:
-            ours, theirs = _field(first.meta, field), _field(measurement.meta, field)
+            ours = _field(first.meta, field)
+            theirs = _field(measurement.meta, field)
             if ours != theirs:
                 raise InputError(
                     f"{measurement.who}: {_difference(field, ours, theirs, first)}", _ONE
@@ -128,9 +129,11 @@ def _check_tensors(replicas: Sequence[Sequence[Measurement]]) -> None:
     first = replicas[0][0]
     for row in replicas:
         for card, measurement in enumerate(row):
-            beside, mine = replicas[0][card].meta["tensors"], measurement.meta["tensors"]
+            beside = replicas[0][card].meta["tensors"]
+            mine = measurement.meta["tensors"]
             for name in sorted({*first.meta["tensors"], *mine}):
-                ours, theirs = first.meta["tensors"].get(name), mine.get(name)
+                ours = first.meta["tensors"].get(name)
+                theirs = mine.get(name)
                 if ours != theirs and (
                     ours is None or theirs is None or _common(ours) != _common(theirs)
                 ):

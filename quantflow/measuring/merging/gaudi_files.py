@@ -179,7 +179,8 @@ def _merge(
     members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int
 ) -> tuple[Triple, MergeAccount]:
     """Merge the ranks of one group."""
-    first, account = next(iter(members.values())), MergeAccount()
+    first = next(iter(members.values()))
+    account = MergeAccount()
     held = {rank: holds[rank] for rank in members}
     whole = set(held.values()) == set(holds.values())
     nodes = {}

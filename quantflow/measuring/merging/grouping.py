@@ -112,7 +112,8 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     size = len(rows[0][0])
     parts = tp // size
     for index, (group, where) in enumerate(zip(rows, told, strict=True)):
-        held, first = [rank % tp for rank in group[0]], index % parts * size
+        held = [rank % tp for rank in group[0]]
+        first = index % parts * size
         if tp % size or held != list(range(first, first + size)):
             due = (
                 f"{first} to {first + size - 1} are due"

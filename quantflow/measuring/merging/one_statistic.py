@@ -151,7 +151,9 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
         if torch.equal(first.tensor, other.tensor):
             continue
         if first.tensor.shape != other.tensor.shape:
-            ours, theirs, entry = str(list(first.tensor.shape)), str(list(other.tensor.shape)), ""
+            ours = str(list(first.tensor.shape))
+            theirs = str(list(other.tensor.shape))
+            entry = ""
         else:
             apart = (first.tensor.double() - other.tensor.double()).abs()
             float_sum = statistic_named(key.statistic).is_sum and first.tensor.is_floating_point()
@@ -169,7 +171,8 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
 
 def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
     """Refuse values of another dtype or shape than they must have, NaN, Inf and the wrong sign."""
-    dtype, statistic = values[0].tensor.dtype, statistic_named(key.statistic)
+    dtype = values[0].tensor.dtype
+    statistic = statistic_named(key.statistic)
     shapes = {
         channels: statistic.shape(channels) for channels in {value.channels for value in values}
     }

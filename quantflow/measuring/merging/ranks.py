@@ -187,7 +187,9 @@ def _merge_group(
 
 def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
     """The statistics of a group's ranks together; matrices are merged one by one, on demand."""
-    account, merged, later = _Account(), dict[str, Tensor](), dict[str, Later]()
+    account = _Account()
+    merged = dict[str, Tensor]()
+    later = dict[str, Later]()
     texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
     for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
         first = grid[0][0].meta["tensors"][name]

@@ -87,7 +87,8 @@ def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | 
     used = _sum(items, picks, 0)
     if used > limit:
         return None
-    price, stopped = 0.0, set()
+    price = 0.0
+    stopped = set()
     for step in _steps(items, hulls):
         more = items[step.item][step.option][0] - items[step.item][picks[step.item]][0]
         if step.item not in stopped and used + more <= limit:

@@ -197,7 +197,8 @@ def _logits(stream: LayerStream, hidden: dict[str, HiddenStates], name: str, num
 
 def _head(sequences: list[Tensor]) -> list[Tensor]:
     """The first sequences, at least one, that have TOKENS tokens at most."""
-    found, left = list(sequences[:1]), TOKENS - len(sequences[0])
+    found = list(sequences[:1])
+    left = TOKENS - len(sequences[0])
     for sequence in sequences[1:]:
         left -= len(sequence)
         if left < 0:

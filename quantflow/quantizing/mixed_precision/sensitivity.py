@@ -144,7 +144,8 @@ def all_items(
     progress: Progress,
 ) -> list[Item]:
     """The items of every layer."""
-    candidates, known = candidates_of(entry), set(wanted)
+    candidates = candidates_of(entry)
+    known = set(wanted)
     items: list[Item] = []
     for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
         mine = [name for name in layer.linears if name in known]

@@ -87,7 +87,8 @@ class CardShare:
 
     def info(self, info: TensorInfo) -> TensorInfo:
         """The card's part of a source tensor with its own shape and size; its file offset stays."""
-        part, shape = self.part(info), info.shape
+        part = self.part(info)
+        shape = info.shape
         if shape:
             shape = (part.rows.stop - part.rows.start, *shape[1:])
         if part.columns is not None:
@@ -156,7 +157,8 @@ def sliced(
     found = dict(tensors)
     for name in linears:
         placement = share.placements.get(name, {"axis": None})
-        axis, bias = placement["axis"], f"{name}.bias"
+        axis = placement["axis"]
+        bias = f"{name}.bias"
         if axis is None:
             continue
         part = slice(placement["offset"], placement["offset"] + placement["length"])
@@ -185,14 +187,16 @@ def put_together(
         linears: names of the layer's linears.
         schemes: linear -> its scheme.
     """
-    found, counts = dict(parts[0][1]), {}
+    found = dict(parts[0][1])
+    counts = {}
     for name in linears:
         holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
         held = [holders[span] for span in sorted(holders)]
         counts[name], axis = len(held), parts[0][0].placements[name]["axis"]
         if len(held) == 1:
             continue
-        bias, scheme = f"{name}.bias", schemes[name]
+        bias = f"{name}.bias"
+        scheme = schemes[name]
         if axis == 0 and bias in found:
             found[bias] = torch.cat([tensors[bias] for tensors in held])
         if scheme is None:
