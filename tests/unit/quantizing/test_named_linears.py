@@ -92,7 +92,7 @@ def dequantized(artifact, output):
     request = ExportJob(
         source=artifact, output=output, options=Export(format="dequantized", dtype="f32")
     )
-    return exporter("dequantized").run(exporter("dequantized").job(request), SILENT)
+    return exporter("dequantized").run(request, SILENT)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from quantflow.reporting import progress_line
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.stages.cli import progress_line
 
 
 class Terminal(io.StringIO):
