@@ -83,7 +83,7 @@ class _Ended:
 
 @dataclass(kw_only=True)
 class _Failure:
-    """What a rank said of its end.
+    """A rank's error, as it wrote it.
 
     Attributes:
         cause, remedy: the two lines of its error.
@@ -95,7 +95,7 @@ class _Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class _Refused:
-    """What a rank writes cannot be handed on: nobody reads it, or a disk is full."""
+    """A rank's output that cannot be handed on: nobody reads it, or a disk is full."""
 
     error: BaseException
 

@@ -1,4 +1,4 @@
-"""What processes that share a model tell each other, whatever carries it."""
+"""The exchange between processes that share a model, whatever carries it."""
 
 from typing import Protocol
 
@@ -14,11 +14,11 @@ class Wire(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The number of this process."""
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def gather(self, part: Tensor) -> Tensor:
         """Every rank's tensor, [ranks, ...]; all give contiguous ones of one shape and dtype."""

@@ -81,7 +81,7 @@ _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measurement:
-    """What one rank saw.
+    """The measurement of one rank.
 
     Attributes:
         meta: the fields of measurement.json; `files` and `digest` only after it was read from a
@@ -100,7 +100,7 @@ class Measurement:
 
     @property
     def who(self) -> str:
-        """What messages call this rank: its folder where there is one, and its number."""
+        """The rank's name in messages: its folder where there is one, and its number."""
         rank = f"rank {self.meta['mesh']['rank']}"
         return f"{self.origin}: {rank}" if self.origin else rank
 

@@ -81,7 +81,7 @@ Choose = Callable[[Unit, LinearScheme, Tensor], tuple[QTensor, Mapping[str, Any]
 
 
 class Allowed(Protocol):
-    """What is read of an allowance: how many units run at once."""
+    """The number of units that run at once, of an allowance."""
 
     @property
     def workers(self) -> int:

@@ -48,7 +48,7 @@ class OpenLayer:
 
     @property
     def device(self) -> Device:
-        """Where the module is, and all that is computed from its weights and inputs."""
+        """The device of the module, and of everything computed from its weights and inputs."""
         return self.stream.device
 
     @property

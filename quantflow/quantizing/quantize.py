@@ -56,7 +56,6 @@ from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.source import ModelFiles, refuse_not_finite
 from quantflow.planning import head
@@ -119,7 +118,7 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
         refuse_team(plan.name, model.graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, model, progress)
-    # here: one process starts without transformers' configurations
+    # imported here: one process alone starts without transformers' configurations
     from quantflow.quantizing.shards.cutting import shares_of
 
     shares = shares_of(model.source, model.graph, plan, ranks=job.ranks)
@@ -132,7 +131,7 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
         raise UsageError(
             f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number"
         )
-    if not plan.file_to_file:  # such ranks meet nobody
+    if not plan.file_to_file:  # file to file no rank meets another
         require_trust("quantize", trusted=job.trust_network)
     die_with_parent()
     rank = launched[0]
@@ -211,7 +210,7 @@ def _check_compute(job: QuantizeJob) -> None:
             "give --device cuda: each rank takes the GPU of its number",
         )
     if job.ranks > 1 and not device.is_host and launched_rank() is None:
-        open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
+        open_device(f"{job.compute.device}:{job.ranks - 1}")  # raises unless each rank has one
 
 
 def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progress) -> Path:
@@ -294,7 +293,7 @@ def _quantize(
         plan,
         scheme=job.entry.scheme,
         source=source,
-        graph=model.graph,
+        graph=graph,
         progress=progress,
         ranks=job.ranks,
     )
@@ -305,11 +304,6 @@ def _quantize(
         progress.say(
             f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
         )
-    lengths = (
-        []
-        if measurement is None
-        else [len(sequence) for sequence in plan.text(measurement.sequences)]
-    )
     device = _device(job)
     with (
         stage_folder.locked(job.output),
@@ -317,34 +311,25 @@ def _quantize(
         device.deterministic(),
         torch.no_grad(),
     ):
+        # A folder of anything else is refused before a file is written into it.
         stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
         digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
         inputs = weightless = {**_inputs(job, plan, source, measurement), **share.inputs()}
+        # The source's hash is part of the inputs. File to file it is taken while the files are read
+        # anyway, unless a measurement or a finished result has to be compared with it now.
         ahead = plan.file_to_file and measurement is None and stage_folder.done(job.output) is None
-        if not ahead:  # otherwise hashed while they are quantized
+        if not ahead:
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
             refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
-        # otherwise who is finished helps the others
+        # A card that is finished still helps the others, until all are.
         if team.all(stage_folder.is_up_to_date(job.output, inputs)):
             layer_store.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, inputs, force=job.force, parts=PARTS)
-        # where the model runs, a card has whole layers
-        held = share if plan.file_to_file else WHOLE
-        sizes = model_size(
-            {name: held.info(info) for name, info in source.checkpoint.infos.items()},
-            source.config,
-            graph,
-        )
-        allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
-        on_device = allow_on_device(
-            quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world),
-            job.resources,
-            device,
-        )
+        allowance, on_device = _allow(job, model, measurement, share=share, ranks=team.world)
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
@@ -378,8 +363,7 @@ def _quantize(
             runnable = _runnable(source)
             _run_layers(
                 job,
-                plan,
-                graph,
+                model,
                 measurement,
                 source=runnable,
                 key=key,
@@ -390,14 +374,7 @@ def _quantize(
             )
             if mixture is not None and measurement is not None:
                 stays = _settled(
-                    job,
-                    mixture,
-                    plan,
-                    source=runnable,
-                    graph=graph,
-                    measurement=measurement,
-                    key=key,
-                    progress=progress,
+                    job, model, mixture, measurement, source=runnable, key=key, progress=progress
                 )
                 if not stays:
                     return job.output  # unfinished: schemes are chosen again
@@ -408,7 +385,8 @@ def _quantize(
         stage_folder.finish(
             job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes
         )
-        team.wait()  # as long as one card is not finished, the others have to be able to help it
+        # Scratch stays until every card is finished: one that resumes needs the others' states.
+        team.wait()
         layer_store.remove_scratch(job.output)
         for line in account(
             f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device
@@ -417,9 +395,37 @@ def _quantize(
     return job.output
 
 
+def _allow(
+    job: QuantizeJob,
+    model: PlannedModel,
+    measurement: Measurement | None,
+    *,
+    share: CardShare,
+    ranks: int,
+) -> tuple[Allowance, int | None]:
+    """The memory and disk that the work may take, and the bytes of a device.
+
+    Raises:
+        ResourceError: they do not suffice.
+    """
+    plan = model.plan
+    source = model.source
+    text = () if measurement is None else plan.text(measurement.sequences)
+    lengths = [len(sequence) for sequence in text]
+    held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+    sizes = model_size(
+        {name: held.info(info) for name, info in source.checkpoint.infos.items()},
+        source.config,
+        model.graph,
+    )
+    allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
+    need = quantize_on_device(sizes, plan, lengths=lengths, ranks=ranks)
+    return allowance, allow_on_device(need, job.resources, _device(job))
+
+
 def _runnable(files: ModelFiles) -> "Source":
     """The open files with the configuration of transformers, which running the model needs."""
-    # here: file to file starts without transformers' model code
+    # imported here: file to file starts without transformers' model code
     from quantflow.models.configuration import load_config
     from quantflow.models.load import Source
 
@@ -428,8 +434,7 @@ def _runnable(files: ModelFiles) -> "Source":
 
 def _run_layers(
     job: QuantizeJob,
-    plan: Plan,
-    graph: Graph,
+    model: PlannedModel,
     measurement: Measurement | None,
     *,
     source: "Source",
@@ -440,11 +445,12 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
-    # here: file to file starts without transformers' model code
+    # imported here: file to file starts without transformers' model code
     from quantflow.models.load import reading_ahead
     from quantflow.quantizing.layer_by_layer import Forward
     from quantflow.quantizing.tuning import tune
 
+    plan = model.plan
     folder = job.output if plan.tune is None else layer_store.untuned(job.output)
     disk.make_folder(folder / "layers")
     device = _device(job)
@@ -458,7 +464,7 @@ def _run_layers(
             entry=job.entry,
             plan=plan,
             source=read_source,
-            graph=graph,
+            graph=model.graph,
             measurement=measurement,
             key=key,
             seed=job.seed,
@@ -477,25 +483,24 @@ def _run_layers(
 
 def _settled(
     job: QuantizeJob,
+    model: PlannedModel,
     mixture: ChosenMixture,
-    plan: Plan,
+    measurement: Measurement,
     *,
     source: "Source",
-    graph: Graph,
-    measurement: Measurement,
     key: str,
     progress: Progress,
 ) -> bool:
     """Whether the chosen schemes stay, by the divergence that they are measured to cost."""
-    from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: as above
+    from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: see above
 
     return settle(
         job.output,
         mixture,
-        plan,
+        model.plan,
         model=job.model,
         source=source,
-        graph=graph,
+        graph=model.graph,
         measurement=measurement,
         key=key,
         revision=job.revision,

@@ -66,7 +66,7 @@ def smooth_(
     hessians: Mapping[int, HessianObserver],
     execution: Execution,
 ) -> Smoothed:
-    """Let every transform of the plan decide and fold.
+    """Smooth a layer: every transform of the plan decides, then its folds are made.
 
     Args:
         opened: the layer; its weights are modified.

@@ -1,4 +1,4 @@
-"""How a process ends: an error as two lines on stderr, and its exit code.
+"""The end of a process: an error as two lines on stderr, and its exit code.
 
     error: <which tensor or file>: <the two values that disagree>
       fix: <what to do>

@@ -54,7 +54,7 @@ class LiveLine:
 
 
 class Pace:
-    """How far a loop is: steps, seconds and bytes."""
+    """The progress of a loop: steps, seconds and bytes."""
 
     def __init__(self, head: str, total: int, *, samples: int, before: int) -> None:
         """Begin now.
@@ -81,7 +81,7 @@ class Pace:
 
     @property
     def number(self) -> int:
-        """How many steps are finished, those of an earlier run included."""
+        """The number of finished steps, those of an earlier run included."""
         return self.before + self.finished
 
     def text(self, number: int, *, doing: str, elapsed: float, memory: bool) -> str:
@@ -100,7 +100,7 @@ class Pace:
 
 @dataclass
 class Now:
-    """Which loop runs, innermost; what `doing` tells about."""
+    """The innermost loop that runs, which `doing` is about."""
 
     pace: Pace | None = None
 

@@ -94,12 +94,12 @@ class OpenedShard:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """What all shards of one model have in common."""
+        """The inputs that all shards of one model have in common."""
         return {key: value for key, value in self.inputs.items() if key != "share"}
 
 
 class Parts:
-    """What a unit of a linear becomes: what the cards made of it, side by side.
+    """The joined values of a unit of a linear: the cards' values, side by side.
 
     Attributes:
         report: linear -> how it was joined; units that run at once add to it.

@@ -1,4 +1,4 @@
-"""Which rank decided a merged maximum, and which rank looks unlike the others of its group."""
+"""The rank that set a merged maximum, and ranks that look unlike the others of their group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ _SAME_RUN = "give the ranks of one run, with one version of the toolkit and one 
 
 @dataclass(kw_only=True)
 class MergeAccount:
-    """What is told about a merge beside its maxima.
+    """The record of a merge beside its maxima.
 
     Attributes:
         maxima: `<node>|<tensor>` -> the rank that set its maximum.

@@ -43,7 +43,7 @@ Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
 @dataclass(kw_only=True)
 class _Account:
-    """What is told about a merge beside its statistics."""
+    """The record of a merge beside its statistics."""
 
     rules: Counter[tuple[str, str]] = field(default_factory=Counter)
     maxima: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How a model is cut over the cards that quantize it together, and the sizes that cannot be cut."""
+"""The cut of a model over cards that quantize it together; sizes that do not fit are refused."""
 
 from quantflow.distributed.sharding import placements
 from quantflow.errors import UsageError

@@ -42,7 +42,7 @@ Schemes = Mapping[str, LinearScheme | None]  # linear -> how it was quantized
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where a card's part of a tensor lies in the source's tensor.
+    """The place of a card's part in the source's tensor.
 
     Attributes:
         rows: start and stop along the first axis.
@@ -54,7 +54,7 @@ class Part:
 
 
 class RankOf(TypedDict):
-    """Which card of how many a shard is, as its DONE.json says."""
+    """The number of a shard's card, and of all cards, from its DONE.json."""
 
     rank: Annotated[int, Between(0, MOST_RANKS)]
     world: Annotated[int, Between(1, MOST_RANKS)]
