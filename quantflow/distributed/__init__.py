@@ -1,1 +1,1 @@
-"""All of a model over ranks: processes that start and meet, tensors that are cut over them and joined again."""
+"""A model over several ranks: processes that start and meet, tensors that are cut and joined."""

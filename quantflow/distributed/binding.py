@@ -1,8 +1,8 @@
-"""Which cores each of several processes runs on: its own, of one NUMA node where they fit, one thread of each core.
+"""The cores of each of several processes: its own, of one NUMA node where they fit.
 
-Linux says where cores are (/sys/devices/system). What this process may not use, as taskset or a
-container says, is left out. The memory of a process that keeps to the cores of one node is that
-node's: Linux puts a page where it is touched first.
+A process gets one thread of each core. Linux says where cores are (/sys/devices/system). Cores that
+this process may not use, because of taskset or a container, are left out. The memory of a process
+that keeps to the cores of one node is that node's: Linux puts a page where it is touched first.
 """
 
 import os
@@ -17,15 +17,14 @@ _SYSTEM = Path("/sys/devices/system")
 def cores_of(
     ranks: int, *, usable: Collection[int] | None = None, system: Path = _SYSTEM
 ) -> list[frozenset[int]]:
-    """Return the processors of each rank; ranks of one node share it evenly, and one rank alone has the largest node.
+    """The processors of each rank: an even share of its node, for one rank the largest node.
 
     They are one thread of each core, or all threads where there are more ranks than cores.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         usable: numbers of processors; None takes those of this process.
-        system: where Linux says which processors are threads of one core, and which cores are of
-            one node.
+        system: folder in which Linux lists the threads of each core, and the cores of each node.
 
     Raises:
         UnsupportedError: a system without such sets of processors.
@@ -45,7 +44,10 @@ def cores_of(
     for index, node in enumerate(nodes):
         share = ranks * (index + 1) // len(nodes) - ranks * index // len(nodes)
         if share > len(node):
-            told = f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in all"
+            told = (
+                f"bind: {share} ranks on a NUMA node of {len(node)} processors, {ranks} ranks in "
+                "all"
+            )
             raise UsageError(told, "use fewer ranks, or no --bind")
         found += [
             frozenset(node[len(node) * i // share : len(node) * (i + 1) // share])
@@ -55,7 +57,7 @@ def cores_of(
 
 
 def _first_threads(usable: Collection[int], system: Path) -> list[int]:
-    """Return the first usable thread of each core."""
+    """The first usable thread of each core."""
     found = []
     for processor in sorted(usable):
         siblings = _listed(system / f"cpu/cpu{processor}/topology/thread_siblings_list") or {
@@ -67,7 +69,7 @@ def _first_threads(usable: Collection[int], system: Path) -> list[int]:
 
 
 def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
-    """Return the processors of each NUMA node; all are of one where nothing says otherwise."""
+    """The processors of each NUMA node; all are of one where nothing says otherwise."""
     nodes = [_listed(path) for path in sorted(system.glob("node/node*/cpulist"))]
     found = [
         inside
@@ -78,7 +80,7 @@ def _nodes(processors: Sequence[int], system: Path) -> list[list[int]]:
 
 
 def _listed(path: Path) -> set[int]:
-    """Return the numbers in a file such as `0-3,8`; none where there is no such file."""
+    """The numbers in a file such as `0-3,8`; none where there is no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

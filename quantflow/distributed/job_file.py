@@ -1,10 +1,11 @@
-"""A stage's job as JSON, so that another process does exactly what this one was told.
+"""A stage's job as JSON, so that another process does exactly the same job.
 
-    {"record": "quantflow.measuring.measure:MeasureJob", "fields": {...}}     a dataclass of this package
-    {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}                     what JSON has no word for
+A dataclass of this package, and the values that JSON has no word for:
 
-Nothing of a setting is spelled again as an option of a command line, so nothing can be lost on the
-way.
+    {"record": "quantflow.measuring.job:MeasureJob", "fields": {...}}
+    {"path": "..."}   {"tuple": [...]}   {"mapping": {...}}
+
+No setting is spelled again as an option of a command line, so none can be lost on the way.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from quantflow.errors import InputError
 
 
 def encode(value: Any) -> Any:
-    """Return a job as plain data.
+    """A job as plain data.
 
     Raises:
         TypeError: it holds something else than records, paths, containers, numbers and text.
@@ -42,7 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Return the job that `encode` made plain data of.
+    """The job that `encode` made plain data of.
 
     Raises:
         InputError: it names something else than a record of this package.

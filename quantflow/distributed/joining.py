@@ -25,12 +25,12 @@ from quantflow.errors import SchemeError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Joined:
-    """A weight, and which of its values have yet to be rounded with its scale.
+    """A weight, and those of its values that have yet to be rounded with its scale.
 
     Attributes:
         weight: [O, I]; `requantize_` brings the values of `stale` up to date.
-        stale: which rows of which columns were rounded with another scale, (bool [O], columns),
-            once for each part that holds columns.
+        stale: rows of columns that were rounded with another scale, (bool [O], columns), once for
+            each part that holds columns.
     """
 
     weight: QTensor
@@ -38,22 +38,22 @@ class Joined:
 
 
 def shared_scale(scales: Sequence[Tensor], *, zeros: Sequence[bool]) -> Tensor:
-    """Return the scale that one process gives a weight, from those that cards gave their parts.
+    """The scale that one process gives a weight, from those that cards gave their parts.
 
     Args:
         scales: [1, 1] each, symmetric, one per card.
-        zeros: of each, whether it stands for zeros alone.
+        zeros: for each scale, whether it stands for zeros alone.
     """
     known = [scale for scale, empty in zip(scales, zeros, strict=True) if not empty]
     return torch.stack(known or [scales[0]]).amax(dim=0)
 
 
 def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
-    """Return the weight whose rows are those of the parts, in order.
+    """The weight whose rows are those of the parts, in order.
 
     Args:
         parts: [O_i, I] each.
-        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
+        scale: [1, 1], see `shared_scale`; of per_tensor weights, and only of these.
 
     Raises:
         SchemeError: per_tensor parts without their scale, or with a zero_point.
@@ -75,12 +75,12 @@ def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joine
 
 
 def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
-    """Return the weight whose columns are those of the parts, in order.
+    """The weight whose columns are those of the parts, in order.
 
     Args:
         parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a
             scale in every part.
-        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
+        scale: [1, 1], see `shared_scale`; of per_tensor weights, and only of these.
 
     Raises:
         SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell
@@ -123,25 +123,24 @@ def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: sli
     """Round some rows of some columns again, with the scale that the weight has now.
 
     Args:
-        weight: per channel or per tensor, symmetric; its qvalue is changed.
-        original: [O, I], what it was made from.
-        rows: which rows, bool [O].
-        columns: which columns.
+        weight: weight with scales per channel or per tensor, symmetric; its qvalue is changed.
+        original: [O, I], before quantization.
+        rows: mask of the rows, bool [O].
+        columns: range of the columns.
     """
     if not rows.any():
         return
     scale = weight.scale.expand(len(weight.qvalue), 1)[rows]  # [n, 1]
-    # Bytes are moved: there is no indexed assignment of float8.
-    # [n, columns]
+    # [n, columns]; moved as bytes, since torch has no indexed assignment of float8
     made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)
     weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
 
 
 def zero_groups(original: Tensor, scale: Tensor) -> int:
-    """Return how many scales stand for zeros only.
+    """The number of scales that stand for zeros only.
 
     Args:
-        original: [O, I], what was quantized.
+        original: [O, I], before quantization.
         scale: [O, G].
     """
     split = groups.to_groups(original.float(), original.shape[1] // scale.shape[1])  # [O, G, g]
@@ -149,7 +148,7 @@ def zero_groups(original: Tensor, scale: Tensor) -> int:
 
 
 def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
-    """Return the scale that per_tensor parts are to have."""
+    """The scale that per_tensor parts are to have."""
     if scale is None or not parts[0].scheme.symmetric:
         raise SchemeError(
             f"parts of a per_tensor weight with symmetric={parts[0].scheme.symmetric}, "
@@ -163,7 +162,7 @@ def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
 def _of_columns(
     parts: Sequence[QTensor], stale: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, slice], ...]:
-    """Return the rows of each part with the columns that it has in the whole."""
+    """The rows of each part with the columns that it has in the whole."""
     ends = list(accumulate(part.qvalue.shape[1] for part in parts))
     return tuple(
         (rows, slice(begin, end)) for rows, begin, end in zip(stale, [0, *ends], ends, strict=False)

@@ -1,9 +1,9 @@
-"""Several processes for one stage: they are started here, their messages come through, and none outlives its parent.
+"""Several processes for one stage: started here, heard here, and none outlives its parent.
 
-Each writes a folder of its own, whose name says which of how many it is. The ranks of one machine
-meet in a file of a private folder and talk over the loopback interface: no port of theirs can be
-reached from another machine. Ranks that somebody's torchrun started meet at its address, which
-every machine that reaches it can write to; `require_trust` asks for consent.
+Each writes a folder of its own, whose name has its rank and the number of ranks. The ranks of one
+machine meet in a file of a private folder and talk over the loopback interface: no port of theirs
+can be reached from another machine. Ranks that somebody's torchrun started meet at its address,
+which every machine that reaches it can write to; `require_trust` asks for consent.
 """
 
 import ctypes
@@ -36,15 +36,15 @@ from quantflow.errors import (
 from quantflow.files.rank_folders import MOST_RANKS
 from quantflow.progress import Progress
 
-# of the private folder that ranks are started with
+# Names in the private folder that ranks are started with.
 JOB, RESULT, STORE = "job.json", "result.json", "store"
 FOREVER = 1e9  # seconds: JSON has no word for infinity
 AGAIN = "the same command continues with what is missing"
-LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
+LOST = "another rank ended, or cannot be reached"  # error of a rank that ends for it
 _PR_SET_PDEATHSIG = 1
 _NUMBER = re.compile("[0-9]{1,9}")
 _GRACE = 5.0  # seconds in which a rank that was asked to end does so
-# the private folder, in the environment of ranks that `launch` started and speaks for
+# Environment variable with the private folder of ranks that `launch` started and speaks for.
 _LAUNCHED = "QUANTFLOW_LAUNCHED"
 _TRUST = (
     "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
@@ -83,7 +83,7 @@ class _Ended:
 
 @dataclass(kw_only=True)
 class _Failure:
-    """What a rank said of its end.
+    """A rank's error, as it wrote it.
 
     Attributes:
         cause, remedy: the two lines of its error.
@@ -95,7 +95,7 @@ class _Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class _Refused:
-    """What a rank writes cannot be handed on: nobody reads it, or a disk is full."""
+    """A rank's output that cannot be handed on: nobody reads it, or a disk is full."""
 
     error: BaseException
 
@@ -104,7 +104,7 @@ Lines = queue.SimpleQueue[_Said | _Ended | _Refused]
 
 
 def launched_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) when `launch` or a torchrun started this process, else None.
+    """(rank, world size) when `launch` or a torchrun started this process, else None.
 
     Raises:
         UsageError: RANK or WORLD_SIZE is missing beside the other, or no number in range.
@@ -125,15 +125,15 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def is_rank() -> bool:
-    """Return whether this process has the variables of a rank, right or wrong."""
+    """Whether this process has the variables of a rank, right or wrong."""
     return "RANK" in os.environ
 
 
 def own_device(name: str) -> str:
-    """Return the device of this process: of ranks that share a machine each takes the GPU of its number there.
+    """The device of this process; ranks that share a machine take the GPU of their number there.
 
     Args:
-        name: as `--device` says it.
+        name: value of `--device`.
 
     Raises:
         UsageError: one GPU by its number for several ranks, or LOCAL_RANK is no number.
@@ -155,7 +155,7 @@ def own_device(name: str) -> str:
 
 
 def launched_folder() -> Path | None:
-    """Return the private folder of the ranks that `launch` started, this process among them; None for all others."""
+    """The private folder of ranks that `launch` started; None for every other process."""
     folder = os.environ.get(_LAUNCHED)
     return None if folder is None else Path(folder)
 
@@ -168,14 +168,14 @@ def launched_environment(
     threads: int | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return the environment of a rank that this process starts and speaks for.
+    """The environment of a rank that this process starts and speaks for.
 
     Args:
-        folder: the private one of these ranks.
-        rank: which of them.
-        world: how many.
-        threads: of each; None takes OMP_NUM_THREADS, or 1.
-        environment: of this process.
+        folder: the private folder of these ranks.
+        rank: number of the rank.
+        world: number of ranks.
+        threads: number of threads of each; None takes OMP_NUM_THREADS, or 1.
+        environment: environment of this process.
     """
     variables = {
         "RANK": str(rank),
@@ -189,13 +189,13 @@ def launched_environment(
     }
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        # `=`: no name that begins so
+        # `=` asks NCCL for exactly this name, not for names that begin so.
         variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return child_process.environment(**variables)
 
 
 def require_trust(verb: str, *, trusted: bool) -> None:
-    """Refuse to join the ranks of somebody's torchrun unless the user says that the network is theirs.
+    """Refuse to join the ranks of somebody's torchrun without the user's consent to its network.
 
     Its store listens on every interface, whatever address it was given, and believes whoever writes
     to it.
@@ -212,18 +212,21 @@ def require_trust(verb: str, *, trusted: bool) -> None:
             cause, "start ranks with torchrun or --ranks, or unset RANK and WORLD_SIZE"
         )
     if not trusted:
-        cause = f"{verb}: torchrun's store at {address}:{port} is open to everybody who reaches this machine"
+        cause = (
+            f"{verb}: torchrun's store at {address}:{port} is open to everybody who reaches this "
+            "machine"
+        )
         raise UsageError(cause, _TRUST)
 
 
 def speaks() -> bool:
-    """Return whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
+    """Whether this process reports and keeps the log: no rank, or the first of a torchrun."""
     rank = launched_rank()
     return rank is None or (rank[0] == 0 and launched_folder() is None)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that a killed run leaves nobody who holds a lock."""
+    """Ask the kernel to kill this process when its parent dies: a killed run then holds no lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -239,21 +242,24 @@ def launch(
     cores: Sequence[Collection[int]] | None = None,
     again: str = AGAIN,
 ) -> Any:
-    """Do a stage's job in `ranks` processes, wait for all of them, and return what the first one returned.
+    """Do a stage's job in `ranks` processes and wait for all of them.
 
-    Each runs `quantflow.distributed.rank` with the job as a file of a private folder, which is removed
-    at the end. When one fails the others are ended.
+    Each runs `quantflow.distributed.rank` with the job as a file of a private folder, which is
+    removed at the end. When one fails the others are ended.
 
     Args:
-        verb: of the command line, for messages.
+        verb: verb of the command line, for messages.
         job: the record that each rank gets and runs.
-        ranks: how many.
-        progress: tells what they tell.
-        stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
-        threads: of each; None takes OMP_NUM_THREADS, or 1.
-        cores: of each rank, which then has a thread for each of them; None leaves them to the
+        ranks: number of ranks.
+        progress: listener for the lines of the ranks.
+        stream: receiver of the first rank's stdout, piece by piece; None lets nobody see it.
+        threads: number of threads of each; None takes OMP_NUM_THREADS, or 1.
+        cores: cores of each rank, which then has a thread for each of them; None leaves them to the
             system.
-        again: what is said of the same command line after a failure.
+        again: advice for the same command line after a failure.
+
+    Returns:
+        The result of the first rank.
 
     Raises:
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own
@@ -277,7 +283,7 @@ def launch(
                 _watch(rank, process, said, stream)
             _wait(verb, started, said, progress, again=again)
         finally:
-            # of an error here, such as Ctrl-C; otherwise all have ended
+            # After an error here, such as Ctrl-C, ranks still run; otherwise all have ended.
             _end(started, signal.SIGKILL)
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.is_file() else None
@@ -286,7 +292,7 @@ def launch(
 def _start(
     folder: str, environment: dict[str, str], *, shown: bool, cores: Collection[int] | None
 ) -> subprocess.Popen[str]:
-    """Start a rank, on some cores; `shown` keeps what it writes to stdout."""
+    """Start a rank, on some cores; `shown` keeps its stdout."""
 
     def prepare() -> None:
         die_with_parent()
@@ -308,7 +314,7 @@ def _start(
 def _watch(
     rank: int, process: subprocess.Popen[str], said: Lines, stream: Callable[[str], None] | None
 ) -> None:
-    """Start threads that put a rank's lines and its end into the queue, and its stdout into the stream."""
+    """Start threads that queue a rank's lines and its end, and pass its stdout to the stream."""
     readers = [threading.Thread(target=_listen, args=(rank, process.stderr, said), daemon=True)]
     if process.stdout is not None:
         readers.append(
@@ -320,26 +326,26 @@ def _watch(
 
 
 def _listen(rank: int, pipe: IO[str], said: Lines) -> None:
-    """Put what a rank writes to stderr into the queue, line by line."""
+    """Put a rank's stderr into the queue, line by line."""
     with pipe:
         for line in pipe:
             said.put(_Said(rank=rank, line=line.rstrip("\n")))
 
 
 def _pass_on(pipe: IO[str], stream: Callable[[str], None], said: Lines) -> None:
-    """Hand what a rank writes to `stream` as soon as it is there; what that raises goes into the queue."""
+    """Hand a rank's stdout to `stream` as it comes; an error of `stream` goes into the queue."""
     try:
         with pipe:
             while piece := pipe.read(1):
                 stream(piece)
-    except BaseException as error:  # of a thread, where nobody would hear of it
+    except BaseException as error:  # raised in a thread: the queue carries it to the caller
         said.put(_Refused(error=error))
 
 
 def _await(
     rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines
 ) -> None:
-    """Put the end of a rank into the queue, after what it wrote."""
+    """Put the end of a rank into the queue, after its last line."""
     code = process.wait()
     for reader in readers:
         reader.join(_GRACE)  # a process that a killed rank leaves may hold the pipe open
@@ -354,7 +360,7 @@ def _wait(
     *,
     again: str,
 ) -> None:
-    """Pass on what the ranks say until all have ended; end them when one fails, and raise what it said.
+    """Pass on the ranks' lines until all have ended; when one fails, end the others.
 
     Raises:
         QuantflowError: a rank failed.
@@ -374,6 +380,8 @@ def _wait(
             case _Ended(rank=rank, code=code):
                 ends[rank] = code
                 if code:
+                    # A rank that lost its connection fails before the rank that broke it is heard:
+                    # that one gets some seconds to say why.
                     _end(
                         started,
                         signal.SIGTERM,
@@ -385,16 +393,16 @@ def _wait(
 
 
 def _others_fault(code: int, failure: _Failure) -> bool:
-    """Return whether a rank ended because of another one: it lost its connection, or was asked to end."""
+    """Whether a rank ended because of another one: it lost its connection, or was asked to end."""
     return code == -signal.SIGTERM or LOST in failure.cause or failure.cause == "terminated"
 
 
 def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
-    """Return the rank that failed by itself, first of all in time, else one that failed; None where none did.
+    """The first rank in time that failed by itself, else one that failed; None without failure.
 
     Args:
         ends: rank -> exit code, in the order of their ends.
-        failures: what each said.
+        failures: error and fix lines of each rank.
     """
     failed = [rank for rank, code in ends.items() if code]
     own = [rank for rank in failed if not _others_fault(ends[rank], failures[rank])]
@@ -402,7 +410,7 @@ def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
 
 
 def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -> QuantflowError:
-    """Return the error that tells which rank ended the others."""
+    """The error of the rank that ended the others."""
     if code < 0:
         told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
         return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
@@ -413,7 +421,10 @@ def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -
 def _end(
     started: Sequence[subprocess.Popen[str]], sign: signal.Signals, *, after: float = 0.0
 ) -> None:
-    """Send a signal to the ranks that still run, `after` seconds from now; those that stay for some seconds are killed."""
+    """Send a signal to the ranks that still run, `after` seconds from now.
+
+    Ranks that stay for some seconds more are killed.
+    """
     if after:
         timer = threading.Timer(after, _end, (started, sign))
         timer.daemon = True

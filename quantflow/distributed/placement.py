@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, as data, and what that means for the statistics measured around it.
+"""The part of a tensor that a rank holds, as data, and its meaning for the statistics around it.
 
 A placement is one entry of `tensors` in measurement.json, about the linear or attention of that
 source name:
@@ -7,20 +7,26 @@ source name:
                 column       a share of the rows of the weight [O, I], the output features: axis 0
                 row          a share of its columns, the input features: axis 1
                 expert       one of the experts of a mixture, held whole by some ranks
-    full_shape  of the weight in the source, [O, I]; of K and V: [heads, head_dim]
+    full_shape  shape of the weight in the source, [O, I]; of K and V: [heads, head_dim]
     axis        0 of a column, 1 of a row, else null
-    offset      where the share begins along the axis; of an expert its number; else 0
-    length      how much of the axis the share is; of an expert 1 on the ranks that hold it, 0 on the others
-    output      of a row: `partial`, measured before the shares' products are added up, or `reduced`, after it;
-                of a column: `sliced` (the default), or `gathered` or `reduced` where every rank has all of the output;
-                of a replicated tensor: what it is where the model is cut
-    unit        how much of the axis is never cut: head_dim where heads lie along it; 1 where it is left out
-    copies      true where a unit goes to several cards when there are fewer units than cards: key and value heads
-    experts     of an expert: how many there are
-    plan        of a replicated tensor: the kind that it has where a model is cut over several cards
+    offset      start of the share along the axis; number of an expert; else 0
+    length      length of the share along the axis; of an expert 1 on the ranks that hold it, 0 on
+                the others
+    output      of a row: `partial`, measured before the shares' products are added up, or
+                `reduced`, after it;
+                of a column: `sliced` (the default), or `gathered` or `reduced` where every rank has
+                all of the output;
+                of a replicated tensor: its value where the model is cut
+    unit        length along the axis that is never cut: head_dim where heads lie along it; 1 where
+                it is left out
+    copies      true where a unit goes to several cards when there are fewer units than cards: kv
+                heads
+    experts     number of experts, of an expert
+    plan        of a replicated tensor: its kind where a model is cut over several cards
     bound       true where the statistics of the output bound it from above and were not seen
 
-From it follows what the ranks of one replica, which all run the same tokens, saw at each site:
+From it follow the values that the ranks of one replica, which all run the same tokens, saw at each
+site:
 
     site              replicated  column    row               expert
     input             same        same      channels          samples
@@ -73,7 +79,7 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
 
     Args:
         name: the source name.
-        placement: what was read.
+        placement: the entry as it was read.
         where: the file or folder, for the message.
 
     Raises:
@@ -120,7 +126,7 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
 
 
 def layout(placement: Placement, site: str) -> Layout:
-    """Return how the ranks of a replica share what flows at a site; see the table above."""
+    """The sharing of a site among the ranks of a replica; see the table above."""
     kind = placement["kind"]
     if kind == "replicated" or (site == "routed" and kind != "expert"):
         return "same"
@@ -140,7 +146,7 @@ def layout(placement: Placement, site: str) -> Layout:
 
 
 def channels(placement: Placement, site: str) -> int:
-    """Return how many channels the statistics of this rank have at a site."""
+    """The number of channels that the statistics of this rank have at a site."""
     outputs, inputs = placement["full_shape"]
     if layout(placement, site) == "channels":
         return int(placement["length"])
@@ -148,7 +154,7 @@ def channels(placement: Placement, site: str) -> int:
 
 
 def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
-    """Return which of a replica's cards saw the same: positions in `placements`, together where they did, in card order."""
+    """The positions in `placements` of cards that saw the same, together, in card order."""
     first = placements[0]
     if layout(first, site) == "same" or first["kind"] == "expert":
         return [list(range(len(placements)))]
@@ -161,7 +167,7 @@ def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
 
 
 def check_cover(name: str, placements: Sequence[Placement]) -> None:
-    """Check that the shares of all cards of one replica are the whole tensor: in order, without hole or overlap.
+    """Refuse a replica's shares that are not the whole tensor, in order and each part once.
 
     Raises:
         StatisticsError: naming the shares.
@@ -169,7 +175,8 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
     first = placements[0]
     if first["kind"] not in AXES:
         return
-    size, position = first["full_shape"][AXES[first["kind"]]], 0
+    size = first["full_shape"][AXES[first["kind"]]]
+    position = 0
     held = [_piece(placement) for placement in placements]
     # neighbouring cards hold neighbouring shares, so that a group of them holds one
     whole = held == sorted(held)
@@ -187,10 +194,10 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
 
 
 def joined(placements: Iterable[Placement]) -> dict[str, Any]:
-    """Return the placement of what several ranks hold together.
+    """The placement of several ranks' shares together.
 
     Args:
-        placements: of one tensor, on each of the ranks; neighbouring shares and copies.
+        placements: placements of one tensor, on each of the ranks; neighbouring shares and copies.
     """
     parts = list(placements)
     first = parts[0]
@@ -215,10 +222,10 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
 
 
 def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tuple[int, int] | None:
-    """Return which of `count` units a card holds, (first, how many), or None where they do not divide.
+    """The card's part of `count` units, (first, number of units), or None where they do not divide.
 
     Neighbouring units go to one card. With `copies`, units that are fewer than the cards go to
-    several neighbouring ones, as runtimes do with key and value heads.
+    several neighbouring ones, as runtimes do with kv heads.
     """
     if count % cards == 0:
         return card * (count // cards), count // cards
@@ -228,14 +235,14 @@ def units_of(count: int, *, cards: int, card: int, copies: bool = False) -> tupl
 
 
 def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, Any]:
-    """Return the placement of one card's share of a tensor that a single rank holds, as its `plan` says.
+    """The placement of one card's share of a tensor that a single rank holds, as its `plan` says.
 
     Args:
         name: its source name, for the message.
-        whole: its placement on the single rank: replicated, or an expert. Its `output` is what it
-            will be on the cards; where it has none, a row's is taken to be `reduced`.
-        cards: over how many it is cut.
-        card: which of them.
+        whole: its placement on the single rank: replicated, or an expert. Its `output` is that on
+            the cards; a row without one is taken to be `reduced`.
+        cards: number of cards.
+        card: number of this card.
 
     Raises:
         UsageError: naming the tensor and the numbers that do not divide.
@@ -251,7 +258,8 @@ def share(name: str, whole: Placement, *, cards: int, card: int) -> dict[str, An
     plan = whole.get("plan")
     if cards == 1 or plan is None:
         return dict(whole)
-    size, unit = whole["full_shape"][AXES[plan]], whole.get("unit", 1)
+    size = whole["full_shape"][AXES[plan]]
+    unit = whole.get("unit", 1)
     held = units_of(size // unit, cards=cards, card=card, copies=whole.get("copies", False))
     if held is None:
         what = (

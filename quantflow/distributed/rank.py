@@ -40,7 +40,7 @@ def run(folder: Path, progress: Progress) -> None:
     """Do this rank's part of the job in a folder; the first rank writes the result beside the job.
 
     Raises:
-        QuantflowError: as the job.
+        QuantflowError: see the job's own `run`.
     """
     job = decode(read_json(folder / JOB)["job"])
     result = job.run(progress, **({"stream": _write} if getattr(job, "STREAMS", False) else {}))

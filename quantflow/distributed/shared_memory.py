@@ -1,11 +1,11 @@
-"""Ranks of one machine tell each other what they computed through memory that all of them map: sooner than over sockets.
+"""Exchange between ranks of one machine through memory that all map: faster than sockets.
 
-    counters     of each rank, 64 bytes apart: how many parts it has put there
+    counters     a counter of each rank, 64 bytes apart: the number of parts it has put there
     two rooms    a part of every rank in each; parts go to the rooms in turn
 
-A rank writes its part, then counts it, and reads when all ranks have counted as many. Who writes
-into a room again has seen all ranks count the part in between, so all have read what was in the
-room. Other processors see stores in the order in which they were made on x86; elsewhere, between
+A rank writes its part, then counts it, and reads when all ranks have counted as many. A rank that
+writes into a room again has seen all ranks count the part in between, so all have read the room.
+Other processors see stores in the order in which they were made on x86; elsewhere, between
 machines, and for parts that are larger than a room, sockets do it.
 """
 
@@ -23,12 +23,13 @@ from torch import Tensor
 from quantflow.distributed.team import connected
 from quantflow.distributed.wire import Wire
 
-# files that are memory; ours are removed when all ranks have opened them
+# The folder of files that are memory; ours are removed when all ranks have opened them.
 _FOLDER = Path("/dev/shm")
 _ORDERED = ("x86_64", "AMD64")
 _LINE, _ROOM = 64, 1 << 20  # bytes between two counters, and of a rank's part
 _NAME = 64  # bytes of a file's name, padded
-# looks before the first pause; seconds of one; looks between two for the others' end
+# Number of looks before the first pause, seconds of a pause, and number of looks after which it is
+# checked that the other rank still lives.
 _SPINS, _PAUSE, _LOOK = 2000, 5e-5, 4000
 
 
@@ -36,17 +37,17 @@ class SharedMemory:
     """A `Wire` between processes of one machine.
 
     Attributes:
-        rank, world: as in `Wire`.
+        rank, world: see `Wire`.
     """
 
     def __init__(self, verb: str, wire: Wire, memory: mmap.mmap, *, processes: list[int]) -> None:
         """Take the memory; all ranks have to.
 
         Args:
-            verb: what runs, for messages.
-            wire: what is too large goes over it.
+            verb: verb of the command line, for messages.
+            wire: sockets between the same ranks, for parts that are too large.
             memory: `size_of(world)` bytes, zeros.
-            processes: of the ranks.
+            processes: process ids of the ranks.
         """
         self.rank, self.world = wire.rank, wire.world
         self._verb, self._wire, self._processes, self._count = verb, wire, processes, 0
@@ -61,6 +62,7 @@ class SharedMemory:
         self._count += 1
         room = self._rooms[self._count % 2, :, : part.nbytes]  # [ranks, bytes]
         room[self.rank] = part.reshape(-1).view(torch.uint8)  # [bytes]
+        # The part is in the room before it is counted; nobody reads a part that is not counted.
         self._counters[self.rank * _LINE // 8] = self._count
         for other in range(self.world):
             self._wait(other)
@@ -75,12 +77,13 @@ class SharedMemory:
         numbers.copy_(self.gather(numbers)[0])
 
     def _wait(self, other: int) -> None:
-        """Return when a rank has counted as many parts as this one.
+        """Wait until a rank has counted as many parts as this one.
 
         Raises:
             ResourceError: it ended.
         """
-        at, looks = other * _LINE // 8, 0
+        at = other * _LINE // 8
+        looks = 0
         while self._counters[at] < self._count:
             looks += 1
             if looks < _SPINS:
@@ -93,16 +96,16 @@ class SharedMemory:
 
 
 def size_of(world: int) -> int:
-    """Return the bytes of memory that so many ranks need."""
+    """The bytes of memory that so many ranks need."""
     return world * (_LINE + 2 * _ROOM)
 
 
 def nearest(verb: str, wire: Wire) -> Wire:
-    """Return a wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
+    """A wire through memory where all ranks can have it, else `wire`; all ranks have to call this.
 
     Args:
-        verb: what runs, for messages.
-        wire: between the same ranks.
+        verb: verb of the command line, for messages.
+        wire: sockets between the same ranks.
     """
     memory, name = None, b""
     if wire.rank == 0 and platform.machine() in _ORDERED and _FOLDER.is_dir():
@@ -128,7 +131,7 @@ def nearest(verb: str, wire: Wire) -> Wire:
 
 
 def _mapped(descriptor: int, size: int) -> mmap.mmap:
-    """Map a file of memory that is there: a page that is not would kill the process when it is written."""
+    """Map a file of memory whose pages all exist: writing one that does not kills the process."""
     try:
         os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)

@@ -14,7 +14,7 @@ from quantflow.errors import SchemeError
 
 
 def cut(weight: QTensor, part: slice, *, axis: int) -> QTensor:
-    """Return some rows or columns of a weight.
+    """Some rows or columns of a weight.
 
     Args:
         weight: [O, I]; not modified.
@@ -43,11 +43,11 @@ def cut(weight: QTensor, part: slice, *, axis: int) -> QTensor:
 
 
 def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
-    """Undo `cut`.
+    """The weight of which `cut` made the parts.
 
     Args:
-        parts: of one weight, in order, without hole or overlap.
-        axis: along which they were cut.
+        parts: parts of one weight, in order, without hole or overlap.
+        axis: axis along which they were cut.
 
     Raises:
         SchemeError: parts that share scales have different ones.
@@ -77,12 +77,12 @@ def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
 
 
 def _follow(scheme: TensorScheme, axis: int) -> bool:
-    """Return whether each part has scales of its own."""
+    """Whether each part has scales of its own."""
     return scheme.granularity == "per_group" or (scheme.granularity == "per_channel" and axis == 0)
 
 
 def _groups(scheme: TensorScheme, part: slice) -> slice:
-    """Return which groups some columns are."""
+    """The groups of some columns."""
     size = scheme.group_size
     if size is None or part.start % size or part.stop % size:
         raise SchemeError(
@@ -93,7 +93,7 @@ def _groups(scheme: TensorScheme, part: slice) -> slice:
 
 
 def _one(found: Sequence[Tensor], scheme: TensorScheme) -> Tensor:
-    """Return what all parts share."""
+    """The tensor that all parts share."""
     for other in found[1:]:
         if not torch.equal(found[0], other):
             raise SchemeError(

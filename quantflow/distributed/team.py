@@ -1,20 +1,22 @@
-"""The cards that quantize the layers of a model together: who does what, and how they tell each other.
+"""The cards that quantize the layers of a model together: their shares of the work, and messages.
 
 They share a layer's work, not its arithmetic, so that every bit is that of one process:
 
     sequence i      runs on card i % N, which alone keeps its hidden states
-    group j         of the linears that share an input is quantized by card j % N: it gets every sequence's input of the
-                    group, in sample order, and adds them up as one process does
-    the rest        every card does: smoothing, the canary, and the layer from what all groups became
+    group j         of linears that share an input is quantized by card j % N: it gets every
+                    sequence's input of the group, in sample order, and adds them up as one process
+                    does
+    the rest        is done by every card: smoothing, the canary, and the layer from all groups'
+                    results
 
 One card is a team too: it does everything, and nothing is sent. Only values go between cards, in
 JSON and as raw bytes.
 
 Tensors of a device go from card to card by torch's own backend of that device, NCCL of CUDA, and
-what is in host memory by gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for
-the device its tensors go through host memory. A backend such as NCCL matches what is sent and what
-is received by their order, and lets neither overtake the other. So `Team.gather` has one order of
-all transfers, in which every card takes its turn.
+those in host memory by gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for
+the device its tensors go through host memory. A backend such as NCCL matches sends and receives by
+their order, and lets neither overtake the other. So `Team.gather` has one order of all transfers,
+in which every card takes its turn.
 """
 
 import json
@@ -34,8 +36,8 @@ from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_rank
 from quantflow.errors import ResourceError
 
-MEETING = timedelta(seconds=60)  # in which all cards have to be there
-# cards wait for each other's arithmetic; one that dies breaks its connections at once
+MEETING = timedelta(seconds=60)  # time in which all cards have to be there
+# Cards wait for each other's arithmetic; a card that dies breaks its connections at once.
 PATIENCE = timedelta(days=1)
 GRACE = 3.0  # seconds in which torchrun ends the others of one that failed; it looks twice a second
 HOST_BACKEND = "gloo"  # torch's backend of tensors in host memory
@@ -45,12 +47,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """One card's place among them, and what it says to the others.
+    """One card's place among them, and its messages to the others.
 
     Attributes:
-        rank, world: which card of how many.
+        rank, world: number of the card, and of all cards.
         group: torch's process group of all of them; None where there is one.
-        device: where this card's tensors are.
+        device: device of this card's tensors.
         direct: the group has a backend of the device, so that its tensors do not go through host
             memory.
     """
@@ -62,11 +64,11 @@ class Team:
     direct: bool = True
 
     def owns(self, number: int) -> bool:
-        """Return whether a group of linears is this card's to quantize."""
+        """Whether a group of linears is this card's to quantize."""
         return number % self.world == self.rank
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return which of all sequences this card runs."""
+        """The sequences that this card runs."""
         return items[self.rank :: self.world]
 
     def gather(
@@ -77,22 +79,22 @@ class Team:
         tokens: Sequence[int],
         add: Callable[[int, Tensor], None],
     ) -> None:
-        """Add up the inputs of this card's groups, of the sequences that the cards have just run, in their order.
+        """Add up the inputs of this card's groups over the sequences that the cards have just run.
 
-        The cards take turns: in the turn of a card the others get what it ran, and everybody adds
-        up its own groups' inputs of that sequence. Beside its own inputs one of another card's is
-        in memory at a time.
+        The cards take turns, in order: in the turn of a card the others get its sequence's inputs,
+        and everybody adds up its own groups' inputs of that sequence. Beside its own inputs one of
+        another card's is in memory at a time.
 
         Args:
             inputs: group -> its input of this card's sequence, [1, S, K] float32 on the device;
                 emptied. Nothing where it ran none.
             features: group -> K, of every group that somebody adds up.
             tokens: S of each card's sequence; the cards after these ran none.
-            add: takes a group and its input of the next sequence, on the device.
+            add: receiver of a group and its input of the next sequence, on the device.
         """
         sends: list[Any] = []
         for rank, length in enumerate(tokens):
-            if rank == self.rank:  # first what others wait for
+            if rank == self.rank:  # send first: the others wait for it
                 sends = [
                     self._post(inputs.pop(number), number)
                     for number in features
@@ -101,7 +103,7 @@ class Team:
             for number in filter(self.owns, features):
                 if rank != self.rank:
                     add(number, self._receive((1, length, features[number]), rank, number))
-                elif number in inputs:  # no token of the sequence may have reached an expert
+                elif number in inputs:  # not there where no token of the sequence reached an expert
                     add(number, inputs.pop(number))
         for send in sends:
             with connected():
@@ -110,20 +112,21 @@ class Team:
     def broadcast(
         self, tensors: Mapping[str, Tensor], about: Any, *, number: int, device: Device = HOST
     ) -> tuple[dict[str, Tensor], Any]:
-        """Return what the owner of a group gives, on every card.
+        """The tensors and the JSON of a group's owner, on every card.
 
         Args:
             tensors: name -> tensor; read on the owner alone.
-            about: JSON that belongs to them; likewise.
-            number: the group.
-            device: where the tensors are and will be, the team's or host memory.
+            about: JSON that belongs to them, read on the owner alone.
+            number: number of the group.
+            device: device of the tensors here and there, the team's or host memory.
         """
         if self.world == 1:
             return dict(tensors), about
         if not (device.is_host or self.direct):
             found, about = self.broadcast(fetched(tensors, device), about, number=number)
             return {name: device.put(tensor) for name, tensor in found.items()}, about
-        owner, mine = number % self.world, self.owns(number)
+        owner = number % self.world
+        mine = self.owns(number)
         specs = [
             [name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()
         ]
@@ -148,7 +151,7 @@ class Team:
         return found, about
 
     def span(self, value: int) -> tuple[int, int]:
-        """Return the least and the greatest of the cards' values."""
+        """The least and the greatest of the cards' values."""
         if self.world == 1:
             return value, value
         both = torch.tensor([value, -value])
@@ -157,15 +160,15 @@ class Team:
         return int(both[0]), -int(both[1])
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on every card."""
+        """Whether something holds on every card."""
         return self.span(int(holds))[0] == 1
 
     def wait(self) -> None:
-        """Return when every card has come here."""
+        """Wait until every card has come here."""
         self.span(0)
 
     def _post(self, tensor: Tensor, number: int) -> Any:
-        """Send a group's input to its owner; what is returned is waited for before the tensor may change."""
+        """Send a group's input to its owner; wait for the result before the tensor changes."""
         sent = tensor if self.direct else self.device.fetch(tensor)
         with connected():
             return distributed.isend(
@@ -173,7 +176,7 @@ class Team:
             )
 
     def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
-        """Return a group's input from the card that ran the sequence, float32 on the device."""
+        """A group's input from the card that ran the sequence, float32 on the device."""
         tensor = torch.empty(shape, device=(self.device if self.direct else HOST).kind)
         with connected():
             distributed.recv(tensor, rank, group=self.group, tag=number)
@@ -189,20 +192,24 @@ ALONE = Team()
 
 
 def backend_of(device: Device) -> str | None:
-    """Return torch's backend that moves a device's tensors from card to card, `nccl` of CUDA; None where it has none."""
+    """Torch's backend between cards for a device's tensors, `nccl` of CUDA; None without one."""
     name = distributed.Backend.default_device_backend_map.get(device.kind.type)
     return name if name is not None and distributed.is_backend_available(name) else None
 
 
 def meet(timeout: timedelta, device: Device = HOST) -> None:
-    """Make torch's process group of the ranks, this process among them: in their private folder, else where torchrun says.
+    """Make torch's process group of the ranks, this process among them.
+
+    They meet in their private folder, else where torchrun says.
 
     Args:
-        timeout: in which all have to be there.
-        device: whose tensors they exchange, beside those of host memory, where torch has a backend
-            for it.
+        timeout: time in which all have to be there.
+        device: device whose tensors they exchange, beside those of host memory, where torch has a
+            backend for it.
     """
-    folder, launched, own = launched_folder(), launched_rank(), backend_of(device)
+    folder = launched_folder()
+    launched = launched_rank()
+    own = backend_of(device)
     backend = HOST_BACKEND
     if not device.is_host and own is not None:
         backend = f"cpu:{HOST_BACKEND},{device.kind.type}:{own}"
@@ -210,7 +217,8 @@ def meet(timeout: timedelta, device: Device = HOST) -> None:
         distributed.init_process_group(backend, timeout=timeout)
         return
     rank, world = launched
-    store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]  # torch names it in its docs alone
+    # FileStore is in torch's docs, not in its type hints.
+    store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]
     distributed.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timeout
     )
@@ -221,26 +229,27 @@ def together(*, rank: int, world: int, device: Device = HOST) -> Iterator[Team]:
     """Yield the team of the processes that were started together, this one among them.
 
     After an error nothing is closed: the others learn of it when this process ends, after it has
-    said what was wrong.
+    reported its error.
 
     Args:
-        rank: which process.
-        world: of how many.
-        device: where this one's tensors are.
+        rank: number of this process.
+        world: number of processes.
+        device: device of this one's tensors.
     """
     with device.current():
         meet(MEETING, device)
-        group, direct = distributed.new_group(timeout=PATIENCE), backend_of(device) is not None
+        group = distributed.new_group(timeout=PATIENCE)
+        direct = backend_of(device) is not None
         yield Team(rank=rank, world=world, group=group, device=device, direct=direct)
         distributed.destroy_process_group()
 
 
 @contextmanager
 def connected(verb: str = "quantize") -> Iterator[None]:
-    """Give a connection that breaks its name.
+    """Turn a broken connection into an error that names it.
 
     Args:
-        verb: what runs.
+        verb: verb of the command line.
 
     Raises:
         ResourceError: another card ended, and nobody ended this one because of it.

@@ -62,11 +62,11 @@ class RankShare:
         return self.source.read_rows(name, rows)
 
     def quantized(self, name: str) -> None:
-        """Return None: nothing is quantized yet."""
+        """None: nothing is quantized yet."""
 
     @property
     def ahead(self) -> None:
-        """Return None: nothing is read ahead."""
+        """None: nothing is read ahead."""
 
     def fill_(
         self,
@@ -76,7 +76,14 @@ class RankShare:
         dtype: torch.dtype,
         device: Device = HOST,
     ) -> None:
-        """Give parameters of a module their values, of a cut linear this rank's slice: name in `module` -> source name."""
+        """Give parameters of a module their values, those of a cut linear this rank's slice.
+
+        Args:
+            module: the module.
+            names: name in `module` -> source name.
+            dtype: dtype of the parameters.
+            device: the module's device.
+        """
         for name, source in names.items():
             materialize_(module, {name: device.put(self._slice(source, dtype))}, dtype=dtype)
 
@@ -101,11 +108,11 @@ class RankShare:
 
 
 def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceMesh) -> None:
-    """Make every decoder layer of a stream run on its rank's slices, together with the other ranks of the mesh.
+    """Make every decoder layer of a stream run on its rank's slices, together with the mesh.
 
     Args:
-        stream: over a `RankShare` of the same placements.
-        placements: source name of a linear -> which part of it this rank holds.
+        stream: stream over a `RankShare` of the same placements.
+        placements: source name of a linear -> the part of it that this rank holds.
         mesh: one-dimensional, the ranks that share the model.
 
     Raises:

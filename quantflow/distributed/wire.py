@@ -1,4 +1,4 @@
-"""What processes that share a model tell each other, whatever carries it."""
+"""The exchange between processes that share a model, whatever carries it."""
 
 from typing import Protocol
 
@@ -6,22 +6,22 @@ from torch import Tensor
 
 
 class Wire(Protocol):
-    """One process among those that share a model, and what they tell each other.
+    """One process among those that share a model, and its exchange with the others.
 
     Attributes:
-        rank, world: which of how many.
+        rank, world: number of this process, and of all.
     """
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The number of this process."""
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return what every rank gives, [ranks, ...]; all give tensors of one shape and dtype, contiguous."""
+        """Every rank's tensor, [ranks, ...]; all give contiguous ones of one shape and dtype."""
 
     def broadcast(self, numbers: Tensor) -> None:
         """Fill an int64 tensor with rank 0's."""

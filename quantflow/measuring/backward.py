@@ -1,4 +1,4 @@
-"""Gradients of the model's own loss, layer by layer in reverse, with one decoder layer in memory at a time.
+"""Gradients of the model's own loss, layer by layer in reverse, one decoder layer in memory.
 
 The loss is -sum_t log p(y_t), each y_t drawn from the distribution p_t that the model itself
 predicts at position t. The mean of the square of its gradient is then the diagonal of the true
@@ -9,14 +9,15 @@ Fisher information: near the original model
 for a change dy of any tensor y of the model. Draws at different positions are independent, so sums
 over positions need no labels of a text, and no second draw.
 
-    hidden states of every layer's input are kept while the text runs forward; then
+The hidden states of every layer's input are kept while the text runs forward. Then:
 
-    gradient = sampled_gradient(stream, hidden, generator=generator)              at the output of the last layer
+    # at the output of the last layer
+    gradient = sampled_gradient(stream, hidden, generator=generator)
     for layer in reversed(graph.layers):
         with stream.layer(layer.index) as module, backward(stream, module, layer) as through:
-            gradient = through(state, gradient, observe)                          at the layer's input
+            gradient = through(state, gradient, observe)  # at the layer's input
 
-Each layer runs again, with gradients enabled, from what entered it: activation checkpointing with a
+Each layer runs again, with gradients enabled, from its input: activation checkpointing with a
 checkpoint per layer. Source: Martens 2014, arXiv:1412.1193, sections 5 and 9.2 (the Fisher as the
 curvature of the KL divergence).
 """
@@ -35,19 +36,21 @@ from quantflow.models.graph import Layer
 from quantflow.models.hooks import watch
 from quantflow.models.stand_ins import FEWEST
 
-_ROWS = FEWEST  # positions whose labels are drawn at once; part of which labels they are
+_ROWS = FEWEST  # positions whose labels are drawn at once; another number draws other labels
 
 Observe = Callable[[str, Tensor, Tensor], None]
-"""Takes a linear's source name, its input x [1, S, I] and the gradient g [1, S, O] by its output; changes neither."""
+"""Observer of a linear: its source name, its input x [1, S, I] and the gradient [1, S, O] by
+its output, neither of which it changes."""
 Through = Callable[[State, Tensor, Observe], Tensor]
-"""Takes a sequence as it enters the layer and the gradient [1, S, H] by what leaves the layer; returns that by the input."""
+"""Way back through a layer: a sequence as it enters the layer, the gradient [1, S, H] by the
+layer's output, and the observer -> the gradient by the layer's input."""
 
 
 def generator_for(seed: int, index: int) -> torch.Generator:
-    """Return the generator of the labels of one sequence, whichever process draws them.
+    """The generator of the labels of one sequence, whichever process draws them.
 
     Args:
-        seed: of the measurement.
+        seed: seed of the measurement.
         index: the sequence's number in the whole calibration set.
     """
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
@@ -55,7 +58,7 @@ def generator_for(seed: int, index: int) -> torch.Generator:
 
 
 def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Return the gradient of the loss by the output of the last layer, [1, S, H] float32.
+    """The gradient of the loss by the output of the last layer, [1, S, H] float32.
 
     Inside `stream.head()` several threads may call it; a part of the sequence has logits in memory
     at a time.
@@ -72,7 +75,8 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
             logits = stream.logits(leaf)
         # [R, V]: p, and then p - onehot(y), the gradient by the logits
         difference = logits.detach()[0].float().softmax(dim=-1)
-        for rows in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
+        # Drawing takes as much memory as the probabilities: some rows at a time.
+        for rows in difference.split(_ROWS):  # type: ignore[no-untyped-call]
             # [rows, 1]
             labels = stream.device.put(
                 torch.multinomial(stream.device.fetch(rows), 1, generator=generator)
@@ -84,17 +88,19 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
 
 @contextmanager
 def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[Through]:
-    """Yield the function that brings gradients back through a decoder layer, one sequence per call, from several threads.
+    """Yield the function that brings gradients back through a decoder layer.
 
-    While it runs, it shows every linear of the layer to its `observe`, in the order in which
-    gradients reach them; in memory are then the activations of one sequence per thread.
+    It takes one sequence per call, from several threads, and shows every linear of the layer to its
+    `observe`, in the order in which gradients reach them; in memory are then the activations of one
+    sequence per thread.
 
     Args:
         stream: the model.
         module: the layer in float32, as `stream.layer` yields it.
-        layer: which one.
+        layer: its names.
     """
-    # hooks are the module's, what they see belongs to the sequence that the thread runs
+    # Hooks belong to the module, and several threads run sequences through it: each thread shows
+    # its own sequence to the observer of its own call.
     mine = threading.local()
 
     def remember(name: str, x: Tensor, y: Tensor) -> None:

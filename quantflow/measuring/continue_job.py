@@ -1,4 +1,4 @@
-"""What `calibration continue` may be told; plain, so that a command line knows it without torch."""
+"""The job of `calibration continue`, without torch, so that the command line starts fast."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ class ContinueJob:
 
     Attributes:
         model: an artifact or a model.
-        prompts: a file, folder or hub name, as `generate --prompts`; of `column`, the first
-            `samples`.
+        prompts: a file, folder or hub name, see `generate --prompts`; the first `samples` of
+            `column`.
         output: the file, .safetensors.
-        new_tokens: of each text at most; it ends with an end token too.
-        max_input_tokens: of each prompt the first so many.
+        new_tokens: largest number of tokens added to each text; it ends with an end token too.
+        max_input_tokens: largest number of tokens of each prompt, its first ones.
         chat: prompts are a user's messages.
-        temperature, seed: tokens are drawn; None takes the likeliest.
-        batch_size: prompts that are continued together.
+        temperature, seed: temperature and seed of drawn tokens; None takes the likeliest.
+        batch_size: number of prompts that are continued together.
     """
 
     model: Path

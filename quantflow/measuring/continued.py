@@ -1,13 +1,14 @@
-"""Calibration text that a model continues itself, as token ids: what generation runs, in the form that `measure` takes.
+"""Calibration text that a model continues itself, as the token ids that generation runs.
 
 Reads    an artifact or a model, prompts
 Writes   <o>, a safetensors file: `tokens` [T] and `lengths` [n], int64
 Resumes  nothing
-Fails    2 numbers that cannot be decoded; 3 prompts that cannot be read, no tokenizer; what generating raises
+Fails    2 numbers that cannot be decoded; 3 prompts that cannot be read, no tokenizer;
+         and whatever generating raises
 
 A decoder is causal: a forward over a prompt and its continuation computes at each position what the
 prompt's forward and the decode steps computed there. So `measure` of these tokens sees what
-generation computes. The last token of each text is told and never run, so it is left out.
+generation computes. The last token of each text is put out and never run, so it is left out.
 """
 
 from dataclasses import replace
@@ -27,7 +28,11 @@ from quantflow.sources.models import model_folder
 
 
 def run(job: ContinueJob, progress: Progress) -> dict[str, Any]:
-    """Write the file and return it: `file`, `sequences`, `prompt_tokens` and `new_tokens`, those that were run."""
+    """Continue the prompts and write the file.
+
+    Returns:
+        `file`, `sequences`, `prompt_tokens` and `new_tokens`, the number of tokens that were run.
+    """
     job = replace(job, model=model_folder(job.model, progress=progress))
     prompts = read_prompts(job.prompts, column=job.column, limit=job.samples)
     rows = encode(prompts, load_tokenizer(job.model), limit=job.max_input_tokens, chat=job.chat)

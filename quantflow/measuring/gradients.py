@@ -1,18 +1,17 @@
-"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and watched.
+"""The way back of stage 1: observed gradients of the model's own loss, from head to first layer.
 
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and
-what reaches its linears is watched by observers, as it is on the way forward: each sequence has its
-own, which are merged in sample order.
+observers watch the gradients at its linears, as they watch inputs on the way forward: each sequence
+has its own, which are merged in sample order.
 
-On a device a sequence goes back there, and what its linears were shown stays there until its layer
-is done.
+On a device a sequence goes back there, and its statistics stay there until the layer is done.
 
 Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these
 sums is wanted, products of linears, of the head and of the sums are in `products`; choices of
 schemes, which read squares of gradients too, have float32.
 
     <folder>/hidden/00012.hidden       the gradient by the input of layer 12
-    <folder>/layers/00012.safetensors  what was observed in layer 12
+    <folder>/layers/00012.safetensors  the statistics of layer 12
 """
 
 from collections.abc import Sequence
@@ -52,13 +51,13 @@ class Backward:
     """One rank's sequences on their way back.
 
     Attributes:
-        calls: of each sequence, per decoder layer what it is called with.
-        generators: of each sequence, draws its labels.
-        hidden: the folder of the hidden states, a generation for the input of every layer and one
-            for what leaves the last.
-        folder: of the resume state.
+        calls: arguments of each decoder layer, for each sequence.
+        generators: generator of each sequence's labels.
+        hidden: folder of the hidden states, a generation for the input of every layer and one for
+            the last layer's output.
+        folder: folder of the resume state.
         stats: observers of the gradients, by name.
-        products: the dtype of products.
+        products: dtype of products.
         key: digest of everything that the statistics depend on.
     """
 
@@ -76,7 +75,7 @@ class Backward:
     allowance: Allowance
 
     def run(self) -> Path:
-        """Return the folder whose layers hold the statistics of every layer."""
+        """The folder whose layers hold the statistics of every layer."""
         disk.make_folder(self.folder / "layers")
         gradients = HiddenStates(
             len(self.calls), folder=self.folder / "hidden", device=self.stream.device
@@ -106,7 +105,7 @@ class Backward:
         return self.folder
 
     def _rounded(self, module: nn.Module, layer: Layer) -> AbstractContextManager[None]:
-        """Return the context in which linears multiply in `products`."""
+        """The context in which linears multiply in `products`."""
         if self.products == torch.float32:
             return nullcontext()
         names = {
@@ -120,7 +119,10 @@ class Backward:
         )
 
     def _restart(self, gradients: HiddenStates) -> int | None:
-        """Return how many layers are left, with the gradients that enter the next of them at hand; None begins at the head."""
+        """The number of layers that are left, with the gradients that enter the next one.
+
+        No gradients begin at the head.
+        """
         count = left = len(self.graph.layers)
         while (
             left
@@ -136,7 +138,9 @@ class Backward:
         )
 
     def _states(self, index: int) -> list[State]:
-        """Return every sequence with the hidden state that entered a layer, or left the last one; read as they are needed.
+        """Every sequence with the hidden state that entered a layer, or left the last one.
+
+        A hidden state is read when it is needed.
 
         Raises:
             InputError: the file is not as it was written.
@@ -178,7 +182,11 @@ class Backward:
     def _layer(
         self, module: nn.Module, layer: Layer, states: Sequence[State], gradients: HiddenStates
     ) -> dict[str, Tensor]:
-        """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""
+        """Bring every gradient back through a layer and put the gradients by its input.
+
+        Returns:
+            The layer's statistics.
+        """
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
             arrived = self.workers.stream(
@@ -202,7 +210,7 @@ class Backward:
 
 
 def _merge(total: Observers, observers: Observers) -> None:
-    """Add what one sequence showed, and let go of it: while the next one is awaited, sums are there once."""
+    """Add the statistics of one sequence, and let go of them before the next one is awaited."""
     while observers:
         site, seen = observers.popitem()
         for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
@@ -218,7 +226,7 @@ def _sequence(
     device: Device,
     state: State,
 ) -> tuple[Tensor, Observers]:
-    """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
+    """The gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 
     def see(site: str, kind: str, seen: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One measurement: what it is taken of and how, and the folder that it left."""
+"""The job of stage 1: one measurement's inputs, settings and folder."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,15 +1,17 @@
-"""Stage 1, measure: run the calibration text through the model and remember what each tensor looked like.
+"""Stage 1, measure: run the calibration text through the model and take statistics of each tensor.
 
 Reads    the model folder and a calibration file
-Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, measurement.json, DONE.json
-Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
+Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, measurement.json,
+         DONE.json
+Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a
+         rank appears at once
 Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
 
-With N ranks N processes are started, and unify merges what they measure; or they are those of an
-outer torchrun, over several machines. Each measures every N-th sequence (dp), or with `tp` a slice
-of every linear (quantflow/measuring/replicas.py). Memory is that of one decoder layer in float32,
-whatever the depth of the model (quantflow/measuring/observe.py). Of a mixture of experts it is also
-counted how many tokens the router sends to each, whatever statistics are wanted.
+With N ranks N processes are started, and unify merges their measurements; or the ranks are those of
+an outer torchrun, over several machines. Each measures every N-th sequence (dp), or with `tp` a
+slice of every linear (quantflow/measuring/replicas.py). Memory is that of one decoder layer in
+float32, whatever the depth of the model (quantflow/measuring/observe.py). For a mixture of experts
+the tokens that the router sends to each are counted too, whatever statistics are wanted.
 """
 
 import time
@@ -80,7 +82,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def run(job: MeasureJob, progress: Progress) -> Path:
-    """Measure and return the folder of the ranks; finished ranks are left alone."""
+    """Measure; the result is the folder of the ranks. Finished ranks are left alone."""
     for name in _stats(job):
         observer_named(name)
     launched = launched_rank()
@@ -104,7 +106,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
 
 
 def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
-    """The job with a folder or a file for every name; again the same of its own.
+    """The job with a folder or a file for every name; settling again changes nothing.
 
     Raises:
         QuantflowError: there is no such model or text; the output lies in the model.
@@ -118,14 +120,17 @@ def settled(job: MeasureJob, progress: Progress) -> MeasureJob:
 
 
 def _stats(job: MeasureJob) -> tuple[str, ...]:
-    """Observers of every linear's input; outputs, weights, K and V get amax, K and V per head too."""
+    """The observers of every linear's input.
+
+    Outputs, weights, keys and values get amax; keys and values per head too.
+    """
     if job.options.stats is not None:
         return tuple(job.options.stats)
     return tuple(statistics_for(job.entries)) if job.entries else DEFAULT_STATS
 
 
 def _launch(job: MeasureJob, progress: Progress) -> None:
-    """Start one process per rank, after the mistakes that every rank would stumble over were looked for."""
+    """Start one process per rank, after mistakes that every rank would make are refused once."""
     source = open_source(job.model)
     dp, tp = replicas.sizes(job.options.ranks, job.options.tp, job.options.dp)
     _check_fit(job, graph_for(source.config), tp=tp)
@@ -158,7 +163,7 @@ def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None
     with device.current():
         meet(TIMEOUT, device)
         try:
-            # which alone knows the barrier
+            # gloo alone has the monitored barrier
             everybody = None if device.is_host else distributed.new_group(backend=HOST_BACKEND)
             _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
             distributed.monitored_barrier(
@@ -195,13 +200,14 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         )
     if graph.sparse and tp > 1:
         raise UnsupportedError(
-            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card here",
+            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card "
+            "here",
             "use --dp, each of whose replicas holds one layer at a time",
         )
 
 
 def _device(job: MeasureJob) -> Device:
-    """Return the device of this process, one of several where there are several ranks."""
+    """The device of this process, one of several where there are several ranks."""
     return open_device(own_device(job.compute.device))
 
 
@@ -213,7 +219,8 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         UnsupportedError: no such device; ranks that share a model on devices between which torch
             moves nothing; gradients of layers that run in bfloat16.
     """
-    device, name = _device(job), job.compute.device
+    device = _device(job)
+    name = job.compute.device
     if world > 1 and ":" in name:
         raise UsageError(
             f"measure: {world} ranks with --device {name}, which they would share",
@@ -232,7 +239,8 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         raise UnsupportedError(
             f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back "
             "through layers in float32",
-            "leave --dtype out, or name statistics without it, and schemes without @, yaqa and best",
+            "leave --dtype out, or name statistics without it, and schemes without @, yaqa and "
+            "best",
         )
 
 
@@ -266,7 +274,8 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
 
 
 def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
-    began, device = time.monotonic(), _device(job)
+    began = time.monotonic()
+    device = _device(job)
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.options.tp, job.options.dp)[1])
@@ -292,10 +301,8 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
             job.calibration, job.model, source, seed=job.seed, replicas=replica.count
         )
         mine = list(range(replica.index, len(sequences), replica.count))
-        sizes, lengths = (
-            model_size(source.checkpoint.infos, source.config, graph),
-            [len(sequences[i]) for i in mine],
-        )
+        sizes = model_size(source.checkpoint.infos, source.config, graph)
+        lengths = [len(sequences[i]) for i in mine]
         allowance = allow_measure(
             job.resources, sizes, lengths=lengths, stats=_stats(job), folder=folder
         )
@@ -359,9 +366,9 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                 written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
         disk.remove_tree(work)  # the resume state
-        told = f"{sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, {len(graph.layers)} layers"
         progress.say(
-            f"measure: {told}, {', '.join(_stats(job)) or 'no statistics'}; "
+            f"measure: {sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, "
+            f"{len(graph.layers)} layers, {', '.join(_stats(job)) or 'no statistics'}; "
             f"{time.monotonic() - began:.0f} s"
         )
         for line in account("measure", allowance, folder, on_device=on_device, device=device):
@@ -384,7 +391,7 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
 def calibration_sequences(
     calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
 ) -> list[Tensor]:
-    """Return the token ids of the calibration set, in sample order, int64 [S] each."""
+    """The token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
     limit = limit if limit > 0 else 2048  # XLNet's -1 is no limit
     length = calibration.sequence_length or min(calibration.usual_length, limit)
@@ -420,9 +427,10 @@ def calibration_sequences(
 
 
 def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
-    """Return a sentence where the text gives less than half of the tokens that were asked for; None where it does not."""
+    """A sentence where the text has less than half of the wanted tokens; else None."""
     length = calibration.sequence_length or max(map(len, sequences))
-    found, asked = sum(map(len, sequences)), calibration.samples * length
+    found = sum(map(len, sequences))
+    asked = calibration.samples * length
     if 2 * found >= asked:
         return None
     shortest = min(map(len, sequences))

@@ -1,7 +1,7 @@
-"""The statistics of every layer: sequences run through the model layer by layer, watched by observers.
+"""The statistics of every layer: sequences run through the model, watched by observers.
 
 Each sequence has observers of its own, which are merged in sample order: sequences run on several
-threads, and the sums are those of one. Where gradients are observed too, what enters each layer is
+threads, and the sums are those of one. Where gradients are observed too, the input of each layer is
 kept until it was run backwards (quantflow/measuring/gradients.py).
 """
 
@@ -47,12 +47,13 @@ from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
-# which tokens the experts of a mixture are shown
-FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}
+# Tokens that each expert of a mixture sees while it is observed: those that the router sends it, or
+# all. The value is a context of the layer's module.
+EXPERT_TOKENS: dict[str, Any] = {"routed": nullcontext, "all": every_token}
 
 
 def products_of(stats: Sequence[str], device: Device = HOST) -> torch.dtype:
-    """Return the dtype in which gradients are brought back: what the device is fast in, where only their sums are wanted."""
+    """The dtype of products on the way back: the device's fast one, where only sums are wanted."""
     sums_alone = [kind for kind in stats if of_gradients(kind)] == [GradientObserver.NAME]
     return determinism.products(device) if sums_alone else torch.float32
 
@@ -62,15 +63,15 @@ class Observation:
     """One rank's sequences on their way through the layers.
 
     Attributes:
-        stats: observers of every linear's input; `fisher` and `gradient` are of the gradient by its
+        stats: observers of every linear's input; `fisher` and `gradient` see the gradient by its
             output.
-        indices: of the sequences in the whole calibration set.
-        seed: of the labels that gradients are taken for.
-        folder: of the resume state.
+        indices: numbers of the sequences in the whole calibration set.
+        seed: seed of the labels whose gradients are taken.
+        folder: folder of the resume state.
         key: digest of everything that the statistics depend on.
-        experts: a key of FEEDING.
-        device: where layers run; statistics stay there until their layer is done.
-        dtype: of weights and hidden states; statistics are float32 and wider.
+        experts: a key of EXPERT_TOKENS.
+        device: device that runs layers; statistics stay there until their layer is done.
+        dtype: dtype of weights and hidden states; statistics are float32 and wider.
     """
 
     stats: Sequence[str]
@@ -89,8 +90,12 @@ class Observation:
     dtype: torch.dtype = torch.float32
 
     def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
-        stream, backwards = self._stream(), goes_back(self.stats)
+        """Every statistic of every layer, by `<source name>|<site>|<statistic>`.
+
+        Matrices stay in the layers' files.
+        """
+        stream = self._stream()
+        backwards = goes_back(self.stats)
         opened = partial(
             HiddenStates,
             len(sequences),
@@ -107,10 +112,8 @@ class Observation:
         rest = self.graph.layers[start:]
         told: Any = {"samples": len(sequences), "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
-            path, layer_key = (
-                layer_store.layer_path(self.folder, layer.index),
-                digest_of([self.key, layer.index]),
-            )
+            path = layer_store.layer_path(self.folder, layer.index)
+            layer_key = digest_of([self.key, layer.index])
             last = layer is self.graph.layers[-1]
             if (
                 last
@@ -133,7 +136,8 @@ class Observation:
             for folder in folders
             for layer in self.graph.layers
         ]
-        held, later = dict[str, Tensor](), dict[str, Later]()
+        held = dict[str, Tensor]()
+        later = dict[str, Later]()
         for path in paths:
             for name, info in read_header(path)[0].items():
                 if is_matrix(name):
@@ -143,7 +147,7 @@ class Observation:
         return Deferred(held, later)
 
     def _backward(self, stream: LayerStream, states: list[State]) -> Backward:
-        """Return the way back from what left the last layer."""
+        """The way back from what left the last layer."""
         calls = [state.calls for state in states]
         give_back_holes()
         return Backward(
@@ -172,9 +176,15 @@ class Observation:
     def _measure_layer(
         self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]
     ) -> dict[str, Tensor]:
-        """Run a layer over every sequence, put the hidden states that leave it, and return its statistics."""
-        firsts, gates = {group.linears[0] for group in layer.groups}, list(layer.gates.values())
-        # hooks are the module's, what they see belongs to the sequence that the thread runs
+        """Run a layer over every sequence and put the hidden states that leave it.
+
+        Returns:
+            The layer's statistics.
+        """
+        firsts = {group.linears[0] for group in layer.groups}
+        gates = list(layer.gates.values())
+        # Hooks belong to the module, and several threads run sequences through it: each thread has
+        # the observers of its own sequence.
         mine = threading.local()
 
         def unit(state: State) -> tuple[Tensor, Observers]:
@@ -204,7 +214,9 @@ class Observation:
         watching = watch(
             module, {layer.relative(name): partial(watched, name) for name in layer.linears}
         )
-        with watching, watch_routing(module, routed), FEEDING[self.experts](module):
+        with watching, watch_routing(module, routed), EXPERT_TOKENS[self.experts](module):
+            # Sequences run on several threads and arrive in sample order, so every sum is that of
+            # one thread.
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
             for number, (state, (hidden, observers)) in enumerate(
                 zip(states, arrived, strict=True), start=1
@@ -217,7 +229,7 @@ class Observation:
         return fetched(_by_name(total, layer), self.device)
 
     def _add_unseen(self, total: Observers, module: nn.Module, layer: Layer) -> None:
-        """Add what was seen of experts that no token reached, nothing: so every rank has the same statistics."""
+        """Add empty statistics of experts without tokens, so that every rank has the same keys."""
         for group in layer.groups:
             for name in group.linears if group.expert is not None else ():
                 weight: Any = module.get_submodule(layer.relative(name)).weight
@@ -245,7 +257,7 @@ class Observation:
             self._see(observers, f"{layer.attention}|{site}", [ChannelAmaxObserver.NAME], of_heads)
 
     def _see(self, observers: Observers, site: str, kinds: Sequence[str], x: Tensor) -> None:
-        """Let the observers of a site see a tensor, [..., features]."""
+        """Show a tensor, [..., features], to the observers of a site."""
         if site not in observers:
             observers[site] = self._observers(kinds, x.shape[-1])
         for observer in observers[site]:
@@ -275,7 +287,10 @@ def _merge(total: Observers, observers: Observers) -> None:
 
 
 def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:
-    """Return the statistics, those of a shared input under the name of each of its linears; observers are let go of."""
+    """The statistics by name; those of a shared input stand under each of its linears.
+
+    The observers are emptied.
+    """
     found: dict[str, Tensor] = {}
     for site in list(observers):
         for observer in observers.pop(site):

@@ -1,18 +1,23 @@
 """A measurement as a folder: three files, each with its hash, checked when written and when read.
 
-statistics.safetensors    `<source name>|<site>|<statistic>`, see keys.py
-calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences of token ids one
-                          after the other, and their numbers in the whole calibration set
+statistics.safetensors    `<source name>|<site>|<statistic>`, see
+                          quantflow/observers/keys.py
+calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences
+                          of token ids one after the other, and their numbers in the whole
+                          calibration set
 measurement.json          everything else, `meta`:
 
-{layout_version: 1, kind: "measurement", model: {name, fingerprint, family}, mesh: {rank, world, tp, dp, ep},
- dtype, seed, calibration: {hash, samples, tokens, sequence_length} of the whole set, observers: [names],
- tensors: {source name: its placement, see placement.py},
+{layout_version: 1, kind: "measurement", model: {name, fingerprint, family},
+ mesh: {rank, world, tp, dp, ep}, dtype, seed,
+ calibration: {hash, samples, tokens, sequence_length} of the whole set,
+ observers: [names],
+ tensors: {source name: its placement, see quantflow/distributed/placement.py},
  counts: {samples, tokens} of this rank, tools,
  experts: of a mixture, whether an expert was shown the tokens that were `routed` to it, or `all`,
  routed: the ledger of tokens of each expert, made from the statistics by routing.py,
- device: the name and generation of what computed, where it was no CPU (those are in tools),
- unified: what unify.py says, where it made this, expanded: what expand.py says, where it made this,
+ device: the name and generation of the device, where it was no CPU (those are in tools),
+ unified: the record of merging, see merging/ranks.py,
+ expanded: the record of cutting, see quantflow/unifying/expand.py,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
 
 Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run
@@ -76,7 +81,7 @@ _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measurement:
-    """What one rank saw.
+    """The measurement of one rank.
 
     Attributes:
         meta: the fields of measurement.json; `files` and `digest` only after it was read from a
@@ -95,13 +100,13 @@ class Measurement:
 
     @property
     def who(self) -> str:
-        """What messages call this rank: its folder where there is one, and its number."""
+        """The rank's name in messages: its folder where there is one, and its number."""
         rank = f"rank {self.meta['mesh']['rank']}"
         return f"{self.origin}: {rank}" if self.origin else rank
 
 
 def statistic(measurement: Measurement, name: str, *, site: str, statistic: str) -> Tensor:
-    """Return one statistic of a tensor.
+    """One statistic of a tensor.
 
     Raises:
         StatisticsError: it was not measured; says which `--stats` would have.
@@ -117,7 +122,10 @@ def statistic(measurement: Measurement, name: str, *, site: str, statistic: str)
 
 
 def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
-    """Write the three files into an existing folder and return the sha256 of each. Equal measurements give equal bytes.
+    """Write the three files into an existing folder; equal measurements give equal bytes.
+
+    Returns:
+        The sha256 of each file.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -133,7 +141,7 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
 
 
 def recorded(measurement: Measurement) -> Measurement:
-    """Return a measurement with the record that it would have been read with from a folder: its digest is that of the files.
+    """A measurement with the record, and so the digest, that its files would have.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -144,7 +152,7 @@ def recorded(measurement: Measurement) -> Measurement:
 
 
 def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
-    """Return the tensors of each file, checked."""
+    """The tensors of each file, checked."""
     _check_fields(measurement.meta, name="the measurement")
     _check_counts(measurement, name="the measurement")
     _check_statistics(measurement)
@@ -158,7 +166,7 @@ def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the record beside files of these sha256."""
+    """The record beside files of these sha256."""
     meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {
         "files": dict(files)
     }
@@ -167,7 +175,9 @@ def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, A
 
 
 def read_measurement(folder: Path) -> Measurement:
-    """Read and check a measurement; its matrices are looked at one by one, and read again when they are asked for.
+    """Read and check a measurement.
+
+    Its matrices are checked one by one, and read again when they are asked for.
 
     Raises:
         InputError: a file is missing or not of its format, or the three contradict each other.
@@ -185,11 +195,13 @@ def read_measurement(folder: Path) -> Measurement:
 def open_measurements(
     metas: Mapping[Path, dict[str, Any]], *, workers: Workers = SEQUENTIAL
 ) -> list[Measurement]:
-    """Check the files of many ranks and read all but their statistics, which are read as they are asked for, unchecked.
+    """Check the files of many ranks and read all but their statistics.
+
+    Statistics are read when they are asked for, unchecked.
 
     Args:
-        metas: folder -> its record, as `read_meta` returns it.
-        workers: hash several ranks at once.
+        metas: folder -> its record, see `read_meta`.
+        workers: number of ranks that are hashed at once.
 
     Raises:
         InputError: a file is not of its format, or the three contradict each other.
@@ -307,7 +319,8 @@ def _check_counts(measurement: Measurement, *, name: str) -> None:
     for left, left_value, right, right_value in pairs:
         if left_value != right_value:
             raise InputError(f"{name}: {left} is {left_value}, {right} are {right_value}", _AGAIN)
-    indices, samples = measurement.indices, meta["calibration"]["samples"]
+    indices = measurement.indices
+    samples = meta["calibration"]["samples"]
     if sorted(set(indices)) != indices or not all(0 <= index < samples for index in indices):
         raise InputError(
             f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}",

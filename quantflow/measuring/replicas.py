@@ -1,9 +1,9 @@
-"""The ranks that share one copy of the model: where each stands among them, and how they stay in step.
+"""The ranks that share one copy of the model: each one's place among them, and how they keep step.
 
 Rank r of a world of dp x tp is card r % tp of replica r // tp. The cards of a replica run the same
-sequences, layer by layer, and add up their parts of every row-sharded linear; so they begin at one
-layer, and keep what enters it until all of them have what enters the next. The sums are of tensors
-on the cards' devices; what else they tell each other is in host memory.
+sequences, layer by layer, and add up their parts of every row-sharded linear. So they begin at one
+layer, and keep its input until all of them have that of the next. The sums are of tensors on the
+cards' devices; everything else that they exchange is in host memory.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ class Replica:
     """One rank's place.
 
     Attributes:
-        index: which replica, hence which share of the sequences.
-        count: how many replicas there are (dp).
-        cards: how many ranks share the model (tp).
-        card: which of them this is.
-        placements: source name -> which part of it this rank holds; empty where the model is not
+        index: number of its replica, hence its share of the sequences.
+        count: number of replicas (dp).
+        cards: number of ranks that share the model (tp).
+        card: this rank's number among them.
+        placements: source name -> the part of it that this rank holds; empty where the model is not
             cut.
         mesh: the cards of this replica; None where there is one.
     """
@@ -40,7 +40,7 @@ class Replica:
     mesh: DeviceMesh | None = None
 
     def span(self, value: int) -> tuple[int, int]:
-        """Return the least and the greatest of the cards' values."""
+        """The least and the greatest of the cards' values."""
         if self.mesh is None:
             return value, value
         both = torch.tensor([value, -value])
@@ -48,28 +48,31 @@ class Replica:
         return int(both[0]), -int(both[1])
 
     def all(self, holds: bool) -> bool:
-        """Return whether something holds on every card."""
+        """Whether something holds on every card."""
         return self.span(int(holds))[0] == 1
 
     def wait(self) -> None:
-        """Return when every card has come here."""
+        """Wait until every card has come here."""
         self.span(0)
 
 
 def meshed(world: int, tp: int, *, device: Device) -> DeviceMesh | None:
-    """Return the cards of this process's replica, whose devices are of one kind; every process of the world has to call it."""
+    """The cards of this process's replica, whose devices are of one kind.
+
+    Every process of the world has to call it.
+    """
     if tp == 1:
         return None
     return init_device_mesh(device.kind.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def sizes(ranks: int, tp: int | None, dp: int | None) -> tuple[int, int]:
-    """Return how many replicas there are and how many ranks share each, (dp, tp).
+    """The number of replicas and the number of ranks that share each, (dp, tp).
 
     Args:
-        ranks: of the world.
-        tp: ranks that share a model; None means 1, or what dp leaves.
-        dp: replicas; None means what tp leaves.
+        ranks: number of ranks of the world.
+        tp: ranks that share a model; None means 1, or the rest beside dp.
+        dp: replicas; None means the rest beside tp.
 
     Raises:
         UsageError: the numbers disagree.

@@ -21,12 +21,12 @@ _MOST = 1 << 16  # experts of a mixture
 
 
 def routed_key(linear: str) -> str:
-    """Return the key under which the tokens of an expert are kept; `linear` is its first linear, the gate."""
+    """The key of an expert's number of tokens; `linear` is its first linear, the gate."""
     return str(Key(linear, SITE, STATISTIC))
 
 
 def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return, for each mixture by the name of its experts, how many tokens each expert got, the least and the median.
+    """The number of tokens of each expert, the least and the median, for each mixture.
 
     Args:
         statistics: `<source name>|<site>|<statistic>` -> tensor; only counts of routed tokens are
@@ -57,7 +57,7 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
 
 def summary(tokens: Iterable[int | None]) -> dict[str, Any]:
-    """Return {"tokens", "least", "median"} of the tokens of each expert of a layer."""
+    """{"tokens", "least", "median"} of the tokens of each expert of a layer."""
     listed = list(tokens)
     known = [count for count in listed if count is not None]
     return {"tokens": listed, "least": min(known), "median": median(known)}

@@ -1,7 +1,7 @@
-"""The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together.
+"""The tensors of statistics files, each read when it is asked for.
 
-Nor do the matrices of one rank: `Deferred` has small statistics at hand, and makes or reads a
-matrix whenever it is asked for.
+Those of many ranks do not fit into memory together. Nor do the matrices of one rank: `Deferred` has
+small statistics at hand, and makes or reads a matrix whenever it is asked for.
 
 Files are written here too, block by block, as the format's own writer makes them: tensors sorted by
 dtype, then by key.
@@ -32,14 +32,17 @@ _AGAIN = "measure again, or copy the file again from where it was measured"
 
 
 class Headers:
-    """Headers of statistics files; ranks that measured the same have the same, which is read and kept once."""
+    """Headers of statistics files.
+
+    Ranks that measured the same have equal headers, which are kept once.
+    """
 
     def __init__(self) -> None:
         """None is known."""
         self._known: dict[tuple[int, bytes], Mapping[str, TensorInfo]] = {}
 
     def read(self, path: Path) -> Mapping[str, TensorInfo]:
-        """Return key -> where the tensor lies in the file.
+        """Key -> the tensor's place in the file.
 
         Raises:
             InputError: the header is damaged, or a tensor has a dtype that no statistic has.
@@ -85,7 +88,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return the sha256 of the file that `write_tensors` would write."""
+    """The sha256 of the file that `write_tensors` would write."""
     digest = hashlib.sha256()
     for part in _parts(tensors):
         digest.update(part)
@@ -93,7 +96,7 @@ def hash_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:
-    """Return dtype as safetensors names it, and shape, of a statistic, which is not read for that."""
+    """The dtype, as safetensors names it, and the shape of a statistic, which is not read."""
     return (
         tensors.spec(name)
         if isinstance(tensors, Deferred | StoredStatistics)
@@ -141,11 +144,11 @@ class Later(NamedTuple):
 
 
 class Deferred(Mapping[str, Tensor]):
-    """Key -> tensor, of which some are at hand and each of the others is made anew whenever it is asked for.
+    """Key -> tensor; small ones are in memory, each of the others is made whenever it is asked for.
 
     Args:
         held: key -> tensor.
-        later: key -> how it is made.
+        later: key -> maker of the tensor.
     """
 
     def __init__(self, held: Mapping[str, Tensor], later: Mapping[str, Later]) -> None:
@@ -154,11 +157,11 @@ class Deferred(Mapping[str, Tensor]):
         self._later = later
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return a tensor; what is not there is a KeyError."""
+        """A tensor; what is not there is a KeyError."""
         return self._held[key] if key in self._held else self._later[key].make()
 
     def spec(self, key: str) -> Spec:
-        """Return dtype and shape of a tensor without making it."""
+        """The dtype and the shape of a tensor, which is not made."""
         return self._later[key].spec if key in self._later else _spec(self._held[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -167,23 +170,25 @@ class Deferred(Mapping[str, Tensor]):
         yield from self._later
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """The number of tensors."""
         return len(self._held) + len(self._later)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor is there, without making it."""
+        """Whether a tensor is there, without making it."""
         return key in self._held or key in self._later
 
 
 class StoredStatistics(Mapping[str, Tensor]):
-    """Key -> tensor, from positioned reads of blocks: keys in their order are neighbours in the file. Values are not checked.
+    """Key -> tensor, read from the file in blocks; values are not checked.
+
+    Keys in their order are neighbours in the file.
 
     Args:
         path: a safetensors file whose hash was checked; it stays open.
-        headers: of the files of other ranks.
+        headers: headers of other ranks' files.
 
     Raises:
-        InputError: as `Headers.read`.
+        InputError: see `Headers.read`.
     """
 
     def __init__(self, path: Path, headers: Headers) -> None:
@@ -203,20 +208,22 @@ class StoredStatistics(Mapping[str, Tensor]):
             return self._read_alone(key, info)
         begin, block = self._blocks.get(info.dtype, (0, b""))
         if not begin <= info.offset <= info.offset + info.nbytes <= begin + len(block):
-            begin, block = info.offset, self._read(key, info)
+            begin = info.offset
+            block = self._read(key, info)
             self._blocks[info.dtype] = begin, block
         count = info.nbytes // dtype.itemsize
         tensor = torch.frombuffer(block, dtype=dtype, count=count, offset=info.offset - begin)
         return tensor if len(info.shape) == 1 else tensor.view(info.shape)
 
     def spec(self, key: str) -> Spec:
-        """Return dtype and shape of a tensor without reading it."""
+        """The dtype and the shape of a tensor, which is not read."""
         return self._infos[key].dtype, self._infos[key].shape
 
     def _read_alone(self, key: str, info: TensorInfo) -> Tensor:
-        """Return a tensor that nobody keeps beside who asked for it."""
+        """A tensor that nobody keeps beside who asked for it."""
         tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
-        view, done = disk.flat(tensor.numpy().ravel().data), 0
+        view = disk.flat(tensor.numpy().ravel().data)
+        done = 0
         while done < info.nbytes:
             count = os.preadv(self._descriptor, [view[done:]], info.offset + done)
             if not count:
@@ -228,7 +235,7 @@ class StoredStatistics(Mapping[str, Tensor]):
         return tensor
 
     def _read(self, key: str, info: TensorInfo) -> bytearray:
-        """Return the bytes of a small tensor and of what follows it."""
+        """The bytes of a small tensor and of what follows it."""
         block = bytearray(_BLOCK)
         count = os.preadv(self._descriptor, [block], info.offset)
         if count < info.nbytes:
@@ -243,19 +250,19 @@ class StoredStatistics(Mapping[str, Tensor]):
         return iter(self._infos)
 
     def __len__(self) -> int:
-        """Return how many tensors there are."""
+        """The number of tensors."""
         return len(self._infos)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a tensor is there, without reading it."""
+        """Whether a tensor is there, without reading it."""
         return key in self._infos
 
 
 def read_small(path: Path) -> Deferred:
-    """Read the statistics of a file but for matrices, which are read whenever they are asked for.
+    """The statistics of a file; matrices are read whenever they are asked for.
 
     Raises:
-        InputError: as `Headers.read`, or the file ends early.
+        InputError: see `Headers.read`; or the file ends early.
     """
     stored = StoredStatistics(path, Headers())
     matrices = {

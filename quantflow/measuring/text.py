@@ -1,12 +1,14 @@
-"""Calibration and evaluation text: from a file to token sequences, without padding and in an order that a seed decides.
+"""Calibration and evaluation text: from a file to token sequences, in an order that a seed decides.
 
     .txt           UTF-8, documents separated by blank lines
-    .jsonl         one JSON object per line with `text`, `messages` (through the chat template) or `input_ids`; where it has
-                   none of them, the first of `prompt`, `code` and `content` is the text
+    .jsonl         one JSON object per line with `text`, `messages` (through the chat template) or
+                   `input_ids`; where it has none of them, the first of `prompt`, `code` and
+                   `content` is the text
     .safetensors   `tokens` and `lengths`, both 1-D, or `input_ids`, 2-D
     a folder       its .txt files, in the order of their names
 
-Token ids in a file are taken as they are; text gets BOS and EOS as the tokenizer puts them.
+Token ids in a file are taken as they are; text gets BOS and EOS as the tokenizer puts them. Nothing
+is padded.
 """
 
 import hashlib
@@ -37,7 +39,7 @@ _KINDS_REMEDY = f"give each line exactly one of {', '.join(_KINDS)}"
 
 
 def column_of(row: Mapping[str, Any]) -> str | None:
-    """Return which key of a row is its text or its messages; None where none is."""
+    """The key of a row's text or messages; None where it has none."""
     return next((key for key in (*_KINDS, *_ALSO_TEXT) if key in row), None)
 
 
@@ -88,10 +90,10 @@ def select(
     and the incomplete last one is dropped unless it is the only one.
 
     Args:
-        documents: token ids.
-        samples: how many sequences at most; fewer documents give fewer sequences.
-        sequence_length: tokens per sequence at most.
-        seed: of the shuffle; the same seed gives the same sequences. None keeps the order.
+        documents: token ids of each document.
+        samples: largest number of sequences; fewer documents give fewer sequences.
+        sequence_length: largest number of tokens of a sequence.
+        seed: seed of the shuffle; the same seed gives the same sequences. None keeps the order.
         pack: join documents.
 
     Returns:
@@ -126,7 +128,7 @@ def select(
 
 
 def hash_sequences(sequences: Sequence[Tensor]) -> str:
-    """Return the sha256 of token sequences, their lengths and their order; 64 hexadecimal digits."""
+    """The sha256 of token sequences, their lengths and their order; 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for sequence in sequences:
         digest.update(len(sequence).to_bytes(8, "little"))
@@ -137,17 +139,17 @@ def hash_sequences(sequences: Sequence[Tensor]) -> str:
 def inspect_calibration(
     documents: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int
 ) -> dict[str, Any]:
-    """Describe documents as calibration text.
+    """Counts that describe documents as calibration text.
 
     Args:
-        documents: token ids.
-        tokenizer: names the padding and BOS tokens.
-        sequence_length: where documents would be cut.
+        documents: token ids of each document.
+        tokenizer: tokenizer with the padding and BOS tokens.
+        sequence_length: length at which documents would be cut.
 
     Returns:
-        documents, tokens, shortest, longest, padding (tokens), bos (how many documents begin with
-        0, 1, and 2 or more of it), duplicates (documents equal to an earlier one), too_short (fewer
-        than two tokens), truncated {documents, tokens}.
+        documents, tokens, shortest, longest, padding (tokens), bos (number of documents that begin
+        with 0, 1, and 2 or more of it), duplicates (documents equal to an earlier one), too_short
+        (fewer than two tokens), truncated {documents, tokens}.
     """
     lengths = [len(document) for document in documents]
     bos = Counter(_leading(document, tokenizer.bos_token_id) for document in documents)
@@ -190,7 +192,7 @@ def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[l
 
 
 def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return one document; keys other than the three are the file's own notes and are not read."""
+    """One document; keys other than the three are the file's own notes and are not read."""
     if not isinstance(line, dict):
         raise InputError(f"{where}: {type(line).__name__}, a JSON object is needed", _KINDS_REMEDY)
     kinds = [kind for kind in _KINDS if kind in line] or [
@@ -323,7 +325,7 @@ def _packed(documents: list[list[int]], sequence_length: int) -> list[list[int]]
 
 
 def _leading(document: Sequence[int], token: int | None) -> int:
-    """Return how often `token` is repeated at the beginning, 2 at most."""
+    """The number of repetitions of `token` at the beginning, 2 at most."""
     return sum(
         1 for count in (1, 2) if token is not None and list(document[:count]) == [token] * count
     )

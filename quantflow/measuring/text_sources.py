@@ -1,13 +1,15 @@
-"""A text as the user names it, made a file or a folder that `read_documents` reads.
+"""A text by the user's name for it, as a file or a folder that `read_documents` reads.
 
     text.txt, text.jsonl, ids.safetensors    a file
-    ./texts                                  a folder, whose .txt files are read in the order of their names
-    default                                  a shipped one: quantflow/configs/calibration
-    org/name, org/name:config@split          a data set on the hub, which the package `datasets` reads
+    ./texts                                  a folder, whose .txt files are read in the order of
+                                             their names
+    default                                  a shipped text: quantflow/configs/calibration
+    org/name, org/name:config@split          a data set on the hub, which needs the package
+                                             `datasets`
 
-Of a data set the first ROWS rows are taken, of the first split among train, validation and test
+The first ROWS rows of a data set are taken, of the first split among train, validation and test
 where none is named, and kept as a .jsonl file: a run that goes on, and the next one, read the same
-text. A column named text, messages, prompt, code or content is what a row says.
+text. The column named text, messages, prompt, code or content is a row's text.
 """
 
 import json
@@ -37,24 +39,28 @@ _NAME = re.compile(
 
 
 def text_path(source: str, progress: Progress) -> Path:
-    """Return where a text lies: what exists goes before shipped names, these before the hub.
+    """The file or folder of a text; existing paths go before shipped names, these before the hub.
 
     Args:
-        source: as the table above.
-        progress: is told what is downloaded.
+        source: a name as in the table above.
+        progress: listener for downloads.
 
     Raises:
         InputError: there is no such text, or a data set without a column of text.
         UnsupportedError: a data set, and `datasets` is not installed.
     """
-    path, shipped = Path(source), shipped_texts()
+    path = Path(source)
+    shipped = shipped_texts()
     if path.exists() or path.suffix in SUFFIXES:
         return path
     if source in shipped:
         return shipped[source]
     found = _NAME.fullmatch(source)
     if found is None:
-        known = f"a {', '.join(SUFFIXES)} file, a folder of .txt, a data set org/name, or one of {', '.join(shipped)}"
+        known = (
+            f"a {', '.join(SUFFIXES)} file, a folder of .txt, a data set org/name, or one of "
+            f"{', '.join(shipped)}"
+        )
         raise InputError(f"{source}: no such text", f"give {known}")
     return _from_hub(source, found.groupdict(), progress)
 
@@ -71,7 +77,7 @@ def with_calibration_text(calibration: Calibration, progress: Progress) -> Calib
 
 
 def text_digest(path: Path) -> str:
-    """Return the sha256 of a text's content: of a file, or of every .txt file of a folder.
+    """The sha256 of a text's content: of a file, or of every .txt file of a folder.
 
     Raises:
         InputError: it cannot be read.
@@ -87,7 +93,7 @@ def text_digest(path: Path) -> str:
 
 
 def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) -> Path:
-    """Return the file of a data set, taken now where it was not taken before."""
+    """The file of a data set, taken now where it was not taken before."""
     path = (
         Path(constants.HF_HOME)
         / "quantflow"
@@ -97,7 +103,10 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
     if path.exists():
         return path
     if find_spec("datasets") is None:
-        told = f"{source}: no file or folder here, and the package datasets, which reads the hub's data sets, is not installed"
+        told = (
+            f"{source}: no file or folder here, and the package datasets, which reads the hub's "
+            "data sets, is not installed"
+        )
         raise UnsupportedError(told, "check the path, or pip install datasets")
     progress.say(f"text: the first {ROWS} rows of {source} become {path}")
     lines = [
@@ -112,7 +121,7 @@ def _from_hub(source: str, parts: Mapping[str, str | None], progress: Progress) 
 
 
 def _rows(source: str, parts: Mapping[str, str | None]) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of a split."""
+    """The rows of a split."""
     from datasets import load_dataset
 
     try:

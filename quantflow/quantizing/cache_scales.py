@@ -32,7 +32,7 @@ _SITES = {"per_tensor": (("k_cache", "v_cache"), AMAX.name), "per_head": (HEADS,
 def kv_scales_of(
     measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None
 ) -> KVScales | None:
-    """Return the scales of a layer's cache, None where it keeps keys and values as they are.
+    """The scales of a layer's cache, None where it keeps keys and values as they are.
 
     Raises:
         StatisticsError: the measurement does not hold what they are made from.
@@ -41,7 +41,10 @@ def kv_scales_of(
     if scheme is None:
         return None
     if layer.attention is None:
-        cause = f"{layer.prefix}: keeps no keys and values, kv_cache {kv_words(scheme)} is asked of every layer"
+        cause = (
+            f"{layer.prefix}: keeps no keys and values, kv_cache {kv_words(scheme)} is asked of "
+            "every layer"
+        )
         raise UnsupportedError(cause, "leave kv_cache out")
     keys, values = _maxima(measurement, layer, scheme)
     try:
@@ -53,7 +56,7 @@ def kv_scales_of(
 def kv_record(
     measurement: Measurement | None, layer: Layer, scheme: TensorScheme | None
 ) -> dict[str, Any]:
-    """Return what a layer's record says of its cache; nothing where it is not quantized."""
+    """The entries of a layer's record about its KV cache; none where the cache is not quantized."""
     if scheme is None:
         return {}
     keys, values = _maxima(measurement, layer, scheme)
@@ -61,7 +64,7 @@ def kv_record(
 
 
 def kv_tensors(layer: Layer, scales: KVScales | None) -> dict[str, Tensor]:
-    """Return what a layer's file holds of its cache."""
+    """The tensors of a layer's file about its KV cache."""
     return (
         {}
         if scales is None or layer.attention is None
@@ -70,7 +73,7 @@ def kv_tensors(layer: Layer, scales: KVScales | None) -> dict[str, Tensor]:
 
 
 def _maxima(measurement: Measurement | None, layer: Layer, scheme: TensorScheme) -> list[Tensor]:
-    """Return the largest magnitudes of keys and of values, [1] or [kv_heads] each."""
+    """The largest magnitudes of keys and of values, [1] or [kv_heads] each."""
     sites, statistic = _SITES[scheme.granularity]
     found = []
     for site in sites:

@@ -1,27 +1,28 @@
-"""Quantize without a model: rows of weights are read, rounded and written, from file to file.
+"""Quantizing without running the model: weights are read, rounded and written, some rows at a time.
 
-    layers/00012.safetensors    the layer as the artifact holds it; head.safetensors the head
-    layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}, of a part "placements" too
+    layers/00012.safetensors    the layer as the artifact holds it
+    layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"};
+                                a rank's part has "placements" too
+    head.safetensors, .json     the head, where it is quantized
 
 It serves plans whose weights follow from the source's alone: round to nearest, no transforms.
-Scales are per channel or per group; for a scale that a whole weight shares, with all that have its
-input, a layer is read twice. What is known of a static input is written beside the weight. Memory
-holds a few units (quantflow/quantizing/weight_rows.py), whatever the size of a tensor or a layer.
-Units are cut by the code's constants, and everything that is added up is added in their order, so
-neither workers nor memory change a bit of what is written. One card of several writes its part of
-each tensor (quantflow/quantizing/shards/share.py). `values` is, per linear, the sha256 of what the
-algorithm chose, before its layout packed it: export's proof decodes the artifact and compares.
+Scales are per channel or per group. Where a whole weight shares one scale, with all weights that
+have its input, a layer is read twice. The scale of a static input is written beside the weight. One
+card of several writes its part of each tensor (quantflow/quantizing/shards/share.py). `values` is,
+per linear, the sha256 of the qvalues and scales before their layout packed them: export's proof
+decodes the artifact and compares.
 
-On a device a unit crosses as it is stored, is rounded and packed there, and what is written comes
-back.
+Memory holds a few units (quantflow/quantizing/weight_rows.py), whatever the size of a tensor or a
+layer. Units are cut by the code's constants, and sums are taken in their order, so neither workers
+nor memory change a bit of the result. On a device a unit crosses as it is stored, is rounded and
+packed there, and its bytes come back.
 
-A layer's file, and after the layers that of the head where it is quantized, is written under
-another name, synced and hashed while the next one is quantized.
-
-The source is read from the disk once: the file that holds the next layers is hashed while those of
-this one are quantized, and what the system's cache still holds of it then is taken from there, the
-rest past it (`read_once`). So a layer's key has the hashes of the files that it lies in, and the
-model's fingerprint is known at the end.
+The disk is busy with three layers at once. A layer's file is written under another name, then
+synced and hashed while the next layer is quantized. The source's file that holds the next layers is
+hashed meanwhile too; the pages that the system's cache still holds of it are taken from there, the
+rest is read past the cache (`read_once`), so the source is read from the disk once. A layer's key
+therefore has the hashes of the files that it lies in, and the model's fingerprint is known at the
+end.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,17 +71,17 @@ from quantflow.quantizing.weight_rows import (
 )
 
 FORMAT = FORMATS[DEFAULT]
-# units per worker that are begun or finished but not yet written down: none waits for the one who
-# adds up
+# Units per worker that are begun, or finished and not yet added to the record, so that no worker
+# waits for the thread that adds up.
 AHEAD = 2
 
-# A unit of a linear, its scheme and its rows of the source, [rows, columns] -> what they become,
-# and the decisions to be counted.
+# A unit of a linear, its scheme and its rows of the source, [rows, columns] -> the quantized rows,
+# and decisions whose counts are added up.
 Choose = Callable[[Unit, LinearScheme, Tensor], tuple[QTensor, Mapping[str, Any]]]
 
 
 class Allowed(Protocol):
-    """What is read of an allowance: how many units run at once."""
+    """The number of units that run at once, of an allowance."""
 
     @property
     def workers(self) -> int:
@@ -103,21 +104,21 @@ def quantize_files(
     choose: Choose | None = None,
     device: Device = HOST,
 ) -> None:
-    """Bring every layer's file in `output`, and that of a head that is quantized, up to date.
+    """Bring the file of every layer, and of a head that is quantized, up to date.
 
     Args:
         output: the stage's folder, locked by the caller; `layers` is there.
-        plan: one whose `file_to_file` is true.
+        plan: a plan whose `file_to_file` is true.
         source: the checkpoint.
-        graph: its linears.
+        graph: names of its linears.
         key: digest of everything that the result depends on but the weights.
-        digests: of the source's files; what is not known is read.
-        allowance: how many units run at once.
-        progress: is told after each layer.
-        share: which part of each tensor is written.
-        inputs: what is known of each linear's input.
-        choose: what a linear's rows become; None quantizes them by the algorithm of each block.
-        device: where rows are rounded.
+        digests: sha256 of the source's files; a file whose hash is not stored is read.
+        allowance: number of units that run at once.
+        progress: listener, called after each layer.
+        share: the part of each tensor that is written.
+        inputs: static scales and notes of each linear's input.
+        choose: rounding of a linear's rows; None rounds by the algorithm of each block.
+        device: the device on which rows are rounded.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
@@ -134,10 +135,8 @@ def quantize_files(
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
-        stage, nbytes = (
-            f"{'quantize' if choose is None else 'unify'} {plan.name}",
-            partial(_nbytes, share),
-        )
+        stage = f"{'quantize' if choose is None else 'unify'} {plan.name}"
+        nbytes = partial(_nbytes, share)
         for unit, blocks in (("layer", layers), ("head", head)):
             for block in progress.steps(blocks, stage=stage, unit=unit, nbytes=nbytes):
                 written = _written(
@@ -169,7 +168,7 @@ def _written(
     choose: Choose | None,
     device: Device,
 ) -> tuple[Writer, Path, dict[str, Any]] | None:
-    """Write a block as `write_block` does and return what `commit` needs, None where its file is finished."""
+    """Write a block with `write_block`; the result is None where its file is finished."""
     hashes.begin(block.files)
 
     def block_key() -> str:
@@ -194,7 +193,7 @@ def _written(
 def _blocks(
     plan: Plan, source: ModelFiles, graph: Graph
 ) -> tuple[list[FileBlock], list[FileBlock]]:
-    """Return the layers, and the head where it is quantized."""
+    """The layers, and the head where it is quantized."""
     layers = [layer_block(layer, plan, source) for layer in graph.layers]
     if plan.head is None:
         return layers, []
@@ -203,13 +202,13 @@ def _blocks(
 
 
 def _nbytes(share: CardShare, block: FileBlock) -> int:
-    """Return the bytes that are read of a block."""
+    """The bytes that are read of a block."""
     return sum(unit.nbytes for unit in units_of(block, share))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded:
-    """What a unit of a linear contributes to the layer's record; its bytes are in the file already."""
+    """A unit's contribution to the layer's record; its bytes are in the file already."""
 
     name: str
     linear: QuantizedLinear
@@ -238,7 +237,7 @@ class BlockAccount:
         self.values.setdefault(name, ValuesDigest()).update(rounded.linear)
 
     def as_json(self, key: str, inputs: Mapping[str, LinearInput]) -> dict[str, Any]:
-        """Return the record without the file's hash."""
+        """The record without the file's hash."""
         for name, decisions in self.decisions.items():
             decisions.update(inputs.get(name, UNKNOWN_INPUT).decisions)
         errors = {
@@ -266,23 +265,27 @@ def write_block(
     choose: Choose | None = None,
     device: Device = HOST,
 ) -> tuple[Writer, Path, dict[str, Any]]:
-    """Write every unit of a block's file and return what `commit` needs to give it its name.
+    """Write every unit of a block's file, under a temporary name.
 
     Args:
-        folder: the stage's.
-        block: what the file is made from.
+        folder: the stage's folder.
+        block: the layer or head.
         key: its state key, asked for when the bytes are written.
-        workers: run units.
-        share: which part of each tensor is written.
-        inputs: what is known of each linear's input.
-        choose: what a linear's rows become; None quantizes them by the block's algorithm.
-        device: where rows are rounded.
+        workers: threads that run units.
+        share: the part of each tensor that is written.
+        inputs: static scales and notes of each linear's input.
+        choose: rounding of a linear's rows; None rounds by the block's algorithm.
+        device: the device on which rows are rounded.
+
+    Returns:
+        The arguments of `commit`, which gives the file its name.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
         OSError: the file system failed; the file is removed.
     """
-    path, units = folder / block.path, partial(units_of, block, share)
+    path = folder / block.path
+    units = partial(units_of, block, share)
     rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers, device))
     writer = Writer(disk.temporary_for(path), block_specs(block, share))
     record = _fill(writer, units(), rounded, inputs, workers, key, device)
@@ -301,7 +304,7 @@ def commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:
 def _shared_grids(
     block: FileBlock, units: Iterable[Unit], workers: Workers, device: Device
 ) -> dict[str, Grid]:
-    """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
+    """The grid of each linear with one scale, common to all linears of its input and its scheme."""
     shared = [
         (unit, unit.scheme)
         for unit in units
@@ -333,12 +336,13 @@ def _shared_grids(
 
 
 def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
-    """Return a function that quantizes rows by an algorithm that reads nothing else, or to a grid that is known."""
+    """Rounding by an algorithm that reads weights alone, or to a linear's one shared grid."""
 
     def quantized(
         unit: Unit, scheme: LinearScheme, rows: Tensor
     ) -> tuple[QTensor, Mapping[str, Any]]:
-        scale_dtype, name = FORMAT.scale_dtype(scheme, rows.dtype), unit.linear
+        scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
+        name = unit.linear
         if name in grids:
             grid = grids[name]
             qvalue = affine.quantize(rows.float(), grid.scale, grid.zero_point, scheme.weights)
@@ -363,7 +367,7 @@ def _fill(
     key: Callable[[], str],
     device: Device,
 ) -> dict[str, Any]:
-    """Write every unit's bytes and return the layer's record under its key; where that fails the file is removed."""
+    """Write every unit's bytes; the result is the layer's record. A failure removes the file."""
     account = BlockAccount()
 
     def work(unit: Unit) -> Rounded | None:
@@ -400,7 +404,7 @@ def _round(
     seen: LinearInput,
     device: Device,
 ) -> Rounded:
-    """Quantize a unit, where its rows are, and write what its layout makes of it; what its rows share with others once."""
+    """Quantize a unit and write its bytes; the first unit writes what all rows share."""
     name = unit.linear
     weight, decisions = choose(unit, scheme, rows)
     linear = QuantizedLinear(

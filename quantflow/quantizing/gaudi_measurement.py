@@ -31,7 +31,7 @@ IPEX_SUMMARY = "best_configure.json"  # of IPEX's static int8
 
 
 def are_gaudis(path: Path) -> bool:
-    """Return whether a path names files of Gaudi's toolkit, and no folder of ours."""
+    """Whether a path names files of Gaudi's toolkit, and no folder of ours."""
     return (
         holds_triples(path)
         and not (path / META_NAME).exists()
@@ -40,7 +40,7 @@ def are_gaudis(path: Path) -> bool:
 
 
 def refuse_ipex(path: Path) -> None:
-    """Refuse what IPEX's calibration keeps: scales and zero points, which follow from maxima and say less than these.
+    """Refuse a summary of IPEX's calibration, which keeps scales and zero points, but no maxima.
 
     Raises:
         InputError: the folder, or the file, is such a summary.
@@ -55,7 +55,7 @@ def refuse_ipex(path: Path) -> None:
 
 
 def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
-    """Return file name -> sha256 of everything that is read for these ranks."""
+    """The sha256 of every file that is read for these ranks, by file name."""
     paths = [
         path
         for found in files.values()
@@ -68,7 +68,9 @@ def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
 def measurement_from(
     path: Path, plan: Plan, *, source: ModelFiles, progress: Progress, cards: int = 1
 ) -> Measurement:
-    """Return Gaudi's files of one rank, or of as many as quantize, as a measurement without calibration text.
+    """Gaudi's files as a measurement without calibration text.
+
+    They are of one rank, or of as many as quantize.
 
     Raises:
         InputError: several ranks that are not those that quantize; a linear that was not measured;
@@ -123,7 +125,10 @@ def _refuse_more_than_maxima(plan: Plan, statistics: Mapping[str, Tensor]) -> No
 
 
 def refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: ModelFiles) -> int:
-    """Compare the maxima of the weights with the model's, as stored and rounded to bfloat16; return how many there are.
+    """Compare the weights' maxima with the model's, as stored or as bfloat16.
+
+    Returns:
+        Number of weights that were compared.
 
     Raises:
         InputError: naming the first that differs.
@@ -151,7 +156,7 @@ def refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: Mod
 
 
 def _meta(triple: Triple, files: Mapping[str, str]) -> dict[str, Any]:
-    """Return what later stages read of a measurement; the text is unknown, so its counts are zero."""
+    """The record of a measurement for later stages; the text is unknown, so its counts are zero."""
     return {
         "digest": digest_of(files),
         "model": {"name": UNKNOWN, "fingerprint": None, "family": UNKNOWN},

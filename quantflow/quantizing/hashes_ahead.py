@@ -1,4 +1,4 @@
-"""The hashes of files that are read for another reason too: each is made while that file, or the one before it, is read."""
+"""Hashes of files that are read anyway: each is taken while its file or the one before is read."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,16 +10,15 @@ from quantflow.files.digests import Digests
 
 
 class HashesAhead:
-    """Hashes of the files of a folder; while those of one step are in use, the file after them is hashed."""
+    """Hashes of the files of a folder, one file ahead of the step that is under way."""
 
     def __init__(self, steps: Iterable[Sequence[str]], *, folder: Path, digests: Digests) -> None:
         """Begin nothing yet.
 
         Args:
-            steps: the names of each step's files, in the order in which the steps will ask for
-                them.
-            folder: where the files are.
-            digests: of the files; what is not known is read.
+            steps: names of each step's files, in the order in which the steps will ask for them.
+            folder: the folder of the files.
+            digests: stored hashes of the files; a file whose hash is not stored is read.
         """
         self._order = list(dict.fromkeys(file for files in steps for file in files))
         self._folder, self._digests = folder, digests
@@ -27,7 +26,7 @@ class HashesAhead:
         self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Self:
-        """Return the hashes."""
+        """The hashes."""
         return self
 
     def __exit__(
@@ -47,7 +46,7 @@ class HashesAhead:
                 self._known[file] = self._pool.submit(self._digests.of, self._folder / file)
 
     def of(self, files: Sequence[str]) -> dict[str, str]:
-        """Return file -> sha256, 64 hexadecimal digits, as soon as they are known.
+        """The sha256 of each file, 64 hexadecimal digits; waits until all are there.
 
         Raises:
             InputError: a file cannot be read.

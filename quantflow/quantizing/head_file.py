@@ -1,4 +1,4 @@
-"""The head's file in a quantize folder: made where the model runs, read back, and removed where it is another plan's."""
+"""The quantized head's file in the stage's folder: written, read back, or removed."""
 
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,17 @@ def bring_up_to_date(
     workers: Workers,
     progress: Progress,
 ) -> None:
-    """Quantize the head that a plan names, unless its file is finished; of a rotated model the one that was rotated.
+    """Quantize the head that a plan names, unless its file is finished.
+
+    The head of a rotated model is the rotated one, which lies outside the layers (`OUTSIDE`).
 
     Args:
         output: the stage's folder; of a rotated model with what lies outside its layers.
-        plan: with or without a head.
+        plan: a plan with or without a head.
         checkpoint: the source.
         key: digest of everything that the result depends on.
-        workers: run units of rows.
-        progress: is told when it is done.
+        workers: threads that run units of rows.
+        progress: listener, called when the head is done.
 
     Raises:
         InputError: the weight holds NaN or Inf, or its file ends early.
@@ -59,7 +61,7 @@ def bring_up_to_date(
 
 
 def read_head(folder: Path, head: HeadPlan | None) -> QuantizedLinear | None:
-    """Return the quantized head of a folder, None where there is none.
+    """The quantized head of a folder, None where there is none.
 
     Raises:
         InputError: its file is damaged.
@@ -84,13 +86,13 @@ def remove_others(folder: Path, plan: Plan) -> None:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the head's record in a finished folder; empty where the head is as it was."""
+    """The head's record in a finished folder; empty where the head is as it was."""
     path = folder / RECORD
     found: dict[str, Any] = read_json(path) if path.is_file() else {}
     return found
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the head's file, from its record, by its name in the folder; nothing where there is none."""
+    """The sha256 of the head's file, by its name in the folder; empty without a head."""
     record = record_of(folder)
     return {FILE: str(record["sha256"])} if record else {}

@@ -1,4 +1,4 @@
-"""One artifact's quantized layers: what they are made from and how, and the folder that holds them."""
+"""The job of stage 2: inputs, settings and result of one artifact's quantized layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ class QuantizeJob:
         """Quantize; finished layers are left alone, an unfinished folder goes on.
 
         Args:
-            progress: hears how far it is.
+            progress: listener for every layer.
             opened: the result of `open`, where it was needed before.
 
         Raises:

@@ -1,27 +1,33 @@
-"""One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
+"""Quantization of one decoder layer, from its weights to the tensors that the artifact will hold.
 
-The order is fixed: collect what the calibration text shows (quantflow/quantizing/layer_traffic.py),
-smooth (quantflow/quantizing/smoothing.py), prove on the canary that smoothing changed nothing, look
-which experts got too few tokens (quantflow/planning/experts.py), quantize group by group, learn
-from there on where the plan says so (quantflow/quantizing/learned_rounding.py), put the quantized
-linears in place. What comes out holds every tensor of the layer under its name in the artifact, so
-the file of a layer is all that a resumed run needs.
+The steps have a fixed order, since each reads what the one before left:
 
-Cards that quantize a layer together (quantflow/distributed/team.py) each collect the Hessians of
-their groups, quantize these, and tell the others what they became; all else every card does.
+1. Collect statistics of the calibration text (quantflow/quantizing/layer_traffic.py).
+2. Smooth (quantflow/quantizing/smoothing.py), and prove on the canary that the layer is still the
+   same function.
+3. Treat experts that got too few tokens (quantflow/planning/experts.py).
+4. Quantize the linears, group by group: `_quantize_groups`.
+5. Learn rounding from there, where the plan says so (quantflow/quantizing/learned_rounding.py).
+6. Put the quantized linears in place, for the error of each output and for the next layer.
 
-In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is
-searched, its whole Hessian beside them; while a group is quantized, its Hessian, which its
-algorithm overwrites, and the weights and half Hessians of the groups that are still to come; while
-rounding is learned all weights. They are as stored, or in float32 where a transform may change
-them.
+The result names every tensor of the layer as the artifact does, so a layer's file is all that a
+resumed run needs.
 
-All of this is where the layer is (quantflow/core/device.py). In host memory are what the layer's
-file holds, what is known of static inputs, and sums of products of gradients; and the group that an
-algorithm rounds which does not compute on a device (`Algorithm.ON_DEVICE`).
+Cards share step 4 (quantflow/distributed/team.py): each collects the Hessians of its own groups and
+quantizes these, then all exchange the results. Every card does all other steps.
+
+Peak memory has three candidates. While sequences run: the layer and half a Hessian per group. While
+a fold is searched: one whole Hessian beside these. While a group is quantized: its whole Hessian,
+which its algorithm overwrites, and the weights and half Hessians of the groups still to come.
+Learned rounding keeps all weights until the end. Weights are as stored, or float32 where a
+transform may change them.
+
+All of this lies on the layer's device (quantflow/core/device.py). Host memory has the tensors of
+the layer's file, the statistics of static inputs, the sums of gradients' products, and the group
+under way of an algorithm that does not compute on a device (`Algorithm.ON_DEVICE`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -86,9 +92,9 @@ class EncodedLinear:
     """A linear as the layer's file holds it.
 
     Attributes:
-        tensors: by their names in the file, in host memory.
-        error: of its weight, relative and squared.
-        decisions: of the algorithm, about its input, and about ranges that were cut.
+        tensors: tensors by their names in the file, in host memory.
+        error: relative squared error of its weight.
+        decisions: notes of the algorithm, of its input, and of ranges that were cut.
     """
 
     tensors: Mapping[str, Tensor]
@@ -101,13 +107,13 @@ class QuantizedLayer:
     """Everything that a layer's file and record hold.
 
     Attributes:
-        tensors: name in the artifact -> tensor, of the whole layer.
+        tensors: name in the artifact -> tensor, for the whole layer.
         errors: linear -> {"weight", "output"}: relative squared error, output on the canary, where
             it reaches the linear.
-        decisions: linear -> what the transforms and the algorithm decided.
+        decisions: linear -> notes of the transforms and the algorithm.
         changed: source names of tensors that are not quantized and not as in the source.
-        factors: as `Smoothed.factors`.
-        experts: what the record says of the layer's experts; None where it has none.
+        factors: see `Smoothed.factors`.
+        experts: the record's entry on the layer's experts; None where it has none.
     """
 
     tensors: Mapping[str, Tensor]
@@ -118,7 +124,7 @@ class QuantizedLayer:
     experts: Mapping[str, Any] | None
 
     def record(self) -> dict[str, Any]:
-        """Return what the layer's record says of its quantization."""
+        """The layer's record of its quantization."""
         found = {
             "errors": self.errors,
             "decisions": self.decisions,
@@ -142,12 +148,12 @@ def quantize_layer(
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
     """
     plan = opened.plan
+    # 1. statistics; the original layer's answer to the canary comes first, for the proof of step 2
     original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
     traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
-    hessians, routed = (
-        traffic.hessians,
-        measured.routed if traffic.routed is None else traffic.routed,
-    )
+    hessians = traffic.hessians
+    routed = measured.routed if traffic.routed is None else traffic.routed
+    # 2. smoothing changes weights, Hessians and the other statistics alike
     smoothed = smooth_(
         opened,
         _joined(measured.statistics, traffic.statistics),
@@ -159,9 +165,11 @@ def quantize_layer(
         opened.stream, opened.module, opened.layer, text.canary
     )
     _refuse_changed(opened, original, canary)
+    # 3. experts
     treatment, experts = _treat_experts(
         opened, smoothed.statistics, routed=routed, fed=measured.fed
     )
+    # 4 and 5. groups, and learned rounding; each card its own groups
     own = _quantize_groups(
         opened,
         text,
@@ -172,6 +180,7 @@ def quantize_layer(
     )
     linears = _exchange(opened.layer, own, team=execution.team)
     give_back_holes()
+    # 6. quantized linears in place; `inputs` and `outputs` are those of the smoothed layer before
     tensors = {key: tensor for linear in linears.values() for key, tensor in linear.tensors.items()}
     install_all(opened.module, opened.layer, plan, tensors, device=opened.device)
     errors = {name: {"weight": linear.error} for name, linear in linears.items()}
@@ -180,6 +189,7 @@ def quantize_layer(
             outputs[name], opened.child(name)(inputs[name].float()), name=name
         )
     changed = frozenset([*opened.rotated, *smoothed.changed])
+    # The file holds the whole layer: norms, biases and linears that stay as well.
     for name in opened.stored:
         if name.removesuffix(".weight") not in linears:
             kept = opened.read(name)
@@ -208,14 +218,16 @@ def install_all(
     *,
     device: Device = HOST,
 ) -> None:
-    """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights.
+    """Put a layer's quantized linears in place from its file's tensors.
+
+    The other linears get float32 weights.
 
     Args:
-        module: the layer's, on `device`.
+        module: the layer's module, on `device`.
         layer: its names.
-        plan: what becomes of each linear.
-        tensors: of its file, in host memory.
-        device: where the quantized linears go.
+        plan: the scheme of each linear.
+        tensors: the file's tensors, in host memory.
+        device: the device of the quantized linears.
     """
     for name in layer.linears:
         scheme = plan.schemes[name]
@@ -228,14 +240,16 @@ def install_all(
             )
             module.set_submodule(layer.relative(name), linear)
             give_back_holes()
-        else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS
+        else:
+            # In one product from float32, as export's proof runs it: equal bits then do not depend
+            # on the BLAS.
             materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
 
 
 def canary_traffic(
     stream: LayerStream, module: nn.Module, layer: Layer, canary: State
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Run the canary through a layer; return each linear's input and output there, and what leaves the layer, [1, S, H]."""
+    """Each linear's input and output on the canary, and the layer's output, [1, S, H]."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -249,13 +263,20 @@ def canary_traffic(
 def _joined(
     first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]
 ) -> dict[str, dict[str, Value]]:
-    """Return what two say of each linear; where both name the same, the second is right."""
+    """Two tables of each linear in one; the second is right where both have an entry."""
     return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
 
 
 def _refuse_changed(opened: OpenLayer, original: Tensor | None, smoothed: Tensor) -> None:
-    """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
-    prefix, alone = opened.layer.prefix, opened.stream.alone
+    """Refuse transforms after which the layer is another function.
+
+    Args:
+        opened: the layer.
+        original: its output on the canary before transforms; None where nothing smooths.
+        smoothed: its output after them.
+    """
+    prefix = opened.layer.prefix
+    alone = opened.stream.alone
     change = (
         0.0 if original is None else relative_error(alone(original), alone(smoothed), name=prefix)
     )
@@ -274,22 +295,23 @@ def _treat_experts(
     routed: Mapping[str, int] | None,
     fed: str | None,
 ) -> tuple[Treatment, dict[str, Any] | None]:
-    """Let the policy decide what becomes of experts that got too few tokens.
+    """Apply the policy for experts that got too few tokens.
 
     Args:
         opened: the layer.
-        statistics: of each linear's input.
+        statistics: statistics of each linear's input.
         routed: expert -> tokens that the router sent to it; None where nobody counted.
         fed: the tokens that the measurement's statistics show each expert.
 
     Returns:
-        What becomes of the layer's statistics and linears; what the layer's record says of its
-        experts.
+        The treatment of the layer's statistics and linears; the record's entry on its experts.
 
     Raises:
         StatisticsError: there are such experts, and the policy is `error`.
     """
-    layer, policy, shorts = opened.layer, opened.plan.experts, list[Short]()
+    layer = opened.layer
+    policy = opened.plan.experts
+    shorts = list[Short]()
     if policy is None or not layer.experts:
         untouched = Treatment(
             statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={}
@@ -309,7 +331,7 @@ def _treat_experts(
 def _gradient(
     opened: OpenLayer, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str
 ) -> Tensor:
-    """Return `gradient_sum` of a linear's smoothed weight, in host memory; it is read now."""
+    """The `gradient_sum` of a linear's smoothed weight, in host memory, read on demand."""
     gradient_sum = measured.gradient(name)
     if gradient_sum is None:
         raise StatisticsError(
@@ -334,79 +356,79 @@ def _quantize_groups(
     gradient: Gradient,
     execution: Execution,
 ) -> dict[str, EncodedLinear]:
-    """Quantize the linears of this card's groups, and let go of all weights that are quantized.
+    """Quantize the linears of this card's groups; each weight is let go of once it is encoded.
 
     Args:
         opened: the layer.
-        text: from which rounding is learned, where the plan says so.
+        text: the sequences from which rounding is learned, where the plan says so.
         hessians: group's number -> Hessian; each is taken out where its group is quantized.
         treatment: the statistics of each linear's input, and experts that got too few tokens.
-        gradient: for algorithms that read it.
+        gradient: reader of `gradient_sum`, for algorithms that need it.
         execution: workers, progress and the other cards.
     """
-    groups, learned = list(enumerate(opened.layer.groups)), opened.plan.learned
+    plan = opened.plan
+    owns = execution.team.owns
+    groups = list(enumerate(opened.layer.groups))
+    # Other cards' weights go first: no card then holds more than one that quantizes all groups.
+    for number, group in groups:
+        if not owns(number):
+            _release(opened, group.linears)
     encoded: dict[str, EncodedLinear] = {}
     waiting: dict[str, RoundedLinear] = {}
     for number, group in groups:
-        # first, so that no card has more in memory than one that quantizes all groups
-        if not execution.team.owns(number):
-            _release(opened, group.linears)
-    for number, group in groups:
-        if not execution.team.owns(number):
+        if not owns(number):
             continue
-        hessian = hessians.pop(number, None)
-        steps = _quantize_group(
-            opened, group, hessian, treatment=treatment, gradient=gradient, execution=execution
-        )
-        for rounded in steps:
-            if learned is None:
+        statistics = _input_statistics(group, hessians.pop(number, None), treatment)
+        by_scheme: dict[LinearScheme, list[str]] = {}
+        for name in group.linears:
+            scheme = plan.schemes[name]
+            if scheme is not None:
+                by_scheme.setdefault(scheme, []).append(name)
+        schemes = list(by_scheme)
+        for scheme, members in by_scheme.items():
+            execution.progress.doing(", ".join(map(opened.layer.relative, members)))
+            nearest = members[0] in treatment.rounded
+            rounded = _quantize_members(
+                opened,
+                members,
+                scheme=scheme,
+                algorithm=NEAREST if nearest else plan.algorithm,
+                clips=plan.clips and not nearest,
+                statistics=statistics,
+                gradient=gradient,
+                last=scheme is schemes[-1],
+                execution=execution,
+            )
+            # Learning reads all weights of the layer, so nothing is encoded before it.
+            if plan.learned is None:
                 encoded |= _encode(opened, rounded, workers=execution.workers)
             else:
                 waiting |= rounded
             del rounded  # before the next linears are rounded
-        del hessian, steps
-    if learned is not None and waiting:
-        waiting = learn(opened, text, rounded=waiting, learned=learned, execution=execution)
+        del statistics  # before the next group's Hessian is put together
+    if plan.learned is not None and waiting:
+        waiting = learn(opened, text, rounded=waiting, learned=plan.learned, execution=execution)
         encoded = _encode(opened, waiting, workers=execution.workers)
     return encoded
 
 
-def _quantize_group(
-    opened: OpenLayer,
-    group: LinearGroup,
-    hessian: HessianObserver | None,
-    *,
-    treatment: Treatment,
-    gradient: Gradient,
-    execution: Execution,
-) -> Iterator[dict[str, RoundedLinear]]:
-    """Yield the linears that share an input as they are quantized, those of one scheme after the other."""
+def _input_statistics(
+    group: LinearGroup, hessian: HessianObserver | None, treatment: Treatment
+) -> dict[str, Tensor]:
+    """The statistics of a group's input with its whole Hessian; the observer is emptied.
+
+    Linears of one group are of one expert, so the policy for experts treats them alike.
+    """
+    first = group.linears[0]
     give_back_holes()  # what the group before left
     statistics = {
-        **treatment.statistics.get(group.linears[0], {}),
+        **treatment.statistics.get(first, {}),
         **({} if hessian is None else hessian.take()),
     }
     give_back_holes()  # the strips of the Hessian
-    if group.linears[0] in treatment.damped and HESSIAN_SUM.name in statistics:
+    if first in treatment.damped and HESSIAN_SUM.name in statistics:
         shrink_(statistics[HESSIAN_SUM.name])
-    known = opened.plan.schemes
-    schemes = list(
-        dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None)
-    )
-    for scheme in schemes:
-        members = [name for name in group.linears if known[name] == scheme]
-        execution.progress.doing(", ".join(map(opened.layer.relative, members)))
-        yield _quantize_members(
-            opened,
-            members,
-            scheme=scheme,
-            algorithm=NEAREST if members[0] in treatment.rounded else opened.plan.algorithm,
-            clips=opened.plan.clips and members[0] not in treatment.rounded,
-            statistics=statistics,
-            gradient=gradient,
-            last=scheme is schemes[-1],
-            execution=execution,
-        )
+    return statistics
 
 
 def _quantize_members(
@@ -421,24 +443,25 @@ def _quantize_members(
     last: bool,
     execution: Execution,
 ) -> dict[str, RoundedLinear]:
-    """Return linears that share an input and a scheme, quantized.
+    """Quantize linears that share an input and a scheme.
 
     Args:
         opened: the layer.
-        members: the linears.
-        scheme: of each.
+        members: names of the linears.
+        scheme: their scheme.
         algorithm: a key of ALGORITHMS.
         clips: a transform cuts the ranges of their groups before.
-        statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it
-            is let go of.
-        gradient: for algorithms that read it.
+        statistics: statistics of their input; the `last` linears of a group may overwrite its
+            Hessian, which is then removed.
+        gradient: reader of `gradient_sum`, for algorithms that need it.
         last: no other linears read the statistics afterwards.
-        execution: its workers run linears.
+        execution: workers that run linears.
 
     Raises:
         StatisticsError: a statistic is missing.
     """
-    gradients, device = {}, opened.device
+    gradients = {}
+    device = opened.device
     place = device if ALGORITHMS[algorithm].ON_DEVICE else HOST
     workers = execution.workers if place is device else execution.host_workers
     for statistic in ALGORITHMS[algorithm].NEEDS:
@@ -459,6 +482,7 @@ def _quantize_members(
             workers=execution.workers,
         )
         del hessian_sum  # the statistics alone hold it
+    # An algorithm that does not compute on the device gets copies in host memory.
     there, known = (
         (weights, statistics)
         if place is device
@@ -511,9 +535,10 @@ def _compared(
     scale_dtype: torch.dtype,
     workers: Workers,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Compare the results of an algorithm that reads no Hessian, where a transform needed one, with plain round to nearest.
+    """The notes that compare an algorithm's results with plain round to nearest, by a Hessian.
 
-    Algorithms that read Hessians do so themselves, since they overwrite them.
+    It is for algorithms that read no Hessian, where a transform needed one. Algorithms that read
+    Hessians compare themselves, since they overwrite them.
     """
     moment = SecondMoment(upper=hessian_sum, diagonal=hessian_sum.diagonal())
     quantized = {name: result.weight for name, result in results.items()}
@@ -533,13 +558,14 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
 def _encode(
     opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers
 ) -> dict[str, EncodedLinear]:
-    """Return linears as the layer's file holds them, and let go of their weights."""
+    """Linears as the layer's file holds them; their weights are let go of."""
     encoded = {}
     errors = workers.map(
         lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded)
     )
     for (name, linear), sums in zip(rounded.items(), errors, strict=True):
-        result, seen = linear.result, linear.input
+        result = linear.result
+        seen = linear.input
         quantized = QuantizedLinear(
             weight=result.weight,
             scheme=linear.scheme,
@@ -568,7 +594,7 @@ def _release(opened: OpenLayer, names: Sequence[str]) -> None:
 def _exchange(
     layer: Layer, own: Mapping[str, EncodedLinear], *, team: Team
 ) -> dict[str, EncodedLinear]:
-    """Return the linears of all cards' groups, in the order in which one card quantizes them; `own` are this card's."""
+    """The linears of all cards' groups, in the order of one card; `own` are this card's."""
     everyone: dict[str, EncodedLinear] = {}
     for number, group in enumerate(layer.groups):
         mine = {name: linear for name, linear in own.items() if name in group.linears}

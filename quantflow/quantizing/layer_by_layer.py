@@ -1,8 +1,8 @@
-"""The layers of one artifact, by way of the model: the canary and the calibration text run through it layer by layer.
+"""The layers of one artifact where the model runs: canary and calibration text pass layer by layer.
 
-For each layer: quantize it (quantflow/quantizing/layer.py) or read it back, write its file with the
-hash of what the canary looks like behind it, and keep the hidden states that enter the next one. So
-a run that was stopped goes on at its layer.
+Each layer is quantized (quantflow/quantizing/layer.py) or read back. Its file is written with the
+hash of the canary's hidden state behind it, and the hidden states that enter the next layer are
+kept. So a run that was stopped goes on at its layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,19 +57,18 @@ ORIGINAL = "original"
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The layers of one artifact, by way of the model.
+    """The pass of the text through all layers, which quantizes each of them.
 
     Attributes:
         output: the stage's folder.
-        folder: where layers go: the stage's folder, or one for layers that are not finished by
-            this.
+        folder: the folder of the layers' files: the stage's, or another where tuning finishes them.
         key: digest of everything that the result depends on.
-        seed: of the canary where there is no measurement.
-        workers: run sequences and linears, where the device is the CPU.
-        host_workers: run what is computed in host memory.
-        share: which part of each tensor is written.
+        seed: seed of the canary's tokens where there is no measurement.
+        workers: threads that run sequences and linears, where the device is the CPU.
+        host_workers: threads for everything that is computed in host memory.
+        share: the part of each tensor that is written.
         team: the cards that share the work; each has the whole layer.
-        device: where layers run, and what is computed from their weights and inputs.
+        device: the device that runs layers, and computes from their weights and inputs.
     """
 
     output: Path
@@ -90,7 +89,7 @@ class Forward:
     device: Device = HOST
 
     def layers(self) -> None:
-        """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
+        """Bring every layer's file up to date; canary and text pass through the model."""
         source = rotated_source(self.source, self.graph, self.plan)
         tokens = canary_tokens(self.source, self.measurement, self.seed)
         if isinstance(source, Rotated):
@@ -105,8 +104,8 @@ class Forward:
             progress=self.progress,
         )
         stream = LayerStream(source, self.graph, device=self.device)
-        # The canary is last, so that the others can go on before the layer is quantized. What
-        # learns needs the text twice: as the original layers and as the quantized ones put it out.
+        # The canary is last, so that the others can go on before the layer is quantized. Learned
+        # rounding needs the text twice: after the original layers, and after the quantized ones.
         text = self.team.mine(self._calibration)
         sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
         opened = partial(
@@ -122,7 +121,8 @@ class Forward:
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
         original = self.original()
-        rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
+        rest = self.graph.layers[start:]
+        stage = f"quantize {self.plan.name}"
         last = states[-1].hidden
         steps = self.progress.steps(
             rest,
@@ -147,7 +147,10 @@ class Forward:
             write_canary(self.output, self.plan, stream, self.measurement, tokens=tokens, last=last)
 
     def original(self) -> HiddenStates | None:
-        """Return what leaves the original model's last layer, taken up or still to be put; None where it does not pass here."""
+        """The hidden states after the original model's last layer; None if none pass here.
+
+        They are restored from disk, or still empty for the last layer to fill.
+        """
         if self.plan.tune is None or quantized_inputs(self.entry):
             return None
         found = HiddenStates(
@@ -166,10 +169,13 @@ class Forward:
         *,
         original: HiddenStates | None,
     ) -> Tensor:
-        """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's.
+        """Quantize a layer, or read it back, and advance the hidden states.
 
-        Behind the last layer those of the calibration text are put into `original`, where it does
-        not have them.
+        Behind the last layer the calibration text's hidden states are put into `original`, where it
+        does not have them.
+
+        Returns:
+            The canary's hidden state, [1, S, H].
         """
         learned = self.plan.learned is not None
         *calibration, canary = states
@@ -185,7 +191,9 @@ class Forward:
             None if kv_scales is None else KVRounder({layer.index: kv_scales.to(self.device.kind)})
         )
         more = layer is not self.graph.layers[-1]
+        # Behind the last layer nothing needs the text but tuning, which compares with `original`.
         keeps = not more and original is not None and not original.restored
+        # The text goes on from the original layer's outputs, so it runs before the linears change.
         originals = (more and not quantized_inputs(self.entry)) or keeps
         quantized: QuantizedLayer | None = None
         if kept:
@@ -240,7 +248,7 @@ class Forward:
         return output
 
     def _measured(self, layer: Layer) -> LayerMeasurement:
-        """Return the measurement's share of a layer; of a rotated model's inputs nothing is measured."""
+        """The measurement's share of a layer; nothing is measured of a rotated model's inputs."""
         if self.measurement is None:
             return LayerMeasurement()
         statistics = (
@@ -278,7 +286,7 @@ class Forward:
 
 
 def as_stored(plan: Plan, layer: Layer) -> bool:
-    """Return whether a layer's linears may be multiplied as they are stored while it is quantized.
+    """Whether a layer's linears may be multiplied as they are stored while it is quantized.
 
     Transforms change weights, in float32. A linear that stays as it is runs in the artifact as any
     other module does, which is another order of sums than that of `in_parts`, and the canary is to
@@ -297,18 +305,18 @@ def write_canary(
     tokens: Tensor,
     last: Tensor,
 ) -> None:
-    """Write what proves the artifact, once every layer is there: tokens, the logits that follow, and the layers' hashes.
+    """Write the artifact's proof from its finished layers: tokens, their logits, layers' hashes.
 
     Args:
         output: the stage's folder.
-        plan: the artifact's.
+        plan: the artifact's plan.
         stream: the model.
-        measurement: what the layers were calibrated by.
-        tokens: ids [S].
-        last: what leaves the last layer, [1, S, H].
+        measurement: the measurement that the layers were calibrated by.
+        tokens: token ids [S].
+        last: hidden state after the last layer, [1, S, H].
 
     Raises:
-        StatisticsError: all linears are what rtn makes of them.
+        StatisticsError: all linears are those of plain round to nearest.
     """
     with stream.head(read_head(output, plan.head)):
         logits = stream.device.fetch(stream.finish(last))
@@ -322,15 +330,15 @@ def write_canary(
 def refuse_unchanged(
     plan: Plan, records: Sequence[Mapping[str, Any]], measurement: Measurement | None
 ) -> None:
-    """Refuse the records of all layers, where a calibrated algorithm left these as plain round to nearest makes them.
+    """Refuse layers that a calibrated algorithm left exactly as plain round to nearest leaves them.
 
-    One linear may: a small one, or one of 8 bits. If all do, then what the algorithm was given said
-    nothing, and whoever chose it over rtn has to know. The layers' records are what is looked at,
-    so a run that was resumed says what one that was not says. Linears that a policy for experts
-    rounds to nearest do not count.
+    One linear may be so: a small one, or one of 8 bits. If all are, the statistics said nothing,
+    and whoever chose the algorithm over rtn has to know. The layers' records decide, so a resumed
+    run and one that was not stopped say the same. Linears that a policy for experts rounds to
+    nearest do not count.
 
     Raises:
-        StatisticsError: they are; names the calibration and how many linears there are.
+        StatisticsError: all are; names the calibration and the number of linears.
     """
     if measurement is None or (
         HESSIAN_SUM.name not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns
@@ -338,10 +346,8 @@ def refuse_unchanged(
         return
     decisions = {name: of for record in records for name, of in record["decisions"].items()}
     if unchanged(decisions):
-        counts, calibration = (
-            measurement.meta["counts"],
-            measurement.meta["calibration"]["hash"][:16],
-        )
+        counts = measurement.meta["counts"]
+        calibration = measurement.meta["calibration"]["hash"][:16]
         compared = sum("same_as_rtn" in of for of in decisions.values())
         raise StatisticsError(
             f"quantize {plan.name}: {plan.method} with calibration {calibration} "
@@ -355,7 +361,7 @@ def refuse_unchanged(
 
 
 def quantized_inputs(entry: Quantize) -> bool:
-    """Return whether the layers after a quantized one are calibrated on what it puts out, rather than the original.
+    """Whether later layers are calibrated on the quantized layers' outputs, not the original's.
 
     The original by default. On the example model, with 65,536 calibration tokens and 16,384
     held-out ones, the mean KLD of GPTQ is 0.00996 on original and 0.00998 on quantized inputs
@@ -366,7 +372,7 @@ def quantized_inputs(entry: Quantize) -> bool:
 
 
 def canary_tokens(source: Source, measurement: Measurement | None, seed: int) -> Tensor:
-    """Return the token ids [S] that prove the artifact: the head of the first calibration sequence, or seeded ones."""
+    """The canary's token ids [S]: the head of the first calibration sequence, or seeded ones."""
     if measurement is not None and measurement.sequences:
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
@@ -393,14 +399,14 @@ def read_back(
         for name, tensor in tensors.items()
         if name not in parts | of_cache
     }
-    # first, since linears that are put in place keep the bias that is there
+    # Biases first: a quantized linear that is put in place keeps the bias that is there.
     materialize_(module, rest, dtype=torch.float32)
     install_all(module, layer, plan, tensors, device=device)
 
 
 @contextmanager
 def linears_restored(module: nn.Module) -> Iterator[None]:
-    """Undo, at the end, every replacement of a linear inside the block: the model's skeleton is used again."""
+    """Put back every linear that was replaced inside; the model's skeleton is used again."""
     originals = {
         name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)
     }

@@ -1,4 +1,4 @@
-"""How far a quantized tensor or output is from the original: one number per linear for the manifest and the report.
+"""The distance of a quantized tensor or output from the original: one number per linear.
 
 Sums are taken in float64 over blocks of a constant size, in order, so that a float64 copy of a
 tensor is never needed.
@@ -21,12 +21,12 @@ _SMALLEST, _LARGEST = 1e-20, 1e30
 
 
 def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> float:
-    """Return ||original - approximation||^2 / ||original||^2, in float64; 0 when both are zero.
+    """||original - approximation||^2 / ||original||^2, in float64; 0 when both are zero.
 
     Args:
         original: any shape, any float dtype.
         approximation: the same shape.
-        name: for the error message.
+        name: name of the tensor, for the error message.
 
     Raises:
         InputError: the result is not finite.
@@ -41,7 +41,7 @@ def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> flo
 
 
 def squared_sums(original: Tensor, approximation: Tensor) -> tuple[float, float]:
-    """Return ||original - approximation||^2 and ||original||^2 of some rows, to be added up over all rows.
+    """||original - approximation||^2 and ||original||^2 of some rows, to be added up over all rows.
 
     Faster than `relative_error`: squares are float32, summed within a row in float32 and over the
     rows in float64, which is good to six digits; rows whose squares float32 does not hold are
@@ -59,18 +59,20 @@ def squared_sums(original: Tensor, approximation: Tensor) -> tuple[float, float]
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    """Return the sum of the squares of a float32 matrix: of each row in float32, of the rows in float64."""
+    """The sum of squares of a float32 matrix: within a row in float32, over the rows in float64."""
     return (tensor * tensor).sum(dim=1).double().sum()
 
 
 def weight_sums(weight: Tensor, quantized: QTensor) -> tuple[float, float]:
-    """Return the `squared_sums` of a weight or some of its rows and what they became, a few rows at a time.
+    """The `squared_sums` of a weight, or some rows, and its quantized values; a few rows at once.
 
     Args:
         weight: [O, I], any float dtype.
         quantized: [O, I].
     """
-    size, difference, power = weight.shape[1] // quantized.scale.shape[1], 0.0, 0.0
+    size = weight.shape[1] // quantized.scale.shape[1]
+    difference = 0.0
+    power = 0.0
     for part in groups.row_units(weight):
         grid = slice(None) if quantized.scheme.granularity == "per_tensor" else part
         scale = quantized.scale[grid, :, None]  # [O or 1, G, 1]
@@ -82,7 +84,7 @@ def weight_sums(weight: Tensor, quantized: QTensor) -> tuple[float, float]:
 
 
 def error_from(difference: float, power: float, *, name: str) -> float:
-    """Return the relative squared error of what `squared_sums` added up; 0 when both are zero.
+    """The relative squared error of added `squared_sums`; 0 when both are zero.
 
     Raises:
         InputError: the result is not finite.

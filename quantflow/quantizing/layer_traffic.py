@@ -1,4 +1,4 @@
-"""The inputs of a layer's linears while the calibration text runs through it: Hessians, rows for searches, routing.
+"""Statistics of a layer's inputs while the calibration text runs: Hessians, sampled rows, routing.
 
 A card sees the inputs of its own groups, every sequence's, in sample order
 (quantflow/distributed/team.py).
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.measuring.observe import FEEDING
+from quantflow.measuring.observe import EXPERT_TOKENS
 from quantflow.models.capture import State
 from quantflow.models.experts import watch_routing
 from quantflow.models.graph import LinearGroup
@@ -29,13 +29,13 @@ from quantflow.quantizing.open_layer import Execution, LayerText, OpenLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the inputs of a layer showed while the calibration text ran.
+    """The statistics of a layer's inputs after the calibration text ran.
 
     Attributes:
         hessians: group's number -> Hessian, of this card's groups; whoever quantizes a group takes
             its Hessian out.
-        statistics: linear's source name -> statistic -> tensor, of the linear's input: the rows,
-            and what no measurement saw.
+        statistics: linear's source name -> statistic -> tensor, of the linear's input: sampled
+            rows, and statistics that the measurement lacks.
         routed: expert -> tokens that the router sent to it; None where not all of the text ran.
     """
 
@@ -45,11 +45,13 @@ class Traffic:
 
 
 def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution) -> Traffic:
-    """Run the calibration text through the layer, whose outputs become the next hidden states where `text` says so.
+    """Run the calibration text through the layer and collect the statistics of its inputs.
 
     Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
+    The layer's outputs become the next hidden states where `text` says so.
     """
-    plan, groups = opened.plan, opened.layer.groups
+    plan = opened.plan
+    groups = opened.layer.groups
     firsts = {
         number: group.linears[0]
         for number, group in enumerate(groups)
@@ -90,7 +92,7 @@ def collect_traffic(opened: OpenLayer, text: LayerText, *, execution: Execution)
 
 
 def _observers(plan: Plan, text: LayerText, *, group: LinearGroup, features: int) -> list[Any]:
-    """Return the observers of an input besides its Hessian's; rows only where a search can have a use for them."""
+    """An input's observers besides its Hessian's; rows are sampled where a search uses them."""
     apart = plan.rows_apart if len(text.tokens) > 1 else 1
     each = max(1, SAMPLE_ROWS // max(1, len(text.tokens) // apart))
     observers: list[Any] = [OBSERVERS[name](features=features) for name in plan.observed]
@@ -110,13 +112,15 @@ def _run(
     features: Mapping[int, int],
     add: Callable[[int, Tensor], None],
 ) -> Tensor:
-    """Run this card's sequences and hand every card's inputs of its groups to `add`, in sample order.
+    """Run this card's sequences; `add` gets all cards' inputs of its groups, in sample order.
 
     Returns:
-        How many tokens the router sent to each expert, int64 [E].
+        Number of tokens that the router sent to each expert, int64 [E].
     """
-    team, layer = execution.team, opened.layer
-    # hooks are the module's, what they see belongs to the sequence that the thread runs
+    team = execution.team
+    layer = opened.layer
+    # Hooks belong to the module, and several threads run sequences through it: each thread keeps
+    # the inputs of its own sequence.
     seen = threading.local()
 
     def remember(number: int, x: Tensor, _y: Tensor) -> None:
@@ -134,10 +138,11 @@ def _run(
 
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
     total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
-    feeding = FEEDING[fed_by(opened.plan.experts)](opened.module)
-    with watch(opened.module, watched), watch_routing(opened.module, routed), feeding:
+    seen_by_experts = EXPERT_TOKENS[fed_by(opened.plan.experts)](opened.module)
+    with watch(opened.module, watched), watch_routing(opened.module, routed), seen_by_experts:
         arrived = execution.workers.stream(unit, text.states, ahead=execution.ahead)
-        # of the sequences that all cards run at once
+        # One round: every card runs one sequence, then all exchange inputs, in sample order. A card
+        # without a sequence left still takes part, with the others' inputs of its groups.
         for first in range(0, len(text.tokens), team.world):
             execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))

@@ -1,7 +1,7 @@
-"""Learned rounding in a layer: what its linears became group by group is where the whole layer goes on from.
+"""Learned rounding of a whole layer, from its linears as they were quantized one by one.
 
-The layer is given what the quantized layers before it put out, and learns to put out what the
-original layers would have. While it does, the hidden states of both are at hand
+The layer reads the outputs of the quantized layers before it, and learns to put out what the
+original layers would have. Meanwhile the hidden states of both are there
 (quantflow/quantizing/layer_by_layer.py), and the layer runs with other weights, its own beside them
 (quantflow/models/trained_layer.py).
 """
@@ -27,14 +27,15 @@ def learn(
     learned: SignRound,
     execution: Execution,
 ) -> dict[str, RoundedLinear]:
-    """Return what was learned in the place of what the groups' algorithm made, whose decisions stand under `start`.
+    """The layer's linears after learning; the notes of the groups' algorithm stand under `start`.
 
     Args:
         opened: the layer, all of its weights in memory.
-        text: as it enters the layer, and as the quantized layers before put it out.
+        text: the sequences as they enter the original layer, and as the quantized layers leave
+            them.
         rounded: the layer's linears as the groups' algorithm left them.
-        learned: how rounding is learned.
-        execution: its workers run sequences.
+        learned: iterations and sequences of learning.
+        execution: workers that run sequences.
 
     Raises:
         StatisticsError: the layer puts out NaN or Inf.

@@ -1,4 +1,4 @@
-"""The measurement that stage 2 reads: found, recognised, and refused where it is of another model."""
+"""The measurement that stage 2 reads: opened, recognised, refused where it is another model's."""
 
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from quantflow.measuring.record import (
     read_meta,
     recorded,
 )
-from quantflow.models.open import ModelFiles, graph_for
+from quantflow.models.graph import Graph
+from quantflow.models.open import ModelFiles
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantizing.cache_scales import kv_scales_of
@@ -24,7 +25,7 @@ from quantflow.quantizing.gaudi_measurement import are_gaudis, measurement_from,
 
 
 def known_hashes(folder: Path | None) -> list[Path]:
-    """Return where measure may have kept the source's hashes."""
+    """The files in which measure may have kept the source's hashes."""
     return [] if folder is None else [folder / HASHES, folder.parent / HASHES]
 
 
@@ -34,31 +35,35 @@ def measurement_of(
     *,
     scheme: str,
     source: ModelFiles,
+    graph: Graph,
     progress: Progress,
     ranks: int = 1,
 ) -> tuple[Path | None, Measurement | None]:
-    """Return the folder of the one rank, where it has files of ours, and what it holds.
+    """The measurement, and the folder of its one rank; no folder where the files are Gaudi's.
+
+    A measurement of as many ranks as quantize is merged here as `unify` merges it, since each card
+    takes the scales of the whole.
 
     Args:
-        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or
-            folder/prefix; or None. One of as many ranks as quantize is merged here as `unify`
-            merges it, since each card takes the scales of the whole.
-        plan: what has to be known.
-        scheme: what the recipe calls it.
+        folder: folder of a measurement or of one rank; Gaudi's files, as a folder or folder/prefix;
+            or None.
+        plan: the plan, which says what has to be measured.
+        scheme: the recipe's word for the scheme.
         source: the model.
-        progress: told what Gaudi's files are taken for.
-        ranks: cards that quantize.
+        graph: names of its linears.
+        progress: listener for the model that Gaudi's files are taken for.
+        ranks: number of cards that quantize.
 
     Raises:
         UsageError: a measurement is needed, and none is given.
         InputError: it is unfinished, or of several ranks that are not those that quantize.
-        StatisticsError: the plan quantizes caches, and what they store was not measured.
+        StatisticsError: the plan quantizes caches, and their amax was not measured.
     """
     where, measurement = _found(
         folder, plan, scheme=scheme, source=source, progress=progress, cards=ranks
     )
     # what is missing is said before hours are spent, not after them
-    for layer in graph_for(source.config).layers:
+    for layer in graph.layers:
         kv_scales_of(measurement, layer, plan.kv_cache)
     return where, measurement
 
@@ -72,7 +77,7 @@ def _found(
     progress: Progress,
     cards: int,
 ) -> tuple[Path | None, Measurement | None]:
-    """Return the folder and what it holds, before it was looked into."""
+    """The folder and its measurement, whose statistics are not looked into yet."""
     if folder is None:
         if plan.needs_measurement:
             needs = [
@@ -114,7 +119,7 @@ def _found(
 
 
 def _merged(folder: Path, ranks: list[Path]) -> Measurement:
-    """Return the ranks of a finished folder as one, as `unify` writes it."""
+    """The ranks of a finished folder as one, as `unify` writes it."""
     for rank in ranks:
         if stage_folder.done(rank) is None and stage_folder.done(folder) is None:
             raise InputError(
@@ -132,10 +137,10 @@ def refuse_foreign(
     """Refuse a measurement of another model.
 
     Args:
-        measurement: Gaudi's files were recognised already.
+        measurement: the measurement; Gaudi's files were recognised already.
         model: the source folder.
-        fingerprint: of the source.
-        folder: of the measurement.
+        fingerprint: fingerprint of the source.
+        folder: the measurement's folder.
 
     Raises:
         InputError: naming both.

@@ -1,10 +1,10 @@
-"""What an artifact needs of a measurement, and what a measurement lacks: measured then, on the tokens that it kept.
+"""Statistics that an entry needs and its measurement lacks: taken now, on the tokens that it kept.
 
-A measurement that was taken for one algorithm has not what another reads: gptq's has no gradients,
-which yaqa and best need. The rest is measured beside it, together with what it has, on its tokens
-in their order: `1-measure` gets `1-measure-with-gradient`, which is what one measurement of all
-these statistics would have been. The first stays as it is, since results that were made from it
-name it.
+A measurement that was taken for one algorithm may lack another's statistics: gptq's has no
+gradients, which yaqa and best need. The rest is measured beside it, together with the statistics
+that it has, on its tokens in their order: `1-measure` gets `1-measure-with-gradient`, which equals
+one measurement of all these statistics. The first stays as it is, since results that were made from
+it name it.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ from quantflow.quantizing.job import QuantizeJob
 
 
 def completed(job: QuantizeJob, progress: Progress) -> Path | None:
-    """A measurement that has what the entry needs: the job's, or one beside it that is taken now.
+    """A measurement with all that the entry needs: the job's, or one beside it, taken now.
 
     Gaudi's files, several ranks and unfinished folders are left to quantize, which says what is
     wrong with them.
 
     Raises:
-        QuantflowError: as measure.
+        QuantflowError: see MeasureJob.run.
     """
     measurement = job.measurement
     if measurement is None or launched_rank() is not None:

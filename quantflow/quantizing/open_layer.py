@@ -1,6 +1,6 @@
-"""A decoder layer in memory, and what the steps of its quantization read: sequences, measurement, means to run them.
+"""A decoder layer in memory, and the records that the steps of its quantization read.
 
-Each step is a function of these records that returns what it made: Traffic
+Each step is a function of these records that returns a record of its own: Traffic
 (quantflow/quantizing/layer_traffic.py), Smoothed (quantflow/quantizing/smoothing.py), RoundedLinear
 here, EncodedLinear and QuantizedLayer (quantflow/quantizing/layer.py). Nothing is written into a
 record of another step.
@@ -33,11 +33,11 @@ class OpenLayer:
     """One decoder layer of the model, with its weights in memory.
 
     Attributes:
-        stream: runs the module.
+        stream: runner of the module.
         source: the tensors as stored, or as a rotation leaves them.
-        module: the layer's; the steps change its weights and put quantized linears in place.
+        module: the layer's module; the steps change its weights and put quantized linears in place.
         layer: its names.
-        plan: what becomes of each linear.
+        plan: the scheme of each linear, transforms and algorithm.
     """
 
     stream: LayerStream
@@ -48,7 +48,7 @@ class OpenLayer:
 
     @property
     def device(self) -> Device:
-        """Where the module is, and all that is computed from its weights and inputs."""
+        """The device of the module, and of everything computed from its weights and inputs."""
         return self.stream.device
 
     @property
@@ -67,24 +67,24 @@ class OpenLayer:
         return [name for name in self.stored if self.source.changes(name) and name not in quantized]
 
     def read(self, name: str) -> Tensor:
-        """Return a source tensor as stored."""
+        """A source tensor as stored."""
         return self.source.read([name])[name]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which a source tensor is stored."""
+        """The dtype in which a source tensor is stored."""
         return DTYPES[self.source.checkpoint.infos[name].dtype]
 
     def child(self, name: str) -> Any:
-        """Return the norm or linear with that source name."""
+        """The norm or linear with that source name."""
         return self.module.get_submodule(self.layer.relative(name))
 
     def weight(self, name: str) -> Tensor:
-        """Return the weight of a norm or linear as it is now, by the module's source name."""
+        """The weight of a norm or linear as it is now, by the module's source name."""
         weight: Tensor = self.child(name).weight
         return weight.detach()
 
     def current(self, name: str) -> Tensor:
-        """Return a tensor of the layer as it is now, by its source name."""
+        """A tensor of the layer as it is now, by its source name."""
         owner, _, leaf = name.rpartition(".")
         tensor: Tensor = getattr(self.child(owner), leaf)
         return tensor.detach()
@@ -95,12 +95,12 @@ class LayerText:
     """The sequences that run through a layer.
 
     Attributes:
-        canary: the one that proves the artifact.
+        canary: the sequence that proves the artifact.
         states: this card's calibration sequences where they enter the layer; empty when the plan
             needs no text.
         again: the same sequences as they leave the quantized layers before this one; empty where
             rounding is not learned.
-        tokens: how many each calibration sequence has, those of every card in sample order.
+        tokens: length of each calibration sequence, those of every card in sample order.
         keep_outputs: make the original layer's outputs the states' next hidden states while the
             text runs.
     """
@@ -121,7 +121,7 @@ class LayerMeasurement:
         routed: expert -> tokens that the router sent to it; None where nobody counted.
         fed: the tokens that the statistics show each expert, `routed` or `all`; None where it does
             not say.
-        gradient: returns `gradient_sum` of a linear, read now; None where it was not measured.
+        gradient: reader of a linear's `gradient_sum`; None where it was not measured.
     """
 
     statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -135,11 +135,11 @@ class Execution:
     """The means by which a layer is worked on; no bit of the result depends on them.
 
     Attributes:
-        workers: run independent sequences and linears; on a device other than the CPU one at a
-            time.
-        host_workers: run what is computed in host memory whatever the device.
-        ahead: how many sequences may be under way at once.
-        progress: is told of each part.
+        workers: threads for independent sequences and linears; on a device other than the CPU one
+            thread.
+        host_workers: threads for everything that is computed in host memory, whatever the device.
+        ahead: number of sequences that may be under way at once.
+        progress: listener for each part.
         team: the cards that share the work.
     """
 
@@ -155,8 +155,9 @@ class RoundedLinear:
     """A linear whose qvalues are chosen, before its layout encodes it.
 
     Attributes:
-        result: its quantized weight, where the layer is, and what was decided.
-        scale_dtype: in which its layout stores scales.
+        result: its quantized weight, on the layer's device, and the algorithm's notes.
+        scheme: its scheme.
+        scale_dtype: dtype in which its layout stores scales.
         input: its input, as calibration saw it, in host memory.
         clipped_groups: share of its groups whose range a transform cut; None where none looks at
             them.

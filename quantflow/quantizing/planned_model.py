@@ -13,15 +13,15 @@ from quantflow.quantizing.mixed_precision.chosen_mixture import ChosenMixture
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model and its plan.
+    """A model and its plan; both are opened and resolved once and then carried.
 
     Attributes:
-        entry: the recipe's words.
+        entry: the artifact's part of the recipe.
         source: the model's files; headers alone were read.
-        graph: its linears.
-        plan: what becomes of each.
-        mixture: where the plan's schemes were chosen by their divergence, what they were chosen
-            from.
+        graph: names of its linears.
+        plan: scheme of each linear, transforms and algorithm.
+        mixture: the candidates that the plan's schemes were chosen from, where they were chosen by
+            their divergence.
     """
 
     entry: Quantize

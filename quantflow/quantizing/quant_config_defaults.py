@@ -1,4 +1,4 @@
-"""What a QUANT_CONFIG says about an FP8 artifact, as the recipe's keys, and where its measurement is."""
+"""The settings of a QUANT_CONFIG for an FP8 artifact, as the recipe's keys, and its measurement."""
 
 import glob
 from collections.abc import Mapping
@@ -23,7 +23,9 @@ FLAVOURS = {"E4M3": "e4m3fn", "E5M2": "e5m2"}
 def under_quant_config(
     entry: Mapping[str, Any], config: QuantConfig, *, model: Path, measurement: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return an entry of a recipe with what a QUANT_CONFIG says about FP8 where the entry says nothing, and notes about it.
+    """An entry of a recipe over the FP8 settings of a QUANT_CONFIG, and notes about these.
+
+    The entry's own settings win.
 
     Raises:
         InputError: the model or the measurement cannot be opened.
@@ -33,7 +35,8 @@ def under_quant_config(
     scheme = entry.get("scheme")
     if not isinstance(scheme, str) or not scheme.startswith("FP8"):
         return dict(entry), []
-    preset_flavour, notes = preset(scheme).weights.float8, []
+    preset_flavour = preset(scheme).weights.float8
+    notes = []
     flavour = FLAVOURS[config.fp8_config]
     if config.device_for_scales is not None:
         flavour = target(config.device_for_scales.lower(), config.fp8_config).flavour
@@ -72,17 +75,21 @@ def under_quant_config(
 def _scale_method(
     entry: Mapping[str, Any], config: QuantConfig
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe's keys for the scales of a QUANT_CONFIG, where the entry says nothing of scales, and notes about it.
+    """The recipe's keys for a QUANT_CONFIG's scales, and notes; none where the entry has its own.
 
     Raises:
         UsageError: the dictionary form, or a method that computes scales at run time.
     """
     given = [key for key in ("scale_method", "scale_rounding") if entry.get(key) is not None]
-    name, scheme = config.scale_method.default.name, preset(entry["scheme"])
+    name = config.scale_method.default.name
+    scheme = preset(entry["scheme"])
     if given:
         return {}, []
     if scheme.weights.granularity != "per_tensor":
-        unused = f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use --scheme FP8"
+        unused = (
+            f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use "
+            "--scheme FP8"
+        )
         return {}, [unused] if "scale_method" in config.given else []
     if not config.scale_method.plain:
         raise UsageError(
@@ -106,7 +113,7 @@ def _scale_method(
 
 
 def quant_config_measurement(config: QuantConfig) -> Path:
-    """Return the measurement that dump_stats_path names: Gaudi's files, which begin with it, or a folder of ours.
+    """The measurement that dump_stats_path names: the prefix of Gaudi's files, or a folder of ours.
 
     Raises:
         UsageError: both are there.

@@ -1,30 +1,34 @@
 """Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
 
-Reads    the model folder; a measurement of one rank, or of as many as quantize, when the scheme, transforms or algorithm need
-         statistics; for what needs maxima alone also the files of Gaudi's toolkit
-Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
-         of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
-Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
-         scales are tuned after that (quantflow/quantizing/tuning.py) at the step
-Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
+Reads    the model folder; a measurement, when the scheme, transforms or algorithm need statistics:
+         of one rank, or of as many ranks as quantize, or Gaudi's files where maxima suffice
+Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json;
+         canary.safetensors and .json, unless file to file;
+         head.safetensors and .json, where the head is quantized;
+         recipe.yaml, choice.json, pareto.svg, where schemes are chosen
+Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next
+         one are read back; at the step, where scales are tuned afterwards
+         (quantflow/quantizing/tuning.py)
+Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs,
+         5 memory, disk or a held folder, 6 unsupported
 
 Where no forward pass is needed, weights go from file to file
 (quantflow/quantizing/file_to_file.py). Otherwise the canary, which is the calibration text's first
-tokens, and for what reads it all of that text run layer by layer, one in memory
-(quantflow/quantizing/layer.py). Both go on a device too: layers, or rows of weights, cross to it,
-and what they became comes back.
+tokens, runs layer by layer, and with it all of the text where something reads it; one layer is in
+memory (quantflow/quantizing/layer.py). Both ways work on a device too: layers, or rows of weights,
+cross to it, and the results come back.
 
 With N ranks N processes are started, each of which writes its slice of every linear into
 <o>/rank-RRR-of-NNN/ (quantflow/quantizing/shards/share.py); unify makes one result of these shards.
-File to file a rank reads no more than its slice. Where the model runs, the ranks share the work of
-each layer, whole on each, and tell each other what came out (quantflow/distributed/team.py).
+File to file a rank reads no more than its slice. Where the model runs, every rank holds the whole
+layer; the ranks share its work and exchange the results (quantflow/distributed/team.py).
 """
 
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,7 +56,6 @@ from quantflow.files.outputs import output_folder
 from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.open import ModelFiles, refuse_not_finite
 from quantflow.planning import head
@@ -75,6 +78,9 @@ from quantflow.quantizing.static_inputs import inputs_of
 from quantflow.quantizing.undercalibrated import check_before, described
 from quantflow.sources.models import model_folder
 
+if TYPE_CHECKING:
+    from quantflow.models.load import Source
+
 VERSION = 3  # of what this stage computes; part of every state key
 # settings that older results do not name: named where they are given
 LATER = ("linears", "scale_method", "scale_arithmetic")
@@ -91,11 +97,11 @@ PARTS = (
 
 
 def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = None) -> Path:
-    """Quantize the model and return the finished folder; what is up to date is left alone.
+    """Quantize the model; the result is the finished folder. Whatever is up to date is left alone.
 
     Args:
-        job: the artifact.
-        progress: hears how far it is.
+        job: the artifact's job.
+        progress: listener for every layer.
         opened: the model and its plan, where the caller needed them already.
     """
     _check_compute(job)
@@ -108,7 +114,7 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
         refuse_team(plan.name, model.graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, model, progress)
-    # here: one process starts without transformers' configurations
+    # imported here: one process alone starts without transformers' configurations
     from quantflow.quantizing.shards.cutting import shares_of
 
     shares = shares_of(model.source, model.graph, plan, ranks=job.ranks)
@@ -121,10 +127,11 @@ def run(job: QuantizeJob, progress: Progress, *, opened: PlannedModel | None = N
         raise UsageError(
             f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number"
         )
-    if not plan.file_to_file:  # such ranks meet nobody
+    if not plan.file_to_file:  # file to file no rank meets another
         require_trust("quantize", trusted=job.trust_network)
     die_with_parent()
-    rank, mine = launched[0], replace(job, output=folders[launched[0]])
+    rank = launched[0]
+    mine = replace(job, output=folders[launched[0]])
     quiet = progress.hushed() if rank else progress
     device = _device(job)
     with (
@@ -147,7 +154,7 @@ def open_model(job: QuantizeJob, progress: Progress) -> PlannedModel:
 
 
 def settled(job: QuantizeJob, progress: Progress) -> QuantizeJob:
-    """The job with the folder of its model; again the same of its own.
+    """The job with the folder of its model; settling a settled job changes nothing.
 
     Raises:
         QuantflowError: there is no such model; the output lies in what is read.
@@ -164,7 +171,8 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
     """Say, once among all ranks, where the plan differs from what the entry seems to ask."""
     if launched_folder() is not None:
         return
-    plan, shapes = model.plan, model.shapes
+    plan = model.plan
+    shapes = model.shapes
     nbytes = {name: info.nbytes for name, info in model.source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, model.graph, shapes, nbytes)
     notes = (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left)
@@ -178,7 +186,7 @@ def _say_what_stays(job: QuantizeJob, model: PlannedModel, progress: Progress) -
 
 
 def _device(job: QuantizeJob) -> Device:
-    """Return the device of this process, one of several where there are several ranks."""
+    """The device of this process, one of several where there are several ranks."""
     return open_device(own_device(job.compute.device))
 
 
@@ -189,7 +197,8 @@ def _check_compute(job: QuantizeJob) -> None:
         UsageError: several ranks on one device by its number.
         UnsupportedError: no such device, or fewer of them than ranks.
     """
-    device, name = _device(job), job.entry.name
+    device = _device(job)
+    name = job.entry.name
     if job.ranks > 1 and ":" in job.compute.device:
         raise UsageError(
             f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they "
@@ -197,7 +206,7 @@ def _check_compute(job: QuantizeJob) -> None:
             "give --device cuda: each rank takes the GPU of its number",
         )
     if job.ranks > 1 and not device.is_host and launched_rank() is None:
-        open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
+        open_device(f"{job.compute.device}:{job.ranks - 1}")  # raises unless each rank has one
 
 
 def _choose_and_quantize(job: QuantizeJob, model: PlannedModel, progress: Progress) -> Path:
@@ -234,12 +243,14 @@ def _launch(
     job: QuantizeJob, model: PlannedModel, shares: Mapping[Path, CardShare], progress: Progress
 ) -> None:
     """Start one process per rank, after the source was hashed once for all of them."""
-    plan, source = model.plan, model.source
+    plan = model.plan
+    source = model.source
     measured, measurement = measurement_of(
         job.measurement,
         plan,
         scheme=job.entry.scheme,
         source=source,
+        graph=model.graph,
         progress=progress,
         ranks=job.ranks,
     )
@@ -268,13 +279,17 @@ def _quantize(
     share: CardShare = WHOLE,
     team: Team = ALONE,
 ) -> Path:
-    """Quantize what the share says into the job's folder, together with the team."""
-    plan, source, graph, mixture = model.plan, model.source, model.graph, model.mixture
+    """Quantize the share of this process into the job's folder, together with the team."""
+    plan = model.plan
+    source = model.source
+    graph = model.graph
+    mixture = model.mixture
     folder, measurement = measurement_of(
         job.measurement,
         plan,
         scheme=job.entry.scheme,
         source=source,
+        graph=graph,
         progress=progress,
         ranks=job.ranks,
     )
@@ -285,11 +300,6 @@ def _quantize(
         progress.say(
             f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}"
         )
-    lengths = (
-        []
-        if measurement is None
-        else [len(sequence) for sequence in plan.text(measurement.sequences)]
-    )
     device = _device(job)
     with (
         stage_folder.locked(job.output),
@@ -297,34 +307,25 @@ def _quantize(
         device.deterministic(),
         torch.no_grad(),
     ):
+        # A folder of anything else is refused before a file is written into it.
         stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
         digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
         inputs = weightless = {**_inputs(job, plan, source, measurement), **share.inputs()}
+        # The source's hash is part of the inputs. File to file it is taken while the files are read
+        # anyway, unless a measurement or a finished result has to be compared with it now.
         ahead = plan.file_to_file and measurement is None and stage_folder.done(job.output) is None
-        if not ahead:  # otherwise hashed while they are quantized
+        if not ahead:
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
             refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
-        # otherwise who is finished helps the others
+        # A card that is finished still helps the others, until all are.
         if team.all(stage_folder.is_up_to_date(job.output, inputs)):
             layer_store.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, inputs, force=job.force, parts=PARTS)
-        # where the model runs, a card has whole layers
-        held = share if plan.file_to_file else WHOLE
-        sizes = model_size(
-            {name: held.info(info) for name, info in source.checkpoint.infos.items()},
-            source.config,
-            graph,
-        )
-        allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
-        on_device = allow_on_device(
-            quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world),
-            job.resources,
-            device,
-        )
+        allowance, on_device = _allow(job, model, measurement, share=share, ranks=team.world)
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
@@ -355,11 +356,12 @@ def _quantize(
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
         else:
             key = digest_of(inputs)
+            runnable = _runnable(source)
             _run_layers(
                 job,
-                plan,
-                graph,
+                model,
                 measurement,
+                source=runnable,
                 key=key,
                 allowance=allowance,
                 progress=progress,
@@ -368,13 +370,7 @@ def _quantize(
             )
             if mixture is not None and measurement is not None:
                 stays = _settled(
-                    job,
-                    mixture,
-                    plan,
-                    graph=graph,
-                    measurement=measurement,
-                    key=key,
-                    progress=progress,
+                    job, model, mixture, measurement, source=runnable, key=key, progress=progress
                 )
                 if not stays:
                     return job.output  # unfinished: schemes are chosen again
@@ -385,7 +381,8 @@ def _quantize(
         stage_folder.finish(
             job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes
         )
-        team.wait()  # as long as one card is not finished, the others have to be able to help it
+        # Scratch stays until every card is finished: one that resumes needs the others' states.
+        team.wait()
         layer_store.remove_scratch(job.output)
         for line in account(
             f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device
@@ -394,12 +391,49 @@ def _quantize(
     return job.output
 
 
-def _run_layers(
+def _allow(
     job: QuantizeJob,
-    plan: Plan,
-    graph: Graph,
+    model: PlannedModel,
     measurement: Measurement | None,
     *,
+    share: CardShare,
+    ranks: int,
+) -> tuple[Allowance, int | None]:
+    """The memory and disk that the work may take, and the bytes of a device.
+
+    Raises:
+        ResourceError: they do not suffice.
+    """
+    plan = model.plan
+    source = model.source
+    text = () if measurement is None else plan.text(measurement.sequences)
+    lengths = [len(sequence) for sequence in text]
+    held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+    sizes = model_size(
+        {name: held.info(info) for name, info in source.checkpoint.infos.items()},
+        source.config,
+        model.graph,
+    )
+    allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
+    need = quantize_on_device(sizes, plan, lengths=lengths, ranks=ranks)
+    return allowance, allow_on_device(need, job.resources, _device(job))
+
+
+def _runnable(files: ModelFiles) -> "Source":
+    """The open files with the configuration of transformers, which running the model needs."""
+    # imported here: file to file starts without transformers' model code
+    from quantflow.models.configuration import load_config
+    from quantflow.models.load import Source
+
+    return Source(checkpoint=files.checkpoint, config=load_config(files.checkpoint))
+
+
+def _run_layers(
+    job: QuantizeJob,
+    model: PlannedModel,
+    measurement: Measurement | None,
+    *,
+    source: "Source",
     key: str,
     allowance: Allowance,
     progress: Progress,
@@ -407,25 +441,26 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
-    # here: file to file starts without transformers' model code
-    from quantflow.models.load import open_source, reading_ahead
+    # imported here: file to file starts without transformers' model code
+    from quantflow.models.load import reading_ahead
     from quantflow.quantizing.layer_by_layer import Forward
     from quantflow.quantizing.tuning import tune
 
+    plan = model.plan
     folder = job.output if plan.tune is None else layer_store.untuned(job.output)
     disk.make_folder(folder / "layers")
     device = _device(job)
     with (
         Workers(allowance.workers) as workers,
-        reading_ahead(open_source(job.model), device) as source,
+        reading_ahead(source, device) as read_source,
     ):
         forward = Forward(
             output=job.output,
             folder=folder,
             entry=job.entry,
             plan=plan,
-            source=source,
-            graph=graph,
+            source=read_source,
+            graph=model.graph,
             measurement=measurement,
             key=key,
             seed=job.seed,
@@ -444,23 +479,24 @@ def _run_layers(
 
 def _settled(
     job: QuantizeJob,
+    model: PlannedModel,
     mixture: ChosenMixture,
-    plan: Plan,
-    *,
-    graph: Graph,
     measurement: Measurement,
+    *,
+    source: "Source",
     key: str,
     progress: Progress,
 ) -> bool:
-    """Measure what chosen schemes cost and return whether they stay."""
-    from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: as above
+    """Whether the chosen schemes stay, by the divergence that they are measured to cost."""
+    from quantflow.quantizing.mixed_precision.measured_divergence import settle  # here: see above
 
     return settle(
         job.output,
         mixture,
-        plan,
+        model.plan,
         model=job.model,
-        graph=graph,
+        source=source,
+        graph=model.graph,
         measurement=measurement,
         key=key,
         revision=job.revision,
@@ -474,7 +510,7 @@ def _settled(
 def _inputs(
     job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None
 ) -> dict[str, Any]:
-    """Return everything that the result depends on but the weights."""
+    """Everything that the result depends on but the weights."""
     return {
         "config": digest_of(source.checkpoint.config),
         "recipe": _recipe(job.entry),
@@ -489,7 +525,7 @@ def _inputs(
 
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
-    """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
+    """The entry as the result's inputs name it; `expect` is validate's affair."""
     return {
         key: value
         for key, value in asdict(entry).items()
@@ -500,7 +536,7 @@ def _recipe(entry: Quantize) -> dict[str, Any]:
 def _summary(
     job: QuantizeJob, model: PlannedModel, measurement: Measurement | None
 ) -> dict[str, Any]:
-    """What export needs to know besides the layers."""
+    """The facts that export needs besides the layers."""
     plan = model.plan
     calibrated_by = None
     if measurement is not None:
@@ -515,7 +551,8 @@ def _summary(
                 key: meta["unified"].get(key) for key in ("world", "ranks", "missing")
             }
     chosen = {} if model.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
-    origin, device = origin_of(job.model), _device(job)
+    origin = origin_of(job.model)
+    device = _device(job)
     return {
         "source": {
             "folder": str(job.model),

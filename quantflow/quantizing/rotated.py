@@ -1,9 +1,9 @@
-"""A checkpoint whose model is rotated while it is read: every tensor comes as the rotated model has it.
+"""A checkpoint whose model is rotated while it is read: every tensor is the rotated model's.
 
 So the rotated model runs layer by layer like any other, and is never in memory or on disk as a
 whole. Linears that will be quantized come in float32, everything else in the dtype in which it is
-stored, as the artifact will hold it. Where inputs are mixed on the way, `fill_` gives the linear a
-hook that does so, and `empty_` takes it away.
+stored, as the artifact will hold it. Where a linear's input is rotated at run time, in blocks,
+`fill_` gives the linear a hook that does so, and `empty_` takes it away.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,10 +29,10 @@ from quantflow.transforms.hadamard import Rotations
 
 
 class Rotated:
-    """A source, rotated; it satisfies the `Weights` protocol of quantflow.models.capture.
+    """A source, rotated; it satisfies the `Weights` protocol of quantflow.models.weights.
 
     Attributes:
-        rotations: of the model.
+        rotations: rotations of the model.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Rotated:
         Args:
             source: the checkpoint.
             graph: its graph.
-            rotations: of the model.
-            quantized: the linears that will be quantized.
-            blocks: those whose inputs are mixed while the model runs -> how many of them together.
+            rotations: rotations of the model.
+            quantized: names of the linears that will be quantized.
+            blocks: linear whose input is rotated while the model runs -> channels of one block.
 
         Raises:
             UnsupportedError: the family's norms subtract the mean, it has routers, or its head is
@@ -99,7 +99,7 @@ class Rotated:
         )
 
     def changes(self, name: str) -> bool:
-        """Return whether a tensor is another one than the source's."""
+        """Whether the rotated model's tensor differs from the source's."""
         module, _, leaf = name.rpartition(".")
         if module in self._groups:
             writes = self._groups[module][1].norm is None
@@ -111,10 +111,14 @@ class Rotated:
         return module in self._norms or name in self.outside
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read tensors as the rotated model has them; floating ones as `dtype`, None as the artifact holds them.
+        """Read tensors of the rotated model.
+
+        Args:
+            names: source names.
+            dtype: dtype of floating tensors; None reads them as the artifact holds them.
 
         Raises:
-            InputError: as `quantflow.models.reading.read_tensors`.
+            InputError: see `quantflow.models.reading.read_tensors`.
         """
         found = {}
         for name in names:
@@ -125,18 +129,18 @@ class Rotated:
         return found
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Read rows [n] of a two-dimensional tensor, [n, columns]; those of the embedding rotated."""
+        """Read rows [n] of a matrix, [n, columns]; the embedding's are rotated."""
         found = self._source.read_rows(name, rows)
         if name != f"{self._residual.embedding}.weight":
             return found
         return hadamard.residual(found, self.rotations.residual).to(found.dtype)
 
     def quantized(self, name: str) -> None:
-        """Return None: nothing is quantized yet."""
+        """None: nothing is quantized yet."""
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """What reads the source's tensors before they are asked for."""
+        """The reader that reads the source's tensors before they are asked for."""
         return self._source.ahead
 
     def fill_(
@@ -147,7 +151,14 @@ class Rotated:
         dtype: torch.dtype,
         device: Device = HOST,
     ) -> None:
-        """Give parameters of a module their values on a device: name relative to `module` -> source name."""
+        """Give parameters of a module their values on a device.
+
+        Args:
+            module: the module.
+            names: name relative to `module` -> source name.
+            dtype: dtype of the parameters.
+            device: the module's device.
+        """
         for name, source in names.items():
             materialize_(module, {name: device.put(self.read([source])[source])}, dtype=dtype)
             linear = source.removesuffix(".weight")
@@ -172,7 +183,8 @@ class Rotated:
     def _read(self, name: str) -> Tensor:
         (stored,) = self._source.read([name]).values()
         module, _, leaf = name.rpartition(".")
-        by, residual = self.rotations.residual, self._residual
+        by = self.rotations.residual
+        residual = self._residual
         if module in self._norms:
             return torch.ones_like(stored)
         if name == f"{residual.embedding}.weight":
@@ -189,7 +201,7 @@ class Rotated:
         return self._linear(stored, module, leaf=leaf).to(dtype)
 
     def _linear(self, tensor: Tensor, module: str, *, leaf: str) -> Tensor:
-        """Return the weight or the bias of a linear of a layer, float32."""
+        """The weight or the bias of a linear of a layer, float32."""
         _, group = self._groups[module]
         by, head = self.rotations.residual, self.rotations.head
         if leaf == "weight" and group.norm is not None:
@@ -214,11 +226,11 @@ def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> 
 
 
 def residual_of(graph: Graph, names: Collection[str]) -> Residual:
-    """Return what reads and writes the hidden state of a model that can be rotated.
+    """The modules that read and write the hidden state of a model that can be rotated.
 
     Args:
         graph: its graph.
-        names: its tensors.
+        names: names of its tensors.
 
     Raises:
         UnsupportedError: a norm of the family subtracts the mean, it has routers, or the head is

@@ -1,6 +1,7 @@
-"""A model that is rotated before it is quantized: opened, shown to be the same function, and what is outside the layers.
+"""A model that is rotated before it is quantized: opened, proved to be the same function, written.
 
-<o>/outside.safetensors     the embedding, the last norm and the head, rotated; export takes them instead of the source's
+<o>/outside.safetensors holds the rotated tensors outside the layers: the embedding, the last norm
+and the head. Export takes them instead of the source's.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def rotated_source(source: Source, graph: Graph, plan: Plan) -> Source | Rotated:
-    """Return the source as the plan has it read.
+    """The source as the plan has it read.
 
     Raises:
         UnsupportedError: the family cannot be rotated.
@@ -45,7 +46,7 @@ def rotated_source(source: Source, graph: Graph, plan: Plan) -> Source | Rotated
 
 
 def prove_rotation(source: Source, rotated: Rotated, graph: Graph, tokens: Tensor) -> None:
-    """Run tokens [S] through the first layer and the head of both models, one layer in memory at a time.
+    """Compare both models' embedding, first layer and head on tokens [S]; one layer is in memory.
 
     Raises:
         StatisticsError: the rotated model is another function.

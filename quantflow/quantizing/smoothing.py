@@ -1,8 +1,7 @@
-"""A layer's transforms: which folds there are, what each transform decides about them, and how they are folded in.
+"""A layer's smoothing transforms: each decides about all folds of the layer before one is folded.
 
-A transform decides about all folds of the layer before any of them changes, each card about those
-of its own groups; then every card folds all of them in. So no decision depends on another, or on
-who makes it.
+Each card decides about the folds of its own groups; then every card folds all of them in. So no
+decision depends on another, or on the card that makes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,16 +41,16 @@ BY_ROW = ("per_channel", "per_group")
 
 @dataclass(frozen=True, kw_only=True)
 class Smoothed:
-    """What smoothing left of a layer's calibration, and what it did.
+    """The result of smoothing a layer.
 
     Attributes:
         statistics: linear's source name -> statistic -> tensor, of the linear's smoothed input;
-            without what searches read.
-        decisions: linear -> transform -> what it decided.
+            without the statistics that searches alone read.
+        decisions: linear -> transform -> its notes.
         changed: source names of tensors that are not quantized and not as in the source.
-        factors: what became of weights [O, I], (weight / divisors[:, None]) * columns:
-            `<linear>|columns` [I], of what it reads, and `<linear>|divisors` [O], of what it puts
-            out; what is not named stays.
+        factors: factors of the quantized weights [O, I], each of which became (weight / divisors[:,
+            None]) * columns: `<linear>|columns` [I] of its input channels, and `<linear>|divisors`
+            [O] of its output channels; a missing one changes nothing.
     """
 
     statistics: Mapping[str, Mapping[str, Tensor]]
@@ -67,22 +66,24 @@ def smooth_(
     hessians: Mapping[int, HessianObserver],
     execution: Execution,
 ) -> Smoothed:
-    """Let every transform of the plan decide and fold; the statistics that are returned are those of the smoothed inputs.
+    """Smooth a layer: every transform of the plan decides, then its folds are made.
 
     Args:
         opened: the layer; its weights are modified.
-        statistics: of each linear's input.
+        statistics: statistics of each linear's input.
         hessians: group's number -> Hessian of its input; modified, as the inputs are.
-        execution: a card decides about its own groups.
+        execution: workers and team; a card decides about its own groups.
 
     Raises:
         StatisticsError: a statistic is missing.
     """
-    groups, current = opened.layer.groups, dict(statistics)
+    groups = opened.layer.groups
+    current = dict(statistics)
     decisions: dict[str, dict[str, Any]] = {}
     changed: list[str] = []
     factors: dict[str, Tensor] = {}
     for name, options in opened.plan.smoothings:
+        # Decide about every group first, fold afterwards: no decision then depends on another.
         smoothings: dict[int, Smoothing] = {}
         for number, group in enumerate(groups):
             if group.norm is None and (group.feeder is None or not options["linears"]):
@@ -131,17 +132,17 @@ def smooth_(
 
 
 def is_factor(name: str) -> bool:
-    """Return whether a tensor in a layer's file is one of `Smoothed.factors`, which no artifact holds."""
+    """Whether a tensor in a layer's file is one of `Smoothed.factors`, which no artifact holds."""
     return "|" in name
 
 
 def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> None:
-    """Let the linears of a layer have the weights that were quantized.
+    """Smooth the linears of an original layer with the factors that its file keeps.
 
     Args:
         module: the original layer in float32; modified.
-        layer: which one.
-        tensors: of its file, factors among them.
+        layer: its names.
+        tensors: tensors of its file, factors among them.
     """
     for linear in layer.linears:
         weight = module.get_submodule(layer.relative(linear)).get_parameter("weight")
@@ -153,25 +154,23 @@ def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor])
 
 
 def put_changed(module: nn.Module, layer: Layer, folder: Path, *, device: Device = HOST) -> None:
-    """Put in place what smoothing changed beside the weights that were quantized: norms, biases, linears left as they were.
+    """Put in place the other tensors that smoothing changed: norms, biases, linears that stay.
 
     Args:
         module: the original layer; modified.
-        layer: which one.
-        folder: has its file, and its record, which names them.
-        device: where the module is.
+        layer: its names.
+        folder: the folder of its file, and of its record, which names them.
+        device: the module's device.
     """
-    path, names = (
-        layer_store.layer_path(folder, layer.index),
-        layer_store.record(folder, layer.index)["changed"],
-    )
+    path = layer_store.layer_path(folder, layer.index)
+    names = layer_store.record(folder, layer.index)["changed"]
     infos, _ = read_header(path)
     found = {layer.relative(name): device.put(read_tensor(path, infos[name])) for name in names}
     materialize_(module, found, dtype=torch.float32)
 
 
 def _why_not(opened: OpenLayer, group: LinearGroup) -> str | None:
-    """Return why a group is left as it is."""
+    """The reason why a group is not smoothed; None where it is."""
     schemes = opened.plan.schemes
     if any(schemes[linear] is None for linear in group.linears):
         return "its group is not quantized as a whole"
@@ -191,8 +190,12 @@ def _decided(
     hessian: HessianObserver | None,
     execution: Execution,
 ) -> tuple[Smoothing | None, Mapping[str, Any]]:
-    """Return what a transform does with a group, and its decisions, the same on every card; None leaves it as it is."""
-    group, team = opened.layer.groups[number], execution.team
+    """A transform's smoothing of a group, and its notes; None leaves the group as it is.
+
+    Only the card that owns the group computes; every card gets the same result.
+    """
+    group = opened.layer.groups[number]
+    team = execution.team
     outcome = Outcome(smoothing=None, decisions={})
     if team.owns(number):
         whole = (
@@ -204,7 +207,8 @@ def _decided(
         outcome = TRANSFORMS[name].solve(fold, options=options, workers=execution.workers)
         del fold, whole
         give_back_holes()
-    smoothing, tensors = outcome.smoothing, dict[str, Tensor]()
+    smoothing = outcome.smoothing
+    tensors = dict[str, Tensor]()
     if smoothing is not None:
         tensors = {"factors": smoothing.factors, "divisors": smoothing.divisors}
         tensors |= {} if smoothing.norm_weight is None else {"norm_weight": smoothing.norm_weight}
@@ -246,12 +250,15 @@ def _absorber(opened: OpenLayer, group: LinearGroup) -> Absorber:
 
 
 def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[str]:
-    """Fold factors into a group and what it comes from, and go on with the values that the artifact will hold.
+    """Fold factors into a group and the module before it.
+
+    The layer goes on with the values as the artifact will hold them.
 
     Returns:
-        The source names of tensors that are not quantized and were changed.
+        Source names of tensors that are not quantized and were changed.
     """
-    absorber, changed = str(group.norm or group.feeder), []
+    absorber = str(group.norm or group.feeder)
+    changed = []
     apply_(
         opened.child(absorber),
         [opened.child(linear) for linear in group.linears],
@@ -267,7 +274,7 @@ def _fold_(opened: OpenLayer, group: LinearGroup, smoothing: Smoothing) -> list[
 
 
 def _factors_of(group: LinearGroup, smoothing: Smoothing) -> dict[str, Tensor]:
-    """Return the factors of a fold by their names in a layer's file."""
+    """The factors of a fold by their names in a layer's file."""
     factors = {f"{linear}|columns": smoothing.factors for linear in group.linears}
     return (
         factors

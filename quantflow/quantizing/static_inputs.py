@@ -1,4 +1,4 @@
-"""What calibration says of each linear's input: the scale of a static one, and what is noted of it."""
+"""Each linear's input by the measurement: the scale of a static one, and notes for the record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +23,8 @@ class LinearInput:
     """The input of one linear.
 
     Attributes:
-        scale, zero_point: as QuantizedLinear has them.
-        decisions: for the layer's record.
+        scale, zero_point: see QuantizedLinear; None where the input is not static.
+        decisions: notes for the layer's record.
     """
 
     scale: Tensor | None = None
@@ -37,11 +37,11 @@ PERCENTILE = 99.99  # of the magnitudes that were seen, which `input_observer: p
 
 
 def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> LinearInput:
-    """Return what the statistics of a linear's input say of it.
+    """The static scale, and notes, of a linear's input.
 
     Raises:
-        StatisticsError: the scheme has a static input, and what it needs is missing or damaged;
-            names the linear.
+        StatisticsError: the scheme has a static input, and a statistic that it needs is missing or
+            damaged; names the linear.
     """
     decisions: dict[str, Any] = {}
     if AMAX.name in statistics:
@@ -61,7 +61,7 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
 
 
 def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
-    """Return where the range of a static input ends, by the counts of its magnitudes."""
+    """The end of a static input's range, by the counts of its magnitudes."""
     if COUNTS.name not in statistics:
         raise StatisticsError(
             "input: statistic counts is missing", "measure with --stats that include histogram"
@@ -74,7 +74,7 @@ def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
 
 
 def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
-    """Return, per linear of the layer, the statistics of its input."""
+    """The statistics of each linear's input, for the linears of a layer."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
     for key in measurement.statistics:
         if not key.startswith(f"{layer.prefix}."):
@@ -86,7 +86,7 @@ def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mappin
 
 
 def gradient_sum(measurement: Measurement | None, name: str) -> Tensor | None:
-    """Return `gradient_sum` of a linear, read now and kept by nobody else; None where it was not measured."""
+    """The `gradient_sum` of a linear, read on demand and not kept; None where not measured."""
     return (
         None
         if measurement is None
@@ -102,13 +102,13 @@ def inputs_of(
     policy: Policy | None = None,
     shorts: Sequence[Short] = (),
 ) -> dict[str, LinearInput]:
-    """Return what is known of the input of each quantized linear; those that share an input share what was seen of it.
+    """The static scale, and notes, of each quantized linear's input; a group's linears share them.
 
     Args:
-        measurement: None knows nothing.
-        graph: the linears.
-        schemes: of each.
-        policy: what becomes of undercalibrated experts.
+        measurement: the measurement; None gives nothing.
+        graph: names of the linears.
+        schemes: scheme of each linear.
+        policy: treatment of undercalibrated experts.
         shorts: the groups of experts that got too few tokens.
     """
     found: dict[str, LinearInput] = {}
@@ -119,7 +119,8 @@ def inputs_of(
         decisions: Mapping[str, str] = {}
         if policy is not None:
             treatment = treat(layer, policy, statistics, of_layer(layer, shorts))
-            statistics, decisions = treatment.statistics, treatment.decisions
+            statistics = treatment.statistics
+            decisions = treatment.decisions
         for group in layer.groups:
             for name in group.linears:
                 scheme = schemes[name]

@@ -1,25 +1,28 @@
-"""Scales tuned end to end: after all layers are quantized, the whole model runs forward and back, a layer in memory at a time.
+"""Scales tuned end to end: the quantized model runs forward and back, one layer in memory.
 
     ../.<folder>.tune/layers/          the layers as they were quantized
-    ../.<folder>.tune/original/        what leaves the last layer of the original model, for every sequence; quantizing puts it
-    ../.<folder>.tune/steps/00007/     what is tuned (quantflow/algorithms/tune.py) of each layer after seven steps
-    ../.<folder>.tune/inputs/00012/    of the sequences under way: what enters layer 12, while a step runs
+    ../.<folder>.tune/original/        every sequence's hidden state after the original model's last
+                                       layer, written while the layers are quantized
+    ../.<folder>.tune/steps/00007/     the tuned parameters of each layer after seven steps
+                                       (quantflow/algorithms/tune.py)
+    ../.<folder>.tune/inputs/00012/    the hidden states that enter layer 12, while a step runs
 
-A step runs its sequences through the quantized layers, keeping what enters each; takes the gradient
-of the divergence at the head; and brings it back, layer by layer from the last to the first, each
-of which runs again and takes a step of its own when all sequences have come back through it. So a
-run that was stopped goes on at its step. Before the first and after the last the divergence of some
-sequences is taken: scales that made it no less are left as they were.
+A step has three parts. It runs its sequences through the quantized layers and keeps the hidden
+states that enter each; it takes the gradient of the divergence at the head; and it brings the
+gradient back, layer by layer from the last to the first. A layer runs again for that, and takes a
+step of its own when all sequences have come back through it. So a run that was stopped goes on at
+its step. Before the first step and after the last the divergence of some sequences is taken: scales
+that made it no less are left as they were.
 
 Steps are noisy by the sequences that they see, far more than by rounding. So their products, of
 linears and of the head, are in bfloat16 where the CPU has it
 (`quantflow.core.determinism.products`), at twice the speed, and on a GPU; hidden states, norms,
-attention, sums and all that is recorded are in float32. Which of the two it was is part of the key
+attention, sums and all that is recorded are in float32. The dtype of products is part of the key
 and of the record.
 
-Then every layer is written to the stage's folder. Its file and record are what they would be had it
-been quantized so: the errors of its linears and the hash of what the canary looks like behind it
-are taken anew, and what tuning did stands among the decisions of each linear.
+Then every layer is written to the stage's folder. Its file and record are those of a layer that was
+quantized so: the errors of its linears and the hash of the canary behind it are taken anew, and the
+notes of each linear have an entry on tuning.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,8 +79,10 @@ class Visit:
     """A layer in memory whose linears have the weights that are tuned.
 
     Attributes:
-        starts: linear -> what its file holds.
-        tuned: linear -> what its scales are multiplied by.
+        module: the layer's module.
+        layer: its names.
+        starts: linear -> its quantized values before tuning.
+        tuned: linear -> the factors of its scales.
         weights: linear -> [O, I], in the dtype of its products.
     """
 
@@ -98,8 +103,8 @@ class TuningRun:
 
         Args:
             done: the layers as they were quantized.
-            plan: how many steps, and of how many sequences.
-            sequences: token ids [S] of each.
+            plan: number of steps, and of sequences of each.
+            sequences: token ids [S] of each sequence.
             stream: the model.
         """
         self.done, self.plan, self.sequences, self.stream = done, plan, sequences, stream
@@ -110,7 +115,11 @@ class TuningRun:
         self._stage = f"tune {done.plan.name}"
 
     def steps(self) -> dict[str, Any]:
-        """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
+        """Take the steps that are left.
+
+        Returns:
+            The record's entry on tuning; `steps` is 0 where the scales stay.
+        """
         original = self._original()
         embedded = HiddenStates(
             len(self.sequences), folder=self.done.folder / "embedded", device=self.device
@@ -122,7 +131,8 @@ class TuningRun:
             first = self._divergence(states, original, checked, step=0)
             self._save(0, {"divergence_start": first})
             taken = 0
-        order, count = turns(len(states), self.plan.sequences), self.plan.steps
+        order = turns(len(states), self.plan.sequences)
+        count = self.plan.steps
         left = range(taken, count)
         for step in self.done.progress.steps(
             left, stage=self._stage, unit="step", before=taken, samples=len(order[0])
@@ -139,7 +149,7 @@ class TuningRun:
         return {"steps": count if kept else 0, **record}
 
     def tuned(self, layer: Layer, step: int, starts: Mapping[str, QuantizedLinear]) -> Tuned:
-        """Return what is tuned of a layer after so many steps."""
+        """The tuned parameters of a layer after so many steps."""
         if step == 0:
             return {name: algorithm.begin(name, linear.weight) for name, linear in starts.items()}
         infos, _ = read_header(self._at(step, layer.index))
@@ -153,7 +163,7 @@ class TuningRun:
         }
 
     def starts(self, layer: Layer) -> dict[str, QuantizedLinear]:
-        """Return the linears of a layer as they were quantized."""
+        """The linears of a layer as they were quantized."""
         path = layer_store.layer_path(self.done.folder, layer.index)
         infos, _ = read_header(path)
         found = {}
@@ -167,15 +177,16 @@ class TuningRun:
         return found
 
     def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
-        """Return the dtype in which the layout stores the scales of a linear."""
+        """The dtype in which the layout stores the scales of a linear."""
         stored = DTYPES[self.done.source.checkpoint.infos[f"{name}.weight"].dtype]
         found: torch.dtype = FORMAT.scale_dtype(linear.scheme, stored)
         return found
 
     @contextmanager
     def _layer(self, index: int, step: int, *, products: torch.dtype) -> Iterator[Visit]:
-        """Yield a layer with its linears' weights as they are after so many steps, in the dtype of their products."""
-        layer, workers = self.layers[index], self.done.workers
+        """Yield a layer with the weights after so many steps, in the dtype of their products."""
+        layer = self.layers[index]
+        workers = self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
             put_changed(module, layer, self.done.folder, device=self.device)
             starts = self.starts(layer)
@@ -193,7 +204,7 @@ class TuningRun:
                 yield Visit(module=module, layer=layer, starts=starts, tuned=tuned, weights=weights)
 
     def _original(self) -> list[State]:
-        """Return every sequence with what leaves the last layer of the original model."""
+        """Every sequence with its hidden state after the original model's last layer."""
         hidden = self.done.original()
         if hidden is not None:  # put while the layers were quantized
             return self.stream.begin(self.sequences, hidden=hidden)
@@ -222,13 +233,13 @@ class TuningRun:
         return states
 
     def _room(self, name: str, count: int) -> HiddenStates:
-        """Return hidden states of the sequences under way, which no resumed run reads."""
+        """Store of hidden states for the sequences under way, which no resumed run reads."""
         return HiddenStates(count, folder=self.done.folder / "inputs" / name, device=self.device)
 
     def _through(
         self, batch: Sequence[State], step: int, *, products: torch.dtype
     ) -> list[list[State]]:
-        """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
+        """The sequences as they enter each quantized layer, and as they leave the last."""
         rooms = [self._room(f"{index:05d}", len(batch)) for index in range(len(self.layers) + 1)]
         places = [
             [State(calls=state.calls, store=room, index=at) for at, state in enumerate(batch)]
@@ -254,7 +265,7 @@ class TuningRun:
         *,
         step: int,
     ) -> float:
-        """Return the mean divergence of some sequences after so many steps, in nats per token."""
+        """The mean divergence of some sequences after so many steps, in nats per token."""
         total = 0.0
         for first in range(0, len(numbers), self.plan.sequences):
             some = numbers[first : first + self.plan.sequences]
@@ -306,11 +317,12 @@ class TuningRun:
         self._save(step + 1, self._record(step))
 
     def _from_head(self, states: Sequence[State], original: Sequence[State]) -> HiddenStates:
-        """Return the gradients of the mean divergence by what leaves the last layer."""
+        """The gradients of the mean divergence by what leaves the last layer."""
         arriving = self._room("back", len(states))
         tokens = sum(state.hidden.shape[1] for state in states)
         with self.stream.head(products=self.products):
-            unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
+            unit = partial(self._slope, tokens)
+            pairs = list(zip(states, original, strict=True))
             for at, gradient in enumerate(
                 self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)
             ):
@@ -319,7 +331,7 @@ class TuningRun:
         return arriving
 
     def _lost(self, pair: tuple[State, State]) -> float:
-        """Return the sum over a sequence's tokens of the divergence, of the quantized model from the original."""
+        """The quantized model's divergence from the original, summed over a sequence's tokens."""
         hidden, original = (state.hidden for state in pair)
         total = 0.0
         for part in self.stream.parts(hidden.shape[1]):
@@ -328,7 +340,12 @@ class TuningRun:
         return total
 
     def _slope(self, tokens: int, pair: tuple[State, State]) -> Tensor:
-        """Return the gradient of a sequence's share of a mean over so many tokens, by what leaves the last layer, [1, S, H]."""
+        """The gradient by a last hidden state of the mean divergence, [1, S, H].
+
+        Args:
+            tokens: number of tokens that the mean is over.
+            pair: a sequence after the quantized layers, and after the original ones.
+        """
         hidden, original = (state.hidden for state in pair)
         found = torch.empty_like(hidden)
         for part in self.stream.parts(hidden.shape[1]):
@@ -344,7 +361,11 @@ class TuningRun:
     def _back(
         self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates
     ) -> dict[str, Tensor]:
-        """Bring gradients back through a layer into `entering`; return those by what is tuned, summed in sample order."""
+        """Bring gradients back through a layer into `entering`.
+
+        Returns:
+            Gradients by the tuned parameters, summed in sample order.
+        """
         names = list(visit.weights)
         for weight in visit.weights.values():
             weight.requires_grad_()
@@ -378,7 +399,7 @@ class TuningRun:
         return digest_of([self.key, step, layer.index])
 
     def _save(self, step: int, record: Mapping[str, Any]) -> None:
-        """Note what is known after so many steps, whose layers are there; what was before is of no use then."""
+        """Record the state after so many steps, whose layers are written; earlier states go."""
         folder = self.done.folder / "steps"
         disk.make_folder(folder / f"{step:05d}")
         disk.write_atomic(
@@ -394,7 +415,7 @@ class TuningRun:
         return {key: value for key, value in found.items() if key != "key"}
 
     def _latest(self) -> int | None:
-        """Return after how many steps everything is there, made from the same; None begins anew."""
+        """The number of steps whose files are all there and current; None begins anew."""
         folder = self.done.folder / "steps"
         for step in range(self.plan.steps, -1, -1):
             try:
@@ -415,15 +436,15 @@ class TuningRun:
 
 @torch.no_grad()
 def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
-    """Tune the scales of layers that are quantized, and write them to the stage's folder.
+    """Tune the scales of quantized layers, and write them to the stage's folder.
 
     Args:
         done: the layers as they were quantized.
-        plan: how many steps, and of how many sequences.
-        sequences: the calibration text, token ids [S] of each.
+        plan: number of steps, and of sequences of each.
+        sequences: the calibration text, token ids [S] of each sequence.
 
     Raises:
-        StatisticsError: what the quantized model predicts is not finite.
+        StatisticsError: the quantized model's predictions are not finite.
         InputError: a layer's file is damaged.
     """
     run = TuningRun(
@@ -442,8 +463,9 @@ def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
 
 
 def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any]) -> None:
-    """Write every layer that is not finished with its scales, run the canary through all, and note what it shows."""
-    done, stream = run.done, run.stream
+    """Write every unfinished layer with its scales; the canary runs through all layers."""
+    done = run.done
+    stream = run.stream
     tokens = canary_tokens(done.source, done.measurement, done.seed)
     (canary,) = stream.begin([tokens])
     last = canary.hidden
@@ -475,7 +497,7 @@ def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any
 def _finished(
     run: TuningRun, module: nn.Module, *, layer: Layer, canary: State, outcome: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Put a layer's linears in place as they were tuned; return what its file holds, and its record."""
+    """Put a layer's tuned linears in place; the result is its file's tensors, and its record."""
     path = layer_store.layer_path(run.done.folder, layer.index)
     infos, _ = read_header(path)
     quantized = {name: read_tensor(path, info) for name, info in infos.items()}

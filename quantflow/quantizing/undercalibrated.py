@@ -48,13 +48,13 @@ class Short:
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What a policy makes of a layer.
+    """A policy's effect on a layer.
 
     Attributes:
-        statistics: of every linear's input, some replaced.
+        statistics: statistics of every linear's input, some replaced.
         rounded: linears that are rounded to nearest, whatever the algorithm.
         damped: linears whose Hessian is shrunk.
-        decisions: linear -> what to note.
+        decisions: linear -> its note.
     """
 
     statistics: Statistics
@@ -64,7 +64,7 @@ class Treatment:
 
 
 def routed_tokens(measurement: Measurement | None, layer: Layer) -> dict[str, int] | None:
-    """Return expert -> tokens that the router sent to it, None where the measurement does not say."""
+    """Expert -> tokens that the router sent to it; None where nobody counted."""
     if measurement is None:
         return None
     keys = {expert: routed_key(gate) for expert, gate in layer.gates.items()}
@@ -81,12 +81,12 @@ def short_of_tokens(
     schemes: Mapping[str, LinearScheme | None],
     shapes: Mapping[str, Sequence[int]],
 ) -> list[Short]:
-    """Return the groups of the layer's experts that got too few tokens.
+    """The groups of the layer's experts that got too few tokens.
 
     Args:
-        layer: whose experts.
-        policy: says how few are too few.
-        tokens: expert -> how many it got.
+        layer: the layer.
+        policy: the policy, with its least number of tokens.
+        tokens: expert -> number of its tokens.
         schemes: linear -> its scheme, None where it is not quantized.
         shapes: source tensor name -> shape.
     """
@@ -101,7 +101,7 @@ def short_of_tokens(
 
 
 def described(shorts: Sequence[Short]) -> str:
-    """Return which experts got how few tokens, in one line; each once, with the linear that lacks most."""
+    """The experts with too few tokens, in one line; each once, with the linear that lacks most."""
     worst: dict[str | None, Short] = {}
     for short in sorted(shorts, key=lambda short: short.tokens - short.needed):
         worst.setdefault(short.group.expert, short)
@@ -135,7 +135,7 @@ def check_before(
     schemes: Mapping[str, LinearScheme | None],
     shapes: Mapping[str, Sequence[int]],
 ) -> list[Short]:
-    """Look at the measurement's ledger of tokens before a layer is quantized, and return the groups that it finds short.
+    """The groups that the measurement's ledger of tokens shows short, before any is quantized.
 
     Raises:
         StatisticsError: policy `error`, and there are such groups; or static inputs and a
@@ -168,7 +168,7 @@ def check_before(
 
 
 def of_layer(layer: Layer, shorts: Iterable[Short]) -> list[Short]:
-    """Return those of a layer."""
+    """The short groups of one layer."""
     experts = set(layer.gates)
     return [short for short in shorts if short.group.expert in experts]
 
@@ -176,12 +176,12 @@ def of_layer(layer: Layer, shorts: Iterable[Short]) -> list[Short]:
 def treat(
     layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable[Short]
 ) -> Treatment:
-    """Return the layer's statistics as the policy wants them, and which linears are rounded to nearest.
+    """The layer's statistics under the policy, and the linears that are rounded to nearest.
 
     Args:
-        layer: whose experts.
-        policy: one that is not `error`, or no group is short.
-        statistics: of every linear's input.
+        layer: the layer.
+        policy: a policy other than `error`, unless no group is short.
+        statistics: statistics of every linear's input.
         shorts: the groups that got too few tokens.
     """
     replaced: dict[str, Mapping[str, Tensor]] = dict(statistics)
@@ -210,7 +210,7 @@ def treat(
 
 
 def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:
-    """Return, per role of a linear in an expert, the widest of each range among the layer's experts."""
+    """Role of a linear in an expert -> the widest of each range among the layer's experts."""
     widest: dict[str, dict[str, Tensor]] = {}
     for group in layer.groups:
         for name in group.linears if group.expert is not None else ():
@@ -230,7 +230,10 @@ def _role(name: str) -> str:
 def record_of(
     layer: Layer, tokens: Mapping[str, int] | None, *, fed: str | None, shorts: Iterable[Short]
 ) -> dict[str, Any]:
-    """Return what a layer's record says of its experts: {"experts", "fed", "tokens", "short"}; tokens by number, or None."""
+    """The record's entry on a layer's experts: {"experts", "fed", "tokens", "short"}.
+
+    `tokens` is a list by the experts' numbers; None where nobody counted.
+    """
     return {
         "experts": f"{layer.block}.experts",
         "fed": fed,

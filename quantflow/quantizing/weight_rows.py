@@ -1,4 +1,4 @@
-"""Weights some rows at a time: cut into units where they are read, decoded from a result's files, and hashed.
+"""Weights some rows at a time: cut into units, decoded from a result's files, and hashed.
 
 Units are what file to file reads and writes at once: some rows of a weight, or some elements of a
 copied tensor. They are cut by the code's constants from what is written, be it a whole layer, one
@@ -41,12 +41,12 @@ class Unit:
     """Some rows of one source tensor, or some elements of a copied one.
 
     Attributes:
-        path, info: the file that holds the source's tensor, and where.
-        shape: of what is written of it, by all units together.
-        scheme: of the linear; None copies.
+        path, info: the file of the source's tensor, and its place there.
+        shape: shape of the tensor that all units together write.
+        scheme: scheme of the linear; None copies.
         first, count: rows of the source's tensor; elements where whole rows are copied.
-        at: where they are written, in rows or elements of `shape`.
-        columns: of the source's tensor, where only these are read; None reads whole rows.
+        at: first row or element of `shape` that is written.
+        columns: columns of the source's tensor, where only these are read; None reads whole rows.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class Unit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the source stores it."""
+        """The dtype in which the source stores it."""
         return DTYPES[self.info.dtype]
 
     @property
@@ -85,7 +85,7 @@ class Unit:
 
     @property
     def offset(self) -> int:
-        """Where the first row or element begins in the file."""
+        """The offset of the first row or element in the file."""
         width = self.info.shape[1] if self.by_rows else 1
         return self.info.offset + self.first * width * self.dtype.itemsize
 
@@ -110,18 +110,18 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class FileBlock:
-    """What one file of the result is made from: a decoder layer, or the head.
+    """The source of one file of the result: a decoder layer, or the head.
 
     Attributes:
-        path: of the file, in the stage's folder.
-        key: what a state key calls it: a layer's index, or a word.
-        folder: where the source's files are.
-        tensors: its files, and where in each a tensor is, in the order of their bytes; a head that
+        path: path of the file in the stage's folder.
+        key: its word in a state key: a layer's index, or a name.
+        folder: folder of the source's files.
+        tensors: its files, and each tensor's place there, in the order of their bytes; a head that
             is tied has the place of the embedding's and a name of its own.
-        schemes: linear -> its scheme; what is not there is copied.
+        schemes: linear -> its scheme; a tensor without an entry is copied.
         groups: linears that share an input.
         algorithm: a key of ALGORITHMS.
-        layer: None of the head.
+        layer: the decoder layer; None of the head.
     """
 
     path: str
@@ -139,13 +139,13 @@ class FileBlock:
         return list(dict.fromkeys(file for file, _ in self.tensors))
 
     def linear(self, info: TensorInfo) -> tuple[str, LinearScheme | None]:
-        """Return the linear that a tensor is the weight of, and its scheme, None where the tensor is copied."""
+        """The linear whose weight a tensor is, and its scheme; None where the tensor is copied."""
         linear, _, leaf = info.name.rpartition(".")
         return linear, self.schemes.get(linear) if leaf == "weight" else None
 
 
 def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
-    """Return a decoder layer."""
+    """The block of a decoder layer."""
     inside = f"{layer.prefix}."
     found = [
         (file, info)
@@ -165,7 +165,7 @@ def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
 
 
 def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> FileBlock:
-    """Return the head, whose weight stands at `info` in the file `path`."""
+    """The block of the head, whose weight stands at `info` in the file `path`."""
     return FileBlock(
         path=FILE,
         key="head",
@@ -178,7 +178,7 @@ def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> FileBlock:
 
 
 def block_specs(block: FileBlock, share: CardShare = WHOLE) -> dict[str, Spec]:
-    """Return every tensor of a block's file: name -> (dtype as safetensors names it, shape)."""
+    """Every tensor of a block's file: name -> (dtype as safetensors names it, shape)."""
     specs: dict[str, Spec] = {}
     for _, info in block.tensors:
         linear, scheme = block.linear(info)
@@ -203,10 +203,14 @@ def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
                 f"use one of {', '.join(DTYPES)}",
             )
         _, scheme = block.linear(info)
-        part, shape = share.part(info), share.info(info).shape
-        first, total, step = part.rows.start, torch.Size(shape).numel(), UNIT
+        part = share.part(info)
+        shape = share.info(info).shape
+        first = part.rows.start
+        total = torch.Size(shape).numel()
+        step = UNIT
         if scheme is not None or part.columns is not None:
-            total, step = shape[0], row_step(shape[1], scheme)
+            total = shape[0]
+            step = row_step(shape[1], scheme)
         else:
             first *= torch.Size(info.shape[1:]).numel()
         if info.strides is not None:  # its rows lie across the whole tensor: it is read once
@@ -225,13 +229,13 @@ def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
 
 
 def row_step(in_features: int, scheme: LinearScheme | None) -> int:
-    """Return how many rows of a weight make a unit; scheme: None copies them."""
+    """The number of rows in a unit of a weight; `scheme` None copies them."""
     multiple: int = 1 if scheme is None else FORMAT.row_multiple(scheme)
     return max(1, UNIT // max(1, in_features) // multiple) * multiple
 
 
 class ValuesDigest:
-    """The sha256 of a quantized linear's values, added row by row; where the rows are cut makes no difference."""
+    """The sha256 of a quantized linear's values, added in rows; the cuts make no difference."""
 
     def __init__(self) -> None:
         """Begin with no rows."""
@@ -258,22 +262,22 @@ class ValuesDigest:
         self._begun = True
 
     def hexdigest(self) -> str:
-        """Return 64 hexadecimal digits."""
+        """The hash, 64 hexadecimal digits."""
         return digest_of({name: digest.hexdigest() for name, digest in self._parts.items()})
 
 
 def decoded_rows(
     name: str, scheme: LinearScheme, stored: Stored, *, first: int, count: int, columns: int
 ) -> QuantizedLinear:
-    """Return some rows of a quantized linear, with what they share with the others.
+    """Some rows of a quantized linear, with the tensors that all rows share.
 
     Args:
-        name: the linear.
-        scheme: of the linear.
+        name: name of the linear.
+        scheme: its scheme.
         stored: its tensors.
-        first: the first row, a multiple of the layout's ROW_MULTIPLE.
-        count: how many, a multiple of it too unless they are the last.
-        columns: of the weight.
+        first: first row, a multiple of the layout's ROW_MULTIPLE.
+        count: number of rows, a multiple of it too unless they are the last.
+        columns: number of the weight's columns.
 
     Raises:
         InputError: a file ends early, or holds values that the scheme does not.

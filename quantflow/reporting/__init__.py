@@ -1,1 +1,1 @@
-"""What a process tells people: lines about its steps, a log, and how it ends."""
+"""Reports of a process to people: lines about its steps, a log, and its end."""

@@ -1,4 +1,4 @@
-"""How a process ends: an error as two lines on stderr, and its exit code.
+"""The end of a process: an error as two lines on stderr, and its exit code.
 
     error: <which tensor or file>: <the two values that disagree>
       fix: <what to do>
@@ -32,7 +32,7 @@ REFUSED = {
 
 
 class Failure(NamedTuple):
-    """How a command failed.
+    """The failure of a command.
 
     Attributes:
         cause: the line after `error:`.
@@ -74,7 +74,7 @@ def failure_of(error: BaseException) -> Failure | None:
             return Failure(word, CONTINUES, 128 + error.number)
         case KeyboardInterrupt():
             return Failure("interrupted", CONTINUES, 130)
-        case SystemExit():  # click's answer to a broken pipe of a process: stdout raises NobodyReads
+        case SystemExit():  # click's answer to a broken pipe; stdout raises NobodyReads
             broken = error.__context__
             if not isinstance(broken, OSError):
                 broken = OSError(errno.EPIPE, os.strerror(errno.EPIPE))

@@ -1,6 +1,6 @@
-"""The log: everything that a run said, with time stamps and resource peaks, in a file beside the output.
+"""The log of a run, in a file beside the output: its lines with time stamps, and resource peaks.
 
-It is a convenience: a log that cannot be written is said once on stderr and never ends a run.
+It is a convenience: a log that cannot be written is reported once on stderr and never ends a run.
 """
 
 import os
@@ -18,10 +18,12 @@ from quantflow.units import duration, size
 
 
 class Log:
-    """A file that lines are appended to, made with the first of them; several processes may append to the same one.
+    """A file that lines are appended to, made with the first of them.
+
+    Several processes may append to the same one.
 
     Attributes:
-        begun: something was said; a command that is refused before leaves no file.
+        begun: a line was written; a command that is refused before leaves no file.
     """
 
     def __init__(self, path: Path, title: str) -> None:
@@ -36,7 +38,10 @@ class Log:
         self._descriptor: int | None = None
 
     def write(self, text: str) -> None:
-        """Append the lines of a text, each with the local time and its offset; a full disk ends the log, not the run."""
+        """Append the lines of a text, each with the local time and its offset.
+
+        A full disk ends the log, not the run.
+        """
         try:
             if not self.begun:
                 self.begun = True
@@ -50,7 +55,7 @@ class Log:
             print(told, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with suppress(OSError):  # some file systems tell only now that a write failed
@@ -66,13 +71,15 @@ class Log:
 
 @contextmanager
 def logged(path: Path, title: str) -> Iterator[Log]:
-    """Yield a log that begins with a title and ends with how the block ended and what it took.
+    """Yield a log that begins with a title and ends with the block's outcome and its peaks.
 
     Args:
-        path: of the log.
+        path: path of the log.
         title: the command, in one line.
     """
-    log, begin, end = Log(path, title), time.monotonic(), "done"
+    log = Log(path, title)
+    begin = time.monotonic()
+    end = "done"
     try:
         yield log
     except BaseException as error:
@@ -85,7 +92,7 @@ def logged(path: Path, title: str) -> Iterator[Log]:
 
 
 def peaks() -> str:
-    """Return the peak of resident memory, and where the system tells, what of the present one is anonymous and of files."""
+    """The peak of resident memory, and the present anonymous and file pages."""
     found = usage()
     text = f"peak RSS {size(found.peak)}"
     if found.anonymous:

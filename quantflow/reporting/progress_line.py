@@ -1,4 +1,4 @@
-"""Progress on stderr: one live line on a terminal, else a line per step, a patience apart or more; everything in the log."""
+"""Progress on stderr: a live line on a terminal, else lines at intervals; all of it in the log."""
 
 import os
 import sys
@@ -35,7 +35,10 @@ class LiveLine:
         self._drawn = float("-inf")  # time.monotonic() of the last drawing
 
     def draw(self, text: str, *, now: float, at_least: float = 0.0) -> None:
-        """Show a text in the place of the last, cut to the terminal, unless that one is younger than `at_least` seconds."""
+        """Show a text in the place of the last, cut to the terminal.
+
+        Nothing happens while the last text is younger than `at_least` seconds.
+        """
         if now - self._drawn < at_least:
             return
         sys.stderr.write(f"\r\x1b[K{one_line(text)[: _columns(sys.stderr) - 1]}")
@@ -51,16 +54,16 @@ class LiveLine:
 
 
 class Pace:
-    """How far a loop is: steps, seconds and bytes."""
+    """The progress of a loop: steps, seconds and bytes."""
 
     def __init__(self, head: str, total: int, *, samples: int, before: int) -> None:
         """Begin now.
 
         Args:
             head: `quantize int4: layer`.
-            total: how many steps there are, those of an earlier run included.
-            samples: how many sequences each step runs; 0 leaves them out.
-            before: how many steps an earlier run finished.
+            total: number of steps, those of an earlier run included.
+            samples: number of sequences that each step runs; 0 leaves them out.
+            before: number of steps that an earlier run finished.
         """
         self.head, self.total, self.samples, self.before = head, total, samples, before
         self.finished = 0
@@ -78,11 +81,11 @@ class Pace:
 
     @property
     def number(self) -> int:
-        """How many steps are finished, those of an earlier run included."""
+        """The number of finished steps, those of an earlier run included."""
         return self.before + self.finished
 
     def text(self, number: int, *, doing: str, elapsed: float, memory: bool) -> str:
-        """Return one line about step `number`, counted from 1."""
+        """One line about step `number`, counted from 1."""
         parts = [f"{self.head} {number} of {self.total}", doing]
         parts.append(f"{self.samples} samples" if self.samples else "")
         parts.append(duration(elapsed))
@@ -97,21 +100,21 @@ class Pace:
 
 @dataclass
 class Now:
-    """Which loop runs, innermost; what `doing` tells about."""
+    """The innermost loop that runs, which `doing` is about."""
 
     pace: Pace | None = None
 
 
 @dataclass(frozen=True)
 class ProgressLine:
-    """How much is said, and where else it goes.
+    """The settings of progress, and its targets.
 
     Attributes:
-        quiet: say nothing at all; the log still gets everything.
-        patience: seconds before a step is told, and between two that are.
+        quiet: write nothing on stderr; the log still gets everything.
+        patience: seconds before a step is reported, and between two reports.
         bars: show a live line on a terminal; without, lines as if there were none.
-        log: gets every line, each step's included.
-        signals: what holds back the first SIGINT or SIGTERM until a step has ended.
+        log: file of every line, each step's included.
+        signals: holder of the first SIGINT or SIGTERM until a step has ended.
     """
 
     quiet: bool = False
@@ -124,18 +127,18 @@ class ProgressLine:
 
     @contextmanager
     def logging(self, path: Path, title: str) -> Iterator["ProgressLine"]:
-        """Yield this progress with a log file at `path`, which is beside the output and never inside it.
+        """Yield this progress with a log file, which is beside the output and never inside it.
 
         Args:
-            path: lines are appended; when it cannot be written, that is said once and the run goes
-                on.
+            path: path of the log, which is appended to; a log that cannot be written is reported
+                once and the run goes on.
             title: the command, in one line.
         """
         with logged(path, title) as log:
             yield replace(self, log=log)
 
     def hushed(self) -> Self:
-        """Return this progress with its lines in the log alone."""
+        """This progress with its lines in the log alone."""
         return replace(self, quiet=True)
 
     def say(self, text: str) -> None:
@@ -151,7 +154,7 @@ class ProgressLine:
             self.log.write(text)
 
     def doing(self, text: str) -> None:
-        """Tell on the live line what the running step does now; from the thread that runs the steps."""
+        """Show the running step's present part on the live line; for the thread of the steps."""
         pace = self.now.pace
         if pace is None or self.quiet or not self._live():
             return
@@ -171,26 +174,25 @@ class ProgressLine:
         samples: int = 0,
         before: int = 0,
     ) -> Iterator[Item]:
-        """Yield the items, telling after each how far it is and how long the rest will take.
+        """Yield the items, and report after each the progress and the time that is left.
 
-        The body of the loop must leave on disk what the step made: a first signal waits for it, and
+        The body of the loop must leave the step's result on disk: a first signal waits for it, and
         ends the run after it.
 
         Args:
             items: one per step.
-            stage: the stage, and of what.
-            unit: what an item is: layer, window.
-            nbytes: the bytes that an item reads or writes, for the bytes per second.
-            samples: how many sequences each step runs.
-            before: how many steps an earlier run finished; the first item is the one after them.
+            stage: name of the stage, and of its subject.
+            unit: word for an item: layer, window.
+            nbytes: bytes that an item reads or writes, for the bytes per second.
+            samples: number of sequences that each step runs.
+            before: number of steps that an earlier run finished; the first item is the one after
+                them.
 
         Raises:
             Interrupted: a signal arrived during the last step.
         """
-        pace, outer = (
-            Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before),
-            self.now.pace,
-        )
+        pace = Pace(f"{stage}: {unit}", before + len(items), samples=samples, before=before)
+        outer = self.now.pace
         told = 0.0  # seconds after the beginning
         self.now.pace = pace
         try:
@@ -206,7 +208,7 @@ class ProgressLine:
             self.note(f"{stage}: {len(items)} {unit}s in {duration(pace.elapsed)}, {peaks()}")
 
     def _tell(self, pace: Pace, told: float) -> float:
-        """Tell that a step has ended; return when a line was last written, in seconds after the beginning."""
+        """Report that a step has ended; the result is the time of the last line, in seconds."""
         live = self._live()
         text = pace.text(pace.number, doing="", elapsed=pace.elapsed, memory=live)
         self.note(text)
@@ -229,7 +231,7 @@ class ProgressLine:
 
 
 def _columns(stream: TextIO) -> int:
-    """Return how wide the terminal is."""
+    """The width of the terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):  # a terminal that does not tell, or none

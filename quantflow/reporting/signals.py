@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM: the first lets the step that runs finish, the second stops at once; both leave a state that continues.
+"""SIGINT and SIGTERM: the first lets the running step finish, the second stops at once.
 
-A step is what `Progress.steps` yields: when it ends, what it made is on disk. Outside a step the
-first signal stops at once.
+Both leave a state that continues. A step is an item of `Progress.steps`: when it ends, its result
+is on disk. Outside a step the first signal stops at once.
 """
 
 import os
@@ -26,7 +26,10 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """What has arrived, and whether a step is under way; one per command line, handed on through click's context."""
+    """The signals that have arrived, and the step under way.
+
+    There is one per command line, handed on through click's context.
+    """
 
     def __init__(self) -> None:
         """Nothing has arrived and no step runs."""
@@ -36,7 +39,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Answer both signals inside the block; one that the process was started to ignore stays ignored."""
+        """Answer both signals inside the block; a signal that the process ignored stays ignored."""
         numbers = [
             n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN
         ]
@@ -49,11 +52,11 @@ class Signals:
 
     @contextmanager
     def step(self, name: str, *, quiet: bool = False) -> Iterator[None]:
-        """Hold the first signal back until the block ends; inside another step, until that one ends.
+        """Hold the first signal back until the block ends; an inner block holds it for the outer.
 
         Args:
-            name: what is being finished, `layer 12`; told to whoever sends the signal.
-            quiet: tell nothing.
+            name: name of the step, `layer 12`, for whoever sends the signal.
+            quiet: write no message.
 
         Raises:
             Interrupted: at the end of the outermost block, when a signal arrived within it; at

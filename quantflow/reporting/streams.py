@@ -1,8 +1,8 @@
-"""stdout and stderr of a process, either of which may be closed, a pipe that nobody reads any more, or a file on a full disk.
+"""stdout and stderr of a process, which may be closed, an unread pipe, or a file on a full disk.
 
-stdout carries a result, so what cannot be written there ends the command with a sentence and its
-code. stderr carries what is said beside the work, and no work ends because that cannot be said.
-Python itself would try once more at its own end, and exit with 120.
+stdout carries a result, so a failed write there ends the command with a sentence and its code.
+stderr carries remarks beside the work, and no work ends because they cannot be written. Python
+itself would try once more at its own end, and exit with 120.
 """
 
 import io
@@ -14,22 +14,25 @@ _NAMES = {1: "standard output", 2: "standard error"}
 
 
 class NobodyReads(BaseException):
-    """The reader of stdout has closed it, as `head` does: it had what it wanted. No library takes it for an error."""
+    """The reader of stdout has closed it, as `head` does: it had what it wanted.
+
+    No library takes it for an error.
+    """
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor that refuses data once at most; whatever is still in a buffer then is dropped."""
+    """A descriptor that fails once at most; after that, buffered data is dropped."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
         self._lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write some of the data and return how many bytes.
+        """Write some of the data; the result is the number of bytes.
 
         Raises:
-            NobodyReads: of stdout, its reader has gone.
-            OSError: of stdout, the system takes no more; it is named.
+            NobodyReads: the reader of stdout has gone.
+            OSError: the system takes no more on stdout; it is named.
         """
         try:
             if not self._lost:
@@ -45,7 +48,7 @@ class _Descriptor(io.FileIO):
 
 
 def guard() -> None:
-    """Put such streams in the place of sys.stdout and sys.stderr; one that is closed gets /dev/null.
+    """Replace sys.stdout and sys.stderr by such streams; a closed one gets /dev/null.
 
     A descriptor that is free would be the number of the next file that is opened, and messages
     would go into it.
@@ -59,7 +62,7 @@ def guard() -> None:
 
 
 def _guarded(number: int, stream: TextIO | None) -> TextIO:
-    """Return a stream that writes to a descriptor as another does."""
+    """A stream that writes to a descriptor as another does."""
     encoding, live, direct = "utf-8", number == 2, False
     if isinstance(stream, io.TextIOWrapper):
         encoding, live, direct = stream.encoding, stream.line_buffering, stream.write_through

@@ -1,1 +1,1 @@
-"""Stage 3: several ranks become fewer. Their measurements are merged, their quantized shards joined."""
+"""Stage 3: several ranks become fewer; measurements are merged, quantized shards joined."""

@@ -1,10 +1,10 @@
-"""Measured on one card, deployed on several: one measurement made into what each card of a tensor-parallel mesh may use.
+"""One card's measurement made into those of the cards of a tensor-parallel mesh.
 
 A share's own channels are cut out of the whole's, and its amax is then that of its channels. Where
 there are none to cut (`amax` alone, the heads of a cache, the columns of a weight) a share keeps
-the whole's maximum, which bounds its own; sums, counts and histograms of what is not cut by channel
-would be those of other values, and are left out. `unify` of all shares gives every maximum of the
-measurement again.
+the whole's maximum, which bounds its own; sums, counts and histograms of sites that are not cut by
+channel would be those of other values, and are left out. `unify` of all shares gives every maximum
+of the measurement again.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ _CUT, _KEPT, _BOUND, _LEFT_OUT = "cut", "kept", "the whole's, which bounds it", 
 
 
 def planned(tensors: Mapping[str, Placement], *, ranks: int) -> list[dict[str, dict[str, Any]]]:
-    """Return the placements of every tensor on each of `ranks` cards, as its `plan` says.
+    """The placements of every tensor on each of `ranks` cards, as its `plan` says.
 
     Args:
         tensors: placements of a measurement of one rank.
-        ranks: how many cards.
+        ranks: number of cards.
 
     Raises:
         UsageError: no tensor has a plan, or one does not divide; names it and the numbers.
@@ -52,12 +52,12 @@ def expand(
 ) -> Iterator[Measurement]:
     """Yield the measurement of one card after the other.
 
-    `expanded` of each says from which measurement it was made, and by which rule how many
-    statistics.
+    `expanded` of each records the measurement that it was made from, and the number of statistics
+    by each rule.
 
     Args:
-        measurement: of one rank.
-        placements: of every tensor, on each card.
+        measurement: measurement of one rank.
+        placements: placements of every tensor, on each card.
 
     Raises:
         InputError: the measurement is one of several ranks.
@@ -114,7 +114,7 @@ def expand(
 def _cut(
     values: Mapping[str, Tensor], placement: Placement, site: str, rules: Counter[tuple[str, str]]
 ) -> dict[str, Tensor]:
-    """Return what a share keeps of the statistics of one site, and count the rules that it was made by."""
+    """A share's statistics of one site; `rules` counts the rules that made them."""
     how = layout(placement, site)
     if how == "same" or placement["kind"] == "expert":
         rules.update((statistic, _KEPT) for statistic in values)

@@ -1,11 +1,12 @@
-"""Stage 3 for Gaudi's own files: the ranks of one folder merged, and written under the names that its toolkit looks for.
+"""Stage 3 for Gaudi's own files: one folder's ranks merged under the names of its toolkit.
 
-    P_hooks_maxabs_<r>_<w>.npz, .json, _mod_list.json   ->   P_hooks_maxabs_<group>_<groups>..., of one group P_hooks_maxabs...,
-                                                            which vLLM's runtime calls P_hooks_maxabs_0_1...
+    P_hooks_maxabs_<r>_<w>.npz, .json, _mod_list.json
+        -> P_hooks_maxabs_<group>_<groups>..., of one group P_hooks_maxabs..., which vLLM's runtime
+           calls P_hooks_maxabs_0_1...
 
-unified.json beside them says who was merged, which rank set each maximum, what is a bound and which
-ranks look unlike the others. Files of scales are not merged: the toolkit, or `quantflow export
---format inc`, derives them from what is written here.
+unified.json beside them records the merged ranks, the rank that set each maximum, the maxima that
+are bounds, and the ranks that look unlike the others. Files of scales are not merged: the toolkit,
+or `quantflow export --format inc`, derives them from the merged maxima.
 """
 
 from collections import Counter
@@ -38,18 +39,18 @@ def run(
     force: bool,
     progress: Progress,
 ) -> Path:
-    """Merge the ranks and return the folder written, or the existing one when nothing changed.
+    """Merge the ranks; the result is the folder, or the existing one when nothing changed.
 
     Args:
         measurement: a folder with every rank's files, or folder/prefix.
         output: the folder of the merged files; they keep the prefix.
-        groups_of: return the groups of so many ranks.
+        groups_of: number of ranks -> their groups.
         allow_missing: go on without ranks that are missing, where every rank holds a copy of the
             model.
         force: redo a finished result that was made from other inputs, instead of refusing.
-        progress: where it is told.
+        progress: listener for each group.
     """
-    # a file that is missing is unify_triples' to name
+    # unify_triples names the rank of a file that is missing.
     files = find_triples(measurement, partial=True)
     name = next(iter(files.values())).name
     world = name.world or 1
@@ -77,12 +78,12 @@ def run(
 
 
 def holds_account(folder: Path) -> bool:
-    """Return whether a folder is one that `run` wrote."""
+    """Whether a folder is one that `run` wrote."""
     return (folder / ACCOUNT).is_file()
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return what a folder that `run` wrote says about how it was made, all groups together."""
+    """The record of a finished folder of `run`, all groups together."""
     account = read_json(folder / ACCOUNT)
     told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
     for group in account["groups"]:
@@ -97,7 +98,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def _renamed(name: FileName, rank: int, *, world: int | None) -> FileName:
-    """Return the name of a merged rank; without a world size it has none, as the toolkit's single process."""
+    """The name of a merged rank; without a world size, that of the toolkit's single process."""
     return FileName(
         prefix=name.prefix,
         observer=name.observer,

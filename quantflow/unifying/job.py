@@ -1,4 +1,4 @@
-"""One merge of ranks, or one expansion, and the folder that it left."""
+"""The job of stage 3: the ranks or shards that become one, and their settings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

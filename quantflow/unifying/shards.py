@@ -1,14 +1,15 @@
-"""What N cards quantized becomes one result, or G of a smaller world: unify for the shards of `quantize --ranks`.
+"""The shards of `quantize --ranks` joined into one result, or into those of a smaller world.
 
 The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte.
-DONE.json lists one more:
+It has one file more:
 
-    joined.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
-                   many of these the card's scale was not the largest, so that they were rounded again from the source
+    joined.json    per linear: the rule that joined its parts, the number of cards, their channels
+                   together, and the number of channels where the card's scale was not the largest,
+                   so that they were rounded again from the source
 
-File to file each unit of the source is read once more beside what the cards made of it: the figures
-of error are sums in one order, values that need another scale are rounded from the original ones,
-and what is copied is copied from there. Where the model ran, every card saw whole layers
+File to file each unit of the source is read once more beside the cards' values: the figures of
+error are sums in one order, values that need another scale are rounded from the original ones, and
+tensors that are copied are copied from there. Where the model ran, every card saw whole layers
 (quantflow/quantizing/shards/share.py): the parts are put together, and nothing else is read.
 """
 
@@ -78,10 +79,10 @@ class OpenedShard:
     """One card's finished result.
 
     Attributes:
-        inputs: what it was made from, as its DONE.json says.
-        share: which part it is.
-        stored: every linear's tensors.
-        decisions: what its records say of every linear.
+        inputs: its inputs, from its DONE.json.
+        share: its part of every tensor.
+        stored: tensors of every linear.
+        decisions: notes of its records on every linear.
     """
 
     folder: Path
@@ -92,12 +93,12 @@ class OpenedShard:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """What all shards of one model have in common."""
+        """The inputs that all shards of one model have in common."""
         return {key: value for key, value in self.inputs.items() if key != "share"}
 
 
 class Parts:
-    """What a unit of a linear becomes: what the cards made of it, side by side.
+    """The joined values of a unit of a linear: the cards' values, side by side.
 
     Attributes:
         report: linear -> how it was joined; units that run at once add to it.
@@ -107,7 +108,7 @@ class Parts:
         """Begin with an empty report.
 
         Args:
-            shards: of neighbouring cards, in order.
+            shards: shards of neighbouring cards, in order.
         """
         self._shards = shards
         self._lock = Lock()
@@ -116,11 +117,13 @@ class Parts:
     def __call__(
         self, unit: Unit, scheme: LinearScheme, rows: Tensor
     ) -> tuple[QTensor, Mapping[str, Any]]:
-        """Return the rows of the joined weight, and its decisions as the algorithm counts them."""
-        name, scale, zeros = unit.linear, None, None
+        """The rows of the joined weight, and its decisions as the algorithm counts them."""
+        name = unit.linear
+        scale = None
+        zeros = None
         if scheme.weights.granularity == "per_tensor":
             scale, zeros = self._shared(name)
-        # of copies the first card's
+        # Reversed, so that of cards with copies of one span the first one holds it.
         holders = {_span(shard, name): shard for shard in reversed(self._shards)}
         axis = self._shards[0].share.placements[name]["axis"]
         join_parts = _from_columns if axis == 1 else _from_rows
@@ -132,7 +135,7 @@ class Parts:
             row = self.report.setdefault(
                 name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True))
             )
-            # every card has each row, or has it alone
+            # Cut by columns, every card has a scale of each row; cut by rows, one card has it.
             row["channels"] += unit.count * (len(holders) if axis == 1 else 1)
             row["requantized"] += sum(int(stale.sum()) for stale, _ in whole.stale)
         if zeros is None:
@@ -140,8 +143,9 @@ class Parts:
         return whole.weight, {"zero_groups": int(zeros and unit.at == 0)}
 
     def inputs(self, plan: Plan) -> dict[str, LinearInput]:
-        """Return what the shards, made with one measurement, say of each linear's input."""
-        first, found = self._shards[0], {}
+        """Each linear's input by the shards' records, which were made with one measurement."""
+        first = self._shards[0]
+        found = {}
         for name, scheme in plan.schemes.items():
             if scheme is not None:
                 decisions = {
@@ -157,7 +161,7 @@ class Parts:
         return found
 
     def _shared(self, name: str) -> tuple[Tensor, bool]:
-        """Return the one scale of a weight, [1, 1], and whether it stands for zeros alone.
+        """The one scale of a weight, [1, 1], and whether it stands for zeros alone.
 
         All cards count: a copy's scale is also that of what the card holds of the linears that
         share the input.
@@ -171,7 +175,7 @@ class Parts:
 
 
 def open_shards(folder: Path) -> list[OpenedShard]:
-    """Return the shards of a quantized model, in order of their ranks, after every file was compared with its hash.
+    """The shards of a quantized model, in order of their ranks; every file's hash is compared.
 
     Raises:
         InputError: one is missing, unfinished, there twice, or was made from something else than
@@ -229,16 +233,16 @@ def join(
     force: bool,
     progress: Progress,
 ) -> Path:
-    """Write one result per group, and return `output`; one that is up to date is left alone.
+    """Write one result per group into `output`; a result that is up to date is left alone.
 
     Args:
-        shards: as `open_shards` returns them.
+        shards: the shards, see `open_shards`.
         output: one group's result itself; of several, the folder of rank-GGG-of-GGG. It appears at
             once.
-        groups: ranks, each in one of them.
-        model: the source; None reads where quantize found it. Not read where the model ran.
+        groups: ranks of each group, each in one of them.
+        model: the source; None reads where quantize had it. Not read where the model ran.
         force: redo a finished result that was made from other inputs, instead of refusing.
-        progress: is told after each layer.
+        progress: listener for each layer.
 
     Raises:
         UsageError: a group is not made of neighbouring ranks, or the groups differ in size.
@@ -285,7 +289,8 @@ def _write(
 ) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
-    summary, inputs = read_summary(shards[0].folder), {**shards[0].made_from, **target.inputs()}
+    summary = read_summary(shards[0].folder)
+    inputs = {**shards[0].made_from, **target.inputs()}
     plan = plan_from(summary)
     if source is None:
         linears = _put_together(
@@ -314,8 +319,13 @@ def _round_together(
     inputs: Mapping[str, Any],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Write the layers with what needs another scale rounded again from the source; return how each linear was joined."""
-    graph, parts = graph_for(source.config), Parts(shards)
+    """Write the layers; parts that need another scale are rounded again from the source.
+
+    Returns:
+        The report's rows, in the order of the model's linears.
+    """
+    graph = graph_for(source.config)
+    parts = Parts(shards)
     infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
     quantize_files(
         folder,
@@ -344,7 +354,10 @@ def _put_together(
     key: str,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Write the layers from the parts of all cards, and the canary that each of them ran; return how each linear was joined.
+    """Write the layers from the parts of all cards, and the canary that each of them ran.
+
+    Returns:
+        The report's rows, in the order of the model's linears.
 
     Raises:
         InputError: the canary was another one on a card: it did not compute what the first did.
@@ -363,7 +376,8 @@ def _put_together(
                     f"first one {records[0]['canary'][:16]}",
                     "quantize all shards with one command, on machines of one kind",
                 )
-        record, linears = records[0], list(records[0].pop("placements"))
+        record = records[0]
+        linears = list(records[0].pop("placements"))
         parts: list[CardTensors] = [
             (shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards
         ]
@@ -389,7 +403,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _row(
     name: str, cards: int, share: CardShare, tensors: Mapping[str, Tensor], schemes: Schemes
 ) -> dict[str, Any]:
-    """Return what the report says about a linear."""
+    """The report's entry on a linear."""
     how = HOW[share.placements[name]["axis"]] if cards > 1 else "one part"
     return dict(
         zip(COLUMNS, (name, how, cards, len(tensors[f"{name}.weight_scale"]), 0), strict=True)
@@ -397,7 +411,7 @@ def _row(
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return what a finished folder of `join` says about how it was made, all groups together."""
+    """The record of a finished folder of `join`, all groups together."""
     reports = [
         path / REPORT for path in (folder, *shard_folders(folder)) if (path / REPORT).is_file()
     ]
@@ -420,7 +434,8 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
             "source",
             "give the model that was quantized with --model",
         ) from error
-    expected, found = shards[0].inputs["model"], identify(source.checkpoint, _digests(shards))
+    expected = shards[0].inputs["model"]
+    found = identify(source.checkpoint, _digests(shards))
     if found != expected:
         raise InputError(
             f"{folder}: is model {found[:16]}, {shards[0].folder} was made from {expected[:16]}",
@@ -438,7 +453,7 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
 
 
 def _digests(shards: Sequence[OpenedShard]) -> Digests:
-    """Return the hashes of the source's files, as far as quantize left them."""
+    """The hashes of the source's files, as far as quantize left them."""
     return Digests(also=[shards[0].folder.parent / HASHES, shards[0].folder / HASHES])
 
 
@@ -455,7 +470,7 @@ def _check_groups(groups: Sequence[Sequence[int]], *, world: int) -> None:
 
 
 def _target(shards: Sequence[OpenedShard], *, rank: int, world: int) -> CardShare:
-    """Return what one group's result holds: what that card of the smaller world would."""
+    """The share of one group's result: that of the same card of the smaller world."""
     placements = {}
     for name in shards[0].share.placements:
         parts = [shard.share.placements[name] for shard in shards]
@@ -471,15 +486,16 @@ def _from_rows(
     scheme: LinearScheme,
     scale: Tensor | None,
 ) -> Joined:
-    """Return a unit's rows, each from the card that holds it.
+    """A unit's rows, each from the card that holds it.
 
     Args:
-        holders: first and last row -> who holds them.
-        unit: of the joined weight.
-        scheme: of the linear.
-        scale: of the whole weight, where it has one.
+        holders: first and last row -> the card that holds them.
+        unit: unit of the joined weight.
+        scheme: scheme of the linear.
+        scale: scale of the whole weight, where it has one.
     """
-    stop, found = unit.first + unit.count, []
+    stop = unit.first + unit.count
+    found = []
     for (begin, end), shard in sorted(holders.items(), key=lambda item: item[0]):
         if max(begin, unit.first) < min(end, stop):
             found.append(
@@ -495,7 +511,7 @@ def _from_columns(
     scheme: LinearScheme,
     scale: Tensor | None,
 ) -> Joined:
-    """Return a unit's rows, each from all cards; as `_from_rows`, with columns."""
+    """A unit's rows, each from all cards; as `_from_rows`, with columns."""
     stop = unit.first + unit.count
     return join_columns(
         [
@@ -507,7 +523,7 @@ def _from_columns(
 
 
 def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a shard's records say of each linear: its placement, and what was decided."""
+    """The entries of a shard's records on each linear: its placement, and its notes."""
     placements: dict[str, Any] = {}
     decisions: dict[str, Any] = {}
     for path in sorted((folder / "layers").glob("*.json")):
@@ -525,7 +541,7 @@ def _stored(folder: Path) -> Stored:
 
 
 def _span(shard: OpenedShard, name: str) -> tuple[int, int]:
-    """Return which rows or columns of a linear a card holds, start and stop."""
+    """The rows or columns of a linear that a card holds, start and stop."""
     placement = shard.share.placements[name]
     length = placement["full_shape"][0] if placement["axis"] is None else placement["length"]
     return placement["offset"], placement["offset"] + length
@@ -534,7 +550,7 @@ def _span(shard: OpenedShard, name: str) -> tuple[int, int]:
 def _rows(
     shard: OpenedShard, unit: Unit, *, scheme: LinearScheme, first: int, stop: int
 ) -> QTensor:
-    """Return what a card made of some rows of the source's tensor, which it holds, of all columns that it holds."""
+    """A card's values of some rows of the source's tensor, of all columns that it holds."""
     held = shard.share.part(unit.info).rows
     rows, columns = shard.share.info(unit.info).shape
     begin, end = first - held.start, stop - held.start

@@ -1,15 +1,16 @@
-"""Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
+"""Stage 3, unify: merge the measurements of several ranks into fewer, or expand one to more.
 
-Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and, if
-         they were made file to file, the model that they were made from
-Writes   <o>/rank-RRR-of-GGG/, one per group, or Gaudi's files of each group; all of <o> appears at once. Shards of one
-         group become <o> itself, a quantize folder
+Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of
+         `quantize --ranks` and, if they were made file to file, the model that they were made from
+Writes   <o>/rank-RRR-of-GGG/, one per group, or Gaudi's files of each group; all of <o> appears at
+         once. Shards of one group become <o> itself, a quantize folder
 Resumes  a finished result of the same ranks and groups is left alone
-Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
-         ranks, a source that is gone and statistics that cannot be merged, 5 the folder is held, 7 a damaged shard
+Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing,
+         duplicate, foreign or damaged ranks, a source that is gone and statistics that cannot be
+         merged, 5 the folder is held, 7 a damaged shard
 
 Statistics are read one at a time, so memory is that of two groups' results, whatever the number of
-ranks: one is written while the next is merged. Of shards (quantflow/unifying/shards.py) it is that
+ranks: one is written while the next is merged. For shards (quantflow/unifying/shards.py) it is that
 of a few units.
 """
 
@@ -69,7 +70,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
     if are_gaudis(job.measurement):
         return _unify_gaudis(job, progress)
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
-    # a folder that is missing is unify's to name
+    # unify names the rank of a folder that is missing.
     world = max(int(meta["mesh"]["world"]) for meta in metas.values())
     groups = _groups(job, world)
     inputs = {
@@ -92,7 +93,7 @@ def run(job: UnifyJob, progress: Progress) -> Path:
             stage_folder.publish(
                 job.output, stage="unify", inputs=inputs, hashes=hashes
             ) as temporary,
-            # inside: no thread writes any more when the folder is finished, or removed
+            # Workers end inside `publish`: no thread writes when the folder is finished or removed.
             Workers(AT_ONCE) as workers,
         ):
             written = workers.stream(partial(_write, temporary, count), enumerate(made))
@@ -116,7 +117,11 @@ def settled(job: UnifyJob) -> UnifyJob:
 def _write(
     output: Path, count: int, numbered: tuple[int, Measurement]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Write one rank; return the sha256 of its files by their name in the output, and what is told about it."""
+    """Write one rank.
+
+    Returns:
+        The sha256 of its files by their name in the output, and its record of the merge.
+    """
     rank, measurement = numbered
     folder = rank_folder(output, rank, count)
     folder.mkdir()
@@ -145,7 +150,7 @@ def _join(job: UnifyJob, progress: Progress) -> Path:
 
 
 def report(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return head and rows of the table that says what a `summary` says."""
+    """Head and rows of the table that shows a `summary`."""
     head, rows = (
         (PART_COLUMNS, result["joined"]) if "joined" in result else (COLUMNS, result["merged"])
     )
@@ -153,7 +158,7 @@ def report(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """Return what a finished folder says about how it was made, all ranks together."""
+    """The record of a finished folder, all ranks together."""
     if (folder / REPORT).is_file() or shard_folders(folder):
         return summary_of_shards(folder)
     if gaudi_unify.holds_account(folder):
@@ -175,7 +180,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def rank_folders(folder: Path) -> list[Path]:
-    """Return the folders of every rank in a folder, which may be that of one rank itself; other files are none.
+    """The folders of every rank in a folder, which may be one rank's itself.
 
     Raises:
         InputError: there is none, or one is unfinished.
@@ -220,8 +225,9 @@ def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
 
 
 def _refuse_overlap(measurement: Path, output: Path) -> None:
-    """Refuse to write into what is read, or to replace it: the next merge would count what this one wrote."""
-    source, target = measurement.resolve(), output.resolve()
+    """Refuse an output inside the input, or around it: the next merge would count it."""
+    source = measurement.resolve()
+    target = output.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):
         raise UsageError(
             f"-o {output} and -m {measurement}: one lies in the other",
@@ -243,7 +249,7 @@ def _groups(job: UnifyJob, world: int) -> list[list[int]] | None:
 def _made(
     job: UnifyJob, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None
 ) -> tuple[Iterator[Measurement], int]:
-    """Return the measurements to be written, made one after the other, and how many they are."""
+    """The measurements to be written, made one after the other, and how many they are."""
     if groups is not None:
         with Workers(process_memory.usable_cores()) as workers:
             opened = open_measurements(metas, workers=workers)

@@ -47,7 +47,8 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
     source = text()
     calibration = write(tmp_path / "calibration.jsonl", source.excerpts(8))
     heldout = write(tmp_path / "heldout.jsonl", source.documents(heldout=True)[:8])
-    graph = graph_for(open_source(EXAMPLE).config)
+    original = open_source(EXAMPLE)
+    graph = graph_for(original.config)
     documents = read_documents(heldout, load_tokenizer(EXAMPLE))
     sequences = evaluation_sequences(documents, tokens=768, sequence_length=256)
     given = Calibration(source=str(calibration), samples=8, sequence_length=128)
@@ -72,7 +73,7 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
         found[name] = divergence(
             folder,
             plan,
-            model=EXAMPLE,
+            source=original,
             graph=graph,
             sequences=sequences,
             key=name,

@@ -1,1 +1,1 @@
-"""The statistics of several ranks become those of one: who belongs together, and which rule each statistic has."""
+"""The statistics of several ranks merged into those of one, each by the rule that it has."""

@@ -1,4 +1,4 @@
-"""Whether the ranks that were given are one measurement, each of them once: a merge of the wrong ones looks right."""
+"""Whether the given ranks are one measurement, each of them once: a merge of others looks right."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,11 +32,11 @@ _NAMED = 9  # of what is missing: a message names eight, and a record may declar
 
 
 def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict[int, Measurement]:
-    """Return rank -> measurement, in rank order.
+    """Rank -> measurement, in rank order.
 
     Args:
-        measurements: in any order.
-        allow_missing: whether whole replicas may be missing.
+        measurements: measurements in any order.
+        allow_missing: whole replicas may be missing.
 
     Raises:
         InputError: none was given, ranks of several worlds, a rank twice, or one is missing that
@@ -55,10 +55,8 @@ def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict
         raise InputError(f"measurements: made by {some(worlds)} ranks ({told})", _ONE)
     (world,) = worlds
     times = Counter(measurement.meta["mesh"]["rank"] for measurement in found)
-    missing, twice = (
-        sorted(set(range(world)) - set(times)),
-        sorted(rank for rank, n in times.items() if n > 1),
-    )
+    missing = sorted(set(range(world)) - set(times))
+    twice = sorted(rank for rank, n in times.items() if n > 1)
     if twice or (missing and not allow_missing):
         doubled = [m.origin for m in found if times[m.meta["mesh"]["rank"]] > 1 and m.origin]
         raise InputError(
@@ -87,7 +85,8 @@ def check_agreement(ranks: Mapping[int, Measurement]) -> None:
     first = next(iter(ranks.values()))
     for measurement in ranks.values():
         for field in _SAME_ON_EVERY_RANK:
-            ours, theirs = _field(first.meta, field), _field(measurement.meta, field)
+            ours = _field(first.meta, field)
+            theirs = _field(measurement.meta, field)
             if ours != theirs:
                 raise InputError(
                     f"{measurement.who}: {_difference(field, ours, theirs, first)}", _ONE
@@ -110,7 +109,7 @@ def check_agreement(ranks: Mapping[int, Measurement]) -> None:
 
 
 def _replicas(ranks: Mapping[int, Measurement], tp: int) -> list[list[Measurement]]:
-    """Return the measurements of each replica that is there, in card order."""
+    """The measurements of each replica that is there, in card order."""
     rows: dict[int, list[Measurement]] = {}
     for rank, measurement in ranks.items():
         rows.setdefault(rank // tp, []).append(measurement)
@@ -130,9 +129,11 @@ def _check_tensors(replicas: Sequence[Sequence[Measurement]]) -> None:
     first = replicas[0][0]
     for row in replicas:
         for card, measurement in enumerate(row):
-            beside, mine = replicas[0][card].meta["tensors"], measurement.meta["tensors"]
+            beside = replicas[0][card].meta["tensors"]
+            mine = measurement.meta["tensors"]
             for name in sorted({*first.meta["tensors"], *mine}):
-                ours, theirs = first.meta["tensors"].get(name), mine.get(name)
+                ours = first.meta["tensors"].get(name)
+                theirs = mine.get(name)
                 if ours != theirs and (
                     ours is None or theirs is None or _common(ours) != _common(theirs)
                 ):
@@ -162,7 +163,7 @@ def _check_tensors(replicas: Sequence[Sequence[Measurement]]) -> None:
 
 
 def _check_statistics(ranks: Mapping[int, Measurement]) -> None:
-    """Check that every rank has the same statistics, but for experts, which may be on some ranks alone."""
+    """Refuse ranks with different statistics, but for experts, which may be on some ranks alone."""
     first = next(iter(ranks.values()))
     tensors: Mapping[str, Placement] = first.meta["tensors"]
     experts = {name for name, placement in tensors.items() if placement["kind"] == "expert"}

@@ -1,4 +1,4 @@
-"""Which rank decided a merged maximum, and which rank looks unlike the others of its group."""
+"""The rank that set a merged maximum, and ranks that look unlike the others of their group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Outlier:
 
     Attributes:
         key: `<source name>|<site>|amax`.
-        rank: the rank.
-        amax: what it saw.
+        rank: number of the rank.
+        amax: its maximum.
         median: the lower median over the group.
     """
 
@@ -25,7 +25,7 @@ class Outlier:
 
 
 def contributor(seen: Mapping[int, float]) -> int:
-    """Return the rank that saw the largest value, the lowest where several did.
+    """The rank that saw the largest value, the lowest where several did.
 
     Args:
         seen: rank -> amax.
@@ -34,7 +34,7 @@ def contributor(seen: Mapping[int, float]) -> int:
 
 
 def outliers(key: str, seen: Mapping[int, float]) -> list[Outlier]:
-    """Return the ranks whose amax is OUTLIER_RATIO times the group's median or more.
+    """The ranks whose amax is OUTLIER_RATIO times the group's median or more.
 
     Such a rank decides the scale of its whole group. A tensor that half of the ranks or more never
     saw (median 0) has no scale to compare with and is left out.

@@ -4,14 +4,16 @@ Only statistics are merged; scales are derived again from the merged maxima, nev
 Ranks have to have measured the same nodes, with arrays of the same shapes, or the merge is refused
 with the node and the rank.
 
-The files do not say how the model was cut. What they say is enough for maxima: ranks whose weights
-have the same maxima, all of them, hold copies, and any other ranks hold parts.
+The files do not say how the model was cut. They say enough for maxima: ranks whose weights have the
+same maxima, all of them, hold copies, and any other ranks hold parts.
 
     inputs, weights     the maximum over the group, of copies and of parts
-    outputs             likewise; but where ranks hold parts, a row-parallel linear's output was seen before the cards' products
-                        were added up, so it is bounded by the sum of their maxima: |a + b| <= |a| + |b|. Where the toolkit also
-                        saw the sum, and one rank becomes of all parts, that maximum is taken instead
-    per channel         refused between parts, whose channels the files do not tell; of copies the maximum
+    outputs             the maximum too, but not of parts: there a row-parallel linear's output was
+                        seen before the cards' products were added up, so it is bounded by the sum
+                        of their maxima: |a + b| <= |a| + |b|. Where the toolkit also saw the sum,
+                        and all parts become one rank, that maximum is taken instead
+    per channel         refused between parts, whose channels the files do not tell; the maximum of
+                        copies
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ _SAME_RUN = "give the ranks of one run, with one version of the toolkit and one 
 
 @dataclass(kw_only=True)
 class MergeAccount:
-    """What is told about a merge beside its maxima.
+    """The record of a merge beside its maxima.
 
     Attributes:
         maxima: `<node>|<tensor>` -> the rank that set its maximum.
@@ -47,12 +49,12 @@ class MergeAccount:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Merged:
-    """What became of one group.
+    """The merge of one group.
 
     Attributes:
-        ranks: that were merged, ascending.
+        ranks: numbers of the ranks that were merged, ascending.
         missing: ranks of the group that were not there.
-        parts: how many different parts of the model they hold; 1 where all hold copies.
+        parts: number of different parts of the model that they hold; 1 where all hold copies.
     """
 
     triple: Triple
@@ -72,10 +74,10 @@ def unify_triples(
     """Merge the measurements of each group of ranks.
 
     Args:
-        triples: rank -> what it measured.
-        groups: ranks; group i becomes rank i, and where there is one group, rank -1.
-        world: how many ranks measured; None means that all are given.
-        allow_missing: whether ranks may be missing, where every rank holds a copy of the model.
+        triples: rank -> its measurement.
+        groups: ranks of each group; group i becomes rank i, and where there is one group, rank -1.
+        world: number of ranks that measured; None means that all are given.
+        allow_missing: ranks may be missing, where every rank holds a copy of the model.
 
     Raises:
         UsageError: the groups do not hold every rank exactly once, or differ in size.
@@ -111,7 +113,7 @@ def unify_triples(
 
 
 def _parts(triples: Mapping[int, Triple]) -> dict[int, int]:
-    """Return rank -> which part of the model it holds, numbered from 0; all 0 where every rank holds a copy."""
+    """Rank -> the part of the model that it holds, from 0; all 0 where every rank holds a copy."""
     seen: dict[object, int] = {}
     found = {}
     for rank, triple in sorted(triples.items()):
@@ -177,7 +179,8 @@ def _merge(
     members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int
 ) -> tuple[Triple, MergeAccount]:
     """Merge the ranks of one group."""
-    first, account = next(iter(members.values())), MergeAccount()
+    first = next(iter(members.values()))
+    account = MergeAccount()
     held = {rank: holds[rank] for rank in members}
     whole = set(held.values()) == set(holds.values())
     nodes = {}
@@ -224,7 +227,7 @@ def _merge_node(
     whole: bool,
     account: MergeAccount,
 ) -> Node:
-    """Return the node of the merged rank, and note in `account` who decided it."""
+    """The node of the merged rank, and note in `account` who decided it."""
     merged: dict[str, Tensor] = {}
     for key in next(iter(nodes.values())).tensors:
         seen = {rank: node.tensors[key] for rank, node in nodes.items()}
@@ -248,7 +251,7 @@ def _merge_node(
 
 
 def _bound(outputs: Mapping[int, Tensor], held: Mapping[int, int]) -> Tensor:
-    """Return the sum over the parts of the largest that any of its copies saw, [1, 1], rounded up."""
+    """The sum over the parts of the largest that any of its copies saw, [1, 1], rounded up."""
     largest: dict[int, float] = {}
     for rank, value in outputs.items():
         largest[held[rank]] = max(largest.get(held[rank], 0.0), value.max().item())

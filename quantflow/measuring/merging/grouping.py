@@ -1,4 +1,4 @@
-"""Which ranks become one: groups as people write them, and which of them make sense on a mesh of cards.
+"""The ranks that become one: groups as people write them, and whether they make sense on a mesh.
 
 Rank r of a mesh of dp replicas with tp cards each is card r % tp of replica r // tp.
 """
@@ -20,8 +20,7 @@ class Arrangement:
     Attributes:
         tp: cards of a replica afterwards.
         dp: replicas afterwards.
-        groups: for each rank afterwards the ranks that become it, one row per replica, cards in
-            order.
+        groups: ranks that become each rank afterwards, one row per replica, cards in order.
     """
 
     tp: int
@@ -30,7 +29,7 @@ class Arrangement:
 
 
 def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
-    """Read which ranks are merged, from the way people write it.
+    """Groups of ranks that are merged, from the way people write them.
 
     A group is a list of ranks and ranges, `0,1,2,3` or `4-7`. With at most ten ranks also digits
     alone: `0123` is ranks 0, 1, 2 and 3. With more than ten ranks `12` is rank 12, and `01` is
@@ -55,7 +54,7 @@ def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
 
 
 def consecutive_groups(count: int, world: int) -> list[list[int]]:
-    """Return `count` groups of neighbouring ranks.
+    """`count` groups of neighbouring ranks.
 
     Raises:
         UsageError: the ranks do not divide into so many groups.
@@ -95,7 +94,7 @@ def check_groups(groups: Sequence[Sequence[int]], world: int) -> None:
 
 
 def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
-    """Return the smaller mesh whose ranks these groups are, group i being rank i.
+    """The smaller mesh whose ranks these groups are, group i being rank i.
 
     A group takes the same neighbouring cards from each of its replicas: a card of a smaller mesh
     holds neighbouring slices, so a group of cards 0 and 2 would measure what no card holds.
@@ -113,7 +112,8 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
     size = len(rows[0][0])
     parts = tp // size
     for index, (group, where) in enumerate(zip(rows, told, strict=True)):
-        held, first = [rank % tp for rank in group[0]], index % parts * size
+        held = [rank % tp for rank in group[0]]
+        first = index % parts * size
         if tp % size or held != list(range(first, first + size)):
             due = (
                 f"{first} to {first + size - 1} are due"
@@ -137,7 +137,7 @@ def arrange(groups: Sequence[Sequence[int]], *, tp: int) -> Arrangement:
 
 
 def some(values: Iterable[int]) -> str:
-    """Return up to eight values in ascending order, for a message."""
+    """Up to eight values in ascending order, for a message."""
     listed = sorted(values)
     return (", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")) or "none"
 
@@ -168,7 +168,7 @@ def _parse_group(word: str, world: int) -> list[int]:
 
 
 def _rows(group: Sequence[int], tp: int, where: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of a group, one row per replica, after checking that each row has the same cards."""
+    """The ranks of a group, one row per replica; each row has to have the same cards."""
     rows: dict[int, list[int]] = {}
     for rank in sorted(group):
         rows.setdefault(rank // tp, []).append(rank)

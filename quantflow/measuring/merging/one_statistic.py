@@ -53,9 +53,9 @@ class Value(NamedTuple):
     """One statistic on one rank.
 
     Attributes:
-        who: what messages call the rank.
+        who: the rank's name in messages.
         tensor: the statistic.
-        channels: how many it must have.
+        channels: number of its channels.
     """
 
     who: str
@@ -70,13 +70,16 @@ def merge(
     layout: Layout,
     stacks: Sequence[Sequence[Sequence[int]]],
 ) -> tuple[Tensor, str]:
-    """Merge one statistic and return it with the name of the rule.
+    """Merge one statistic.
 
     Args:
-        key: which.
+        key: key of the statistic.
         replicas: its values, one row per replica, in rank order.
-        layout: how the cards of a replica share what flows there.
-        stacks: of each row the positions that hold the same share, in the order of the shares.
+        layout: sharing of the tensor's channels among the cards of a replica.
+        stacks: positions of each row that hold the same share, in the order of the shares.
+
+    Returns:
+        The statistic, and the name of the rule.
 
     Raises:
         StatisticsError: naming the rank and the values: a value cannot be one of this statistic,
@@ -100,7 +103,7 @@ def merge(
 
 
 def _within(key: Key, statistic: Statistic, layout: Layout) -> str:
-    """Return how the shares of one replica's cards are combined."""
+    """The rule that combines the shares of one replica's cards."""
     if layout == "samples":
         return statistic.fold
     if layout == "partial":
@@ -134,7 +137,7 @@ def _combined(key: Key, parts: Sequence[Value], rule: str) -> Value:
 
 
 def _bound(summands: Sequence[Tensor]) -> Tensor:
-    """Return the sum of extremes in float32, away from zero where it has to be rounded."""
+    """The sum of extremes in float32, away from zero where it has to be rounded."""
     exact = torch.stack(list(summands)).double().sum(dim=0)
     rounded = exact.float()
     short = rounded.double().abs() < exact.abs()
@@ -142,13 +145,15 @@ def _bound(summands: Sequence[Tensor]) -> Tensor:
 
 
 def _agreed(key: Key, values: Sequence[Value]) -> Value:
-    """Return the first of values that are statistics of the same numbers, after checking that they say the same."""
+    """The first of values that have to be equal, since they are statistics of the same numbers."""
     first = values[0]
     for other in values[1:]:
         if torch.equal(first.tensor, other.tensor):
             continue
         if first.tensor.shape != other.tensor.shape:
-            ours, theirs, entry = str(list(first.tensor.shape)), str(list(other.tensor.shape)), ""
+            ours = str(list(first.tensor.shape))
+            theirs = str(list(other.tensor.shape))
+            entry = ""
         else:
             apart = (first.tensor.double() - other.tensor.double()).abs()
             float_sum = statistic_named(key.statistic).is_sum and first.tensor.is_floating_point()
@@ -166,7 +171,8 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
 
 def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
     """Refuse values of another dtype or shape than they must have, NaN, Inf and the wrong sign."""
-    dtype, statistic = values[0].tensor.dtype, statistic_named(key.statistic)
+    dtype = values[0].tensor.dtype
+    statistic = statistic_named(key.statistic)
     shapes = {
         channels: statistic.shape(channels) for channels in {value.channels for value in values}
     }
@@ -191,7 +197,7 @@ def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
 
 
 def _fault(statistic: Statistic, tensor: Tensor) -> str | None:
-    """Return what this statistic cannot hold and does, if anything."""
+    """The fault of a value that this statistic cannot have, or None."""
     if not tensor.numel():
         return None
     low, high = (end.item() for end in torch.aminmax(tensor))

@@ -1,18 +1,19 @@
-"""Measured on many cards, deployed on fewer: the statistics of each group of ranks merged into those of one rank.
+"""Many ranks' statistics merged into those of fewer: measured on many cards, deployed on fewer.
 
 Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the
-shares of sharded tensors as merging.py says. Every way in which the ranks can disagree is an error
-that names the rank.
+shares of sharded tensors by the rules of one_statistic.py. Every way in which the ranks can
+disagree is an error that names the rank.
 
-What became of a group is in `unified` of its measurement:
+`unified` of a group's measurement records the merge:
 
-    world, mesh     of the ranks that were merged: how many, and {tp, dp, ep}
-    ranks, digests  of this group
+    world, mesh     number and mesh, {tp, dp, ep}, of the ranks that measured
+    ranks, digests  the ranks of this group
     missing         ranks of this group that were not there, which somebody allowed
-    merged          [{statistic, rule, count}]: how many statistics were merged by which rule
-    maxima          {key: rank}: which rank set each amax
-    outliers        [{key, rank, amax, median}]: ranks that saw eight times the median of the group, or more
-    bounds          keys that bound what was not measured
+    merged          [{statistic, rule, count}]: number of statistics that were merged by each rule
+    maxima          {key: rank}: the rank that set each amax
+    outliers        [{key, rank, amax, median}]: ranks that saw eight times the median of the group,
+                    or more
+    bounds          keys that bound a maximum that was not measured
     unseen          experts that got no token on any rank; quantize treats them as its recipe says
 """
 
@@ -42,7 +43,7 @@ Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
 @dataclass(kw_only=True)
 class _Account:
-    """What is told about a merge beside its statistics."""
+    """The record of a merge beside its statistics."""
 
     rules: Counter[tuple[str, str]] = field(default_factory=Counter)
     maxima: dict[str, int] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class _Account:
     bounds: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as `unified` has it."""
+        """The account as `unified` has it."""
         return {
             "merged": [
                 {"statistic": statistic, "rule": rule, "count": count}
@@ -82,9 +83,8 @@ def unify_each(
 
     Args:
         measurements: every rank's, in any order; statistics are read one at a time.
-        groups: ranks, as `parse_groups` returns them; group i becomes rank i.
-        allow_missing: whether replicas may be missing as a whole; `unified.missing` then names
-            their ranks.
+        groups: groups of ranks, see `parse_groups`; group i becomes rank i.
+        allow_missing: replicas may be missing as a whole; `unified.missing` then names their ranks.
 
     Yields:
         One measurement a group, with the group's samples in the order of the calibration set.
@@ -121,7 +121,7 @@ def unify_each(
 
 
 def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
-    """Return the placements of what a group holds together."""
+    """The placements of the tensors that a group holds together."""
     members = [member for row in grid for member in row]
     return {
         name: joined(member.meta["tensors"][name] for member in members)
@@ -130,7 +130,7 @@ def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
 
 
 def _expert_ranks(groups: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
-    """Return over how many ranks experts are spread: how many different sets of them the groups hold."""
+    """The number of ranks that experts are spread over: of different sets of them in the groups."""
     held = {
         frozenset(
             name
@@ -186,8 +186,10 @@ def _merge_group(
 
 
 def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
-    """Return what the ranks of a group have seen together, matrices merged when they are asked for, one by one."""
-    account, merged, later = _Account(), dict[str, Tensor](), dict[str, Later]()
+    """The statistics of a group's ranks together; matrices are merged one by one, on demand."""
+    account = _Account()
+    merged = dict[str, Tensor]()
+    later = dict[str, Later]()
     texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
     for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
         first = grid[0][0].meta["tensors"][name]
@@ -203,7 +205,7 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
             text = str(key)
             merging = partial(_merged, key, rows, widths, layout=layout(first, site), stacks=stacks)
             merged[text], rule = merging()
-            if is_matrix(text):  # looked at, and made again when it is written
+            if is_matrix(text):  # checked now, and merged again when it is written
                 later[text] = Later(spec_of(merged, text), partial(_first, merging))
                 del merged[text]
             account.rules[statistic, rule] += 1
@@ -223,7 +225,7 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
 def _merged(
     key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any
 ) -> tuple[Tensor, str]:
-    """Return a statistic of every rank merged, and by which rule."""
+    """A statistic of every rank merged, and by which rule."""
     values = [
         [
             Value(member.who, member.statistics[str(key)], width)
@@ -239,7 +241,7 @@ def _first(merging: Callable[[], tuple[Tensor, str]]) -> Tensor:
 
 
 def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str]) -> bool:
-    """Return whether a rank saw a site at all; the experts of other ranks it did not."""
+    """Whether a rank saw a site at all; the experts of other ranks it did not."""
     if member.meta["tensors"][name]["kind"] != "expert":
         return True
     keys = [str(Key(name, site, statistic)) for statistic in statistics]
@@ -255,7 +257,7 @@ def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str])
 def _unseen(
     tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]
 ) -> list[str]:
-    """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
+    """The experts of a group that got no token, or whose input has no statistics or empty ones."""
     experts = {
         name
         for name, placement in tensors.items()

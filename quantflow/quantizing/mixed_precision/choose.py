@@ -1,8 +1,10 @@
-"""Schemes chosen by measured sensitivities, beside stage 2's result: what was chosen and why, as files people read.
+"""Schemes chosen by measured sensitivities, and the files that tell people of the choice.
 
 recipe.yaml    the choice as a recipe: edit it and run it again
-choice.json    every option of every group of linears, its bits and what it is predicted to cost; the manifest has it too
-pareto.svg     predicted divergence against bits per weight: the best mixtures, uniform schemes, and what was chosen
+choice.json    every option of every group of linears with its bits and its predicted divergence;
+               the manifest has it too
+pareto.svg     predicted divergence against bits per weight: the best mixtures, uniform schemes,
+               and the choice
 """
 
 from collections.abc import Sequence
@@ -51,19 +53,19 @@ def mixture_of(
     parts: Sequence[str],
     progress: Progress,
 ) -> ChosenMixture:
-    """Return what can be chosen, kept in the folder or worked out from the weights and the measurement.
+    """The candidates of every linear, kept in the folder or computed from weights and measurement.
 
     Args:
-        folder: the stage's.
-        entry: the recipe's words.
-        plan: of the entry with its own scheme for every linear that is to be chosen for.
+        folder: the stage's folder.
+        entry: the artifact's part of the recipe.
+        plan: plan of the entry with its own scheme for every linear that is to be chosen for.
         model: the source folder.
-        given: the measurement's.
+        given: the measurement's folder.
         source: the model.
-        graph: its linears.
-        resources: how much memory there is.
-        parts: what the folder may hold where it is unfinished.
-        progress: told of each layer.
+        graph: names of its linears.
+        resources: memory and disk.
+        parts: names that an unfinished folder may hold.
+        progress: listener for each layer.
 
     Raises:
         StatisticsError: the measurement lacks a linear's sensitivities.
@@ -71,7 +73,7 @@ def mixture_of(
         ResourceError: the memory does not suffice.
     """
     measured, measurement = measurement_of(
-        given, plan, scheme=entry.scheme, source=source, progress=progress
+        given, plan, scheme=entry.scheme, source=source, graph=graph, progress=progress
     )
     assert measurement is not None  # the plan needs one
     with stage_folder.locked(folder), single_threaded():
@@ -113,7 +115,7 @@ def _worked_out(
     workers: Workers,
     progress: Progress,
 ) -> ChosenMixture:
-    """Return what can be chosen, from the weights and the measurement."""
+    """The candidates of every linear, from the weights and the measurement."""
     infos = source.checkpoint.infos
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
     kept = sorted(overridden(entry, graph) & schemes.keys())
@@ -143,7 +145,7 @@ def _worked_out(
 def tell(
     folder: Path, mixture: ChosenMixture, *, model: Path, revision: str | None, seed: int
 ) -> None:
-    """Write what was chosen, for people and for a manifest."""
+    """Write the choice, for people and for a manifest."""
     told = f"Schemes chosen for {_asked(mixture.entry)}: {mixture.told}."
     recipe = recipe_text(
         mixture.resolved(), model=str(model), revision=revision, seed=seed, told=told
@@ -154,7 +156,7 @@ def tell(
 
 
 def plot(mixture: ChosenMixture) -> str:
-    """Return the Pareto curve as SVG: predictions, corrected by what was measured where that is known."""
+    """The Pareto curve as SVG: predictions, corrected by what was measured where that is known."""
     factor = mixture.ratio
     options = [list(item.options.items()) for item in mixture.items]
     corners = [
@@ -198,7 +200,10 @@ def choice_in(folder: Path) -> SchemeChoice:
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the table of a choice, as COLUMNS names it, from choice.json: one row per scheme, and one for all of them."""
+    """The table of a choice from choice.json, with the columns of COLUMNS.
+
+    It has one row per scheme, and one for all of them.
+    """
     by_candidate: dict[int, list[tuple[int, int, float]]] = {}
     for item in record["items"]:
         option = next(one for one in item["options"] if one["candidate"] == item["chosen"])
@@ -221,7 +226,7 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def words(candidate: Candidate) -> str:
-    """Return a candidate as a label: `W4A16 g64`."""
+    """A candidate as a label: `W4A16 g64`."""
     return (
         candidate.scheme
         if candidate.group_size is None

@@ -1,13 +1,15 @@
-"""Mixed precision: which scheme each linear gets, so that the model's bits or its divergence keep to a limit.
+"""Mixed precision: a scheme for each linear, so that bits or divergence keep to a limit.
 
     target_bpw    the least predicted divergence with at most so many bits per quantized weight
-    max_kld       the fewest bits with at most so much divergence; predictions are corrected by what quantizing with the
-                  choice is then measured to cost, and schemes are chosen again until measured and wanted agree
+    max_kld       the fewest bits with at most so much divergence: predictions are corrected by the
+                  measured divergence of the choice, and schemes are chosen again until measured and
+                  wanted agree
 
-What every scheme of every linear takes and costs is worked out once
-(quantflow/quantizing/mixed_precision/sensitivity.py) and kept in <o>/.choice-KEY.json, beside what
-was measured in each round, so that a run that was stopped goes on there. A choice is also overrides
-of a recipe: a pattern for equal linears of several layers, for people to read and edit.
+The bits and the cost of every scheme of every linear are computed once
+(quantflow/quantizing/mixed_precision/sensitivity.py) and kept in <o>/.choice-KEY.json, beside the
+divergence measured in each round, so that a run that was stopped goes on there. A choice is also a
+list of overrides of a recipe: a pattern for equal linears of several layers, for people to read and
+edit.
 """
 
 import json
@@ -35,7 +37,14 @@ AIM = 0.97  # of it, once predictions are corrected: what is left of their error
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One choice that was quantized and measured: mean divergence predicted, uncorrected, and measured, nats per token."""
+    """One choice that was quantized and measured.
+
+    Attributes:
+        picks: the option of each item, by number.
+        predicted: mean divergence as predicted, uncorrected, nats per token.
+        measured: mean divergence as measured, nats per token.
+        accepted: the choice stays.
+    """
 
     picks: tuple[int, ...]
     predicted: float
@@ -45,15 +54,16 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenMixture:
-    """What can be chosen, and what was learned of it.
+    """The candidates of every linear, and the rounds of choosing among them.
 
     Attributes:
-        key: digest of what it was worked out from.
-        entry: the recipe's words.
-        items: linears that get one scheme, with what each candidate takes and costs.
-        tokens: over how many the divergence was predicted.
+        key: digest of its inputs.
+        entry: the artifact's part of the recipe.
+        graph: the model's linears.
+        items: linears that get one scheme, with the bits and the cost of each candidate.
+        tokens: number of tokens that the divergence was predicted over.
         fixed: weights and bits of the linears that overrides name.
-        rounds: those of earlier choices.
+        rounds: rounds of earlier choices.
     """
 
     key: str
@@ -66,21 +76,21 @@ class ChosenMixture:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """What is chosen from."""
+        """The schemes that are chosen from."""
         return candidates_of(self.entry)
 
     @property
     def weights(self) -> int:
-        """How many weights are quantized."""
+        """The number of quantized weights."""
         return self.fixed[0] + sum(item.weights for item in self.items)
 
     def bits_per_weight(self, picks: Sequence[int]) -> float:
-        """Return what a choice takes, scales and zero points included."""
+        """The bits per weight of a choice, scales and zero points included."""
         bits = sum(item.options[pick][0] for item, pick in zip(self.items, picks, strict=True))
         return (self.fixed[1] + bits) / self.weights
 
     def predicted(self, picks: Sequence[int]) -> float:
-        """Return the mean divergence that a choice is predicted to cost, nats per token, uncorrected."""
+        """The mean divergence that a choice is predicted to cost, nats per token, uncorrected."""
         return (
             sum(item.options[pick][1] for item, pick in zip(self.items, picks, strict=True))
             / self.tokens
@@ -93,7 +103,7 @@ class ChosenMixture:
 
     @property
     def measured(self) -> float | None:
-        """The mean divergence that the latest round measured, nats per token; None before the first."""
+        """The mean divergence of the latest round, nats per token; None before the first."""
         return self.rounds[-1].measured if self.rounds else None
 
     @property
@@ -137,7 +147,7 @@ class ChosenMixture:
         return min(holding, key=lambda one: self.bits_per_weight(one.picks)).picks
 
     def with_round(self, measured: float) -> "ChosenMixture":
-        """Return the mixture after its choice was quantized and measured; the round says whether it is accepted."""
+        """The mixture after its choice was measured; the round says whether it is accepted."""
         now = Round(
             picks=self.picks, predicted=self.predicted(self.picks), measured=measured, accepted=True
         )
@@ -154,7 +164,7 @@ class ChosenMixture:
         return then
 
     def resolved(self) -> Quantize:
-        """Return the entry that spells the choice out, as a recipe that is run again has it."""
+        """The entry that spells the choice out, as a recipe that is run again has it."""
         size = self.entry.group_size or preset(self.entry.scheme).weights.group_size
         base = Candidate(scheme=self.entry.scheme, group_size=size)
         chosen = {
@@ -171,7 +181,7 @@ class ChosenMixture:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the choice and everything that it was made from, as the manifest holds it."""
+        """The choice and everything that it was made from, as the manifest holds it."""
         return {
             "target_bpw": self.entry.target_bpw,
             "max_kld": self.entry.max_kld,
@@ -202,7 +212,7 @@ class ChosenMixture:
         }
 
     def _saves(self, picks: Sequence[int]) -> bool:
-        """Return whether the corrected choice takes fewer bits than another that holds."""
+        """Whether the corrected choice takes fewer bits than another that holds."""
         return self.bits_per_weight(self.picks) < self.bits_per_weight(picks)
 
     def _within_bits(self, target: float) -> tuple[int, ...]:
@@ -239,7 +249,7 @@ class ChosenMixture:
     def _least(
         self, items: Sequence[Mapping[int, tuple[float, float]]], limit: float
     ) -> tuple[int, ...] | None:
-        """Return the candidate of every item, by number."""
+        """The candidate of every item, by number."""
         found = least([list(options.values()) for options in items], limit)
         return (
             None
@@ -255,7 +265,7 @@ def _ratio(rounds: Sequence[Round]) -> float:
 
 
 def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
-    """Return the digest of what a choice is made from."""
+    """The digest of what a choice is made from."""
     later = ("scale_method", "scale_arithmetic")  # which older choices do not name
     given = {key: value for key, value in asdict(entry).items() if key not in later or value}
     words = {key: value for key, value in given.items() if key not in ("name", "expect")}
@@ -263,7 +273,10 @@ def key_of(entry: Quantize, *, model: str, measurement: str) -> str:
 
 
 def path_of(folder: Path, key: str) -> Path:
-    """Return where a choice is kept: apart from those of other inputs, since a finished result may need its own again."""
+    """The file that keeps a choice; choices of other inputs have others.
+
+    A finished result may need its own again.
+    """
     return folder / f".choice-{key[:16]}.json"
 
 
@@ -289,7 +302,7 @@ def write(folder: Path, mixture: ChosenMixture) -> None:
 
 
 def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixture | None:
-    """Return what was kept, or None where it is not there, damaged or of something else."""
+    """The mixture that the folder keeps; None where it is missing, damaged or of other inputs."""
     path = path_of(folder, key)
     if not path.is_file():
         return None
@@ -323,7 +336,7 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
 
 
 def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph) -> list[Override]:
-    """Return overrides that give every linear its candidate; those that get `base` need none.
+    """Overrides that give every linear its candidate; linears that get `base` need none.
 
     Args:
         chosen: linear -> candidate.
@@ -356,14 +369,14 @@ def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph
 
 
 def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int, told: str) -> str:
-    """Return the recipe that quantizes with the choice, as YAML.
+    """The recipe that quantizes with the choice, as YAML.
 
     Args:
         entry: the choice, spelled out.
         model: the source folder.
-        revision: of the source.
-        seed: of the run.
-        told: what the choice is, a sentence for the head of the file.
+        revision: revision of the source.
+        seed: seed of the run.
+        told: sentence about the choice for the head of the file.
     """
     lines = [
         f"# {told}",

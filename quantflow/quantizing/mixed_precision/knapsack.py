@@ -1,15 +1,15 @@
-"""One option for each of several items, so that the sum of one of their two numbers is least while the other's has a limit.
+"""One option for each of several items: the least sum of one number under a limit of the other's.
 
 The multiple-choice knapsack problem: an item is a group of linears, an option a scheme for it, with
 its bits and the divergence that it is expected to cost. Either number can be the one that is
 limited.
 
-For a price per unit of what is limited the best options are each item's own affair. As the price
+For a price per unit of the limited number the best options are each item's own affair. As the price
 falls they walk along the lower convex hull of all combinations, one step of one item at a time
 (`frontier`). Between two corners of the hull `least` goes on from the price at which the limit is
 reached: a combination better than the one at hand can only hold options that lose less at that
-price than it is from the bound that the price gives. What is left is searched item by item, keeping
-combinations that no other beats in both sums. Sources: Everett 1963, "Generalized Lagrange
+price than it is from the bound that the price gives. The other options are searched item by item,
+keeping combinations that no other beats in both sums. Sources: Everett 1963, "Generalized Lagrange
 multiplier method"; Kellerer, Pferschy, Pisinger 2004, "Knapsack problems", chapter 11 (hull, bounds
 and fixing of options); Nemhauser, Ullmann 1969 (lists of undominated sums).
 """
@@ -24,7 +24,10 @@ MOST_SUMS = 2000
 
 
 class _Step(NamedTuple):
-    """From one option of an item to the next on its hull: `gain` is what one unit more of what is limited saves."""
+    """A step from one option of an item to the next on its hull.
+
+    `gain` is the saving per unit of the limited number.
+    """
 
     gain: float
     item: int
@@ -35,9 +38,9 @@ class _Sums(NamedTuple):
     """A combination of the options of the first items.
 
     Attributes:
-        limited, small: the sums of its numbers.
-        loss: what it loses at the price, compared with the best options.
-        before, option: how it was made; None for no items.
+        limited, small: sums of its numbers.
+        loss: its loss at the price, compared with the best options.
+        before, option: the combination that it extends, and by which option; None for no items.
     """
 
     limited: float
@@ -48,7 +51,7 @@ class _Sums(NamedTuple):
 
 
 def frontier(items: Sequence[Sequence[Option]]) -> list[tuple[int, ...]]:
-    """Return the combinations at the corners of the lower convex hull, from the least of what is limited to the most.
+    """The combinations at the corners of the lower convex hull, in order of the limited number.
 
     Args:
         items: options of each, at least one.
@@ -66,14 +69,14 @@ def frontier(items: Sequence[Sequence[Option]]) -> list[tuple[int, ...]]:
 
 
 def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | None:
-    """Return the combination with the smallest second sum among those whose first sum is at most `limit`.
+    """The combination with the smallest second sum among those whose first sum is at most `limit`.
 
     It is the best one as long as no more than MOST_SUMS combinations have to be kept after an item;
     then still at most one step of one item worse than the hull.
 
     Args:
         items: options of each, at least one.
-        limit: of the sum of the options' first numbers.
+        limit: limit of the sum of the options' first numbers.
 
     Returns:
         The option of every item, by number; None where even the smallest first numbers add up to
@@ -84,7 +87,8 @@ def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | 
     used = _sum(items, picks, 0)
     if used > limit:
         return None
-    price, stopped = 0.0, set()
+    price = 0.0
+    stopped = set()
     for step in _steps(items, hulls):
         more = items[step.item][step.option][0] - items[step.item][picks[step.item]][0]
         if step.item not in stopped and used + more <= limit:
@@ -99,13 +103,13 @@ def least(items: Sequence[Sequence[Option]], limit: float) -> tuple[int, ...] | 
 def _better(
     items: Sequence[Sequence[Option]], limit: float, picks: tuple[int, ...], price: float
 ) -> tuple[int, ...] | None:
-    """Return the best combination that is better than `picks`, or None where there is none.
+    """The best combination that is better than `picks`, or None where there is none.
 
     Args:
-        items: as above.
-        limit: as above.
+        items: see `least`.
+        limit: see `least`.
         picks: a combination within the limit.
-        price: at which the hull crosses the limit.
+        price: price at which the hull crosses the limit.
     """
     best = [min(b + price * a for a, b in options) for options in items]
     gap = _sum(items, picks, 1) - (sum(best) - price * limit)
@@ -132,7 +136,7 @@ def _better(
 
 
 def _undominated(sums: list[_Sums]) -> list[_Sums]:
-    """Return the combinations that no other beats in both sums, at most MOST_SUMS of them."""
+    """The combinations that no other beats in both sums, at most MOST_SUMS of them."""
     kept: list[_Sums] = []
     for one in sorted(sums, key=lambda one: (one.limited, one.small)):
         if not kept or one.small < kept[-1].small:
@@ -149,7 +153,10 @@ def _options_of(sums: _Sums) -> tuple[int, ...]:
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
-    """Return the options at the corners of their lower convex hull, from the least first number on; a line has two corners."""
+    """The options at the corners of their lower convex hull, from the least first number on.
+
+    A line has two corners.
+    """
     kept: list[int] = []
     for number in sorted(range(len(options)), key=lambda number: options[number]):
         if kept and options[number][1] >= options[kept[-1]][1]:
@@ -163,7 +170,7 @@ def _hull(options: Sequence[Option]) -> list[int]:
 
 
 def _steps(items: Sequence[Sequence[Option]], hulls: Sequence[Sequence[int]]) -> list[_Step]:
-    """Return the steps along all hulls, the one that gains most first; those of an item in its own order."""
+    """The steps along all hulls, by gain, the largest first; those of an item in its own order."""
     steps = [
         _Step(_gain(items[item], before, after), item, after)
         for item, hull in enumerate(hulls)
@@ -173,7 +180,7 @@ def _steps(items: Sequence[Sequence[Option]], hulls: Sequence[Sequence[int]]) ->
 
 
 def _gain(options: Sequence[Option], before: int, after: int) -> float:
-    """Return what is saved per unit of what is limited from one option to a larger one."""
+    """The saving per unit of the limited number from one option to a larger one."""
     return (options[before][1] - options[after][1]) / (options[after][0] - options[before][0])
 
 

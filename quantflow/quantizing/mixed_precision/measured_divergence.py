@@ -1,9 +1,9 @@
-"""What a quantized model is measured to cost before it is finished: its divergence from the original on calibration text.
+"""The divergence of an unfinished quantized model from the original, on calibration text.
 
 Both models run layer by layer beside each other, so a layer of the source is read once: as it is
 for the original, then with its quantized linears in place; each has its own head where that is
 quantized too. The text is the head of the calibration set, which gptq has fitted the weights to;
-what a text that it has not seen costs is validate's to say.
+the cost on other text is validate's to say.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from quantflow.models.capture import LayerStream
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRounder
-from quantflow.models.load import open_source
+from quantflow.models.load import Source
 from quantflow.models.parameters import release_
 from quantflow.numerics.divergence import token_kld
 from quantflow.planning.plan import Plan
@@ -45,6 +45,7 @@ def settle(
     plan: Plan,
     *,
     model: Path,
+    source: Source,
     graph: Graph,
     measurement: Measurement,
     key: str,
@@ -54,21 +55,22 @@ def settle(
     progress: Progress,
     device: Device = HOST,
 ) -> bool:
-    """Return whether the schemes of the folder's layers cost what they may; then the choice is written beside them.
+    """Whether the folder's schemes cost no more than allowed; then the choice is written there.
 
     Args:
-        folder: the stage's, every layer finished.
-        mixture: what the schemes were chosen from; its rounds are kept in the folder.
-        plan: with the schemes.
+        folder: the stage's folder, every layer finished.
+        mixture: the candidates; its rounds are kept in the folder.
+        plan: plan with the chosen schemes.
         model: the source folder.
-        graph: its linears.
-        measurement: its sequences are compared on.
-        key: of what the layers were made from.
-        revision: of the source, for the recipe that is written.
-        seed: likewise.
-        resources: how much memory and disk there is.
-        progress: told of each layer.
-        device: where both models run.
+        source: the model.
+        graph: names of its linears.
+        measurement: measurement whose sequences the models are compared on.
+        key: digest of the layers' inputs.
+        revision: revision of the source, for the recipe that is written.
+        seed: seed of the run, for that recipe.
+        resources: memory and disk.
+        progress: listener for each layer.
+        device: device of both models.
     """
     after = mixture
     if not mixture.settled:
@@ -76,7 +78,7 @@ def settle(
         measured = divergence(
             folder,
             plan,
-            model=model,
+            source=source,
             graph=graph,
             sequences=sequences,
             key=key,
@@ -101,7 +103,7 @@ def divergence(
     folder: Path,
     plan: Plan,
     *,
-    model: Path,
+    source: Source,
     graph: Graph,
     sequences: list[Tensor],
     key: str,
@@ -110,12 +112,20 @@ def divergence(
     cache: KVRounder | None = None,
     device: Device = HOST,
 ) -> float:
-    """Return the mean KL divergence of a folder's quantized layers from the original, nats per token.
+    """The mean KL divergence of a folder's quantized layers from the original, nats per token.
 
-    `cache` is what the quantized layers' keys and values go through, where their cache is quantized
-    too.
+    Args:
+        folder: the stage's folder, every layer finished.
+        plan: its plan.
+        source: the original model.
+        graph: names of its linears.
+        sequences: token ids [S] of each sequence.
+        key: digest of the layers' inputs.
+        resources: memory and disk.
+        progress: listener for each layer.
+        cache: rounding of the quantized model's keys and values, where its cache is quantized too.
+        device: device of both models.
     """
-    source = open_source(model)
     scratch = folder.parent / f".{folder.name}.divergence"
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
@@ -186,8 +196,9 @@ def _logits(stream: LayerStream, hidden: dict[str, HiddenStates], name: str, num
 
 
 def _head(sequences: list[Tensor]) -> list[Tensor]:
-    """Return the first sequences, at least one, that have TOKENS tokens at most."""
-    found, left = list(sequences[:1]), TOKENS - len(sequences[0])
+    """The first sequences, at least one, that have TOKENS tokens at most."""
+    found = list(sequences[:1])
+    left = TOKENS - len(sequences[0])
     for sequence in sequences[1:]:
         left -= len(sequence)
         if left < 0:

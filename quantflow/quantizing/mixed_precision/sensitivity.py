@@ -1,7 +1,7 @@
-"""What each scheme of each group of linears would take in bits and is predicted to cost: one pass over the weights.
+"""The bits and the predicted cost of each scheme for each group of linears.
 
-Linears that runtimes fuse (q/k/v, gate/up) are one item, any other is one by itself. Of each weight
-a sample of rows is read.
+One pass over the weights computes them. Linears that runtimes fuse (q/k/v, gate/up) are one item,
+any other is one by itself. Of each weight a sample of rows is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,10 @@ class Item:
     """Linears that get one scheme.
 
     Attributes:
-        weights: how many weights they have.
-        options: of each candidate that fits, by its number: bits stored, and the divergence
-            predicted, in nats over all tokens.
+        linears: their names.
+        weights: number of their weights.
+        options: number of each candidate that fits -> bits stored, and the predicted divergence, in
+            nats over all tokens.
     """
 
     linears: tuple[str, ...]
@@ -46,7 +47,7 @@ class Item:
 
 
 def candidates_of(entry: Quantize) -> tuple[Candidate, ...]:
-    """Return the schemes that are chosen from: those named, or all that keep inputs as they are and zero points as the entry.
+    """The schemes to choose from: the entry's, or all with its inputs and zero points.
 
     Raises:
         UsageError: a candidate that rounds inputs, float8 among them, or that is no scheme.
@@ -82,15 +83,15 @@ def items_of(
     measurement: Measurement,
     workers: Workers,
 ) -> list[Item]:
-    """Return the items of a layer with what every candidate takes and costs.
+    """The items of a layer with the bits and the cost of every candidate.
 
     Args:
-        layer: which.
+        layer: the layer.
         wanted: the linears whose scheme is to be chosen.
-        candidates: as `candidates_of` returns them.
+        candidates: see `candidates_of`.
         source: the model.
-        measurement: with fisher's statistics.
-        workers: run linears.
+        measurement: measurement with fisher's statistics.
+        workers: threads that run linears.
 
     Raises:
         StatisticsError: the measurement lacks them.
@@ -142,8 +143,9 @@ def all_items(
     workers: Workers,
     progress: Progress,
 ) -> list[Item]:
-    """Return the items of every layer."""
-    candidates, known = candidates_of(entry), set(wanted)
+    """The items of every layer."""
+    candidates = candidates_of(entry)
+    known = set(wanted)
     items: list[Item] = []
     for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
         mine = [name for name in layer.linears if name in known]
@@ -160,7 +162,7 @@ def _divides(scheme: LinearScheme, in_features: int) -> bool:
 def _costs(
     schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement: Measurement, name: str
 ) -> dict[int, float]:
-    """Return what each scheme is predicted to cost at a linear."""
+    """The predicted cost of each scheme at a linear."""
     file, info = source.checkpoint.tensors[f"{name}.weight"]
     rows = sampled_rows(info.shape[0])
     weight = read_rows(source.checkpoint.folder / file, info, rows)

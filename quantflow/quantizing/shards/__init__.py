@@ -1,1 +1,1 @@
-"""What several cards quantize of one model, and one result made of it."""
+"""Each card's part of a model that several cards quantize."""

@@ -1,4 +1,4 @@
-"""How a model is cut over the cards that quantize it together, and the sizes that cannot be cut."""
+"""The cut of a model over cards that quantize it together; sizes that do not fit are refused."""
 
 from quantflow.distributed.sharding import placements
 from quantflow.errors import UsageError
@@ -11,9 +11,9 @@ from quantflow.quantizing.shards.share import CardShare
 
 
 def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[CardShare]:
-    """Return what each rank quantizes; reads config.json and headers alone.
+    """The share of each rank; config.json and headers alone are read.
 
-    Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
+    Fewer kv heads than ranks go to several ranks each, as runtimes do.
 
     Raises:
         UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are
@@ -24,11 +24,17 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
         raise UsageError(f"ranks={ranks}", "give 1 or more")
     for scheme in filter(None, plan.schemes.values()):
         if scheme.weights.granularity == "per_block":
-            told = f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, which a cut may split"
+            told = (
+                f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, "
+                "which a cut may split"
+            )
             raise UsageError(told, "choose scales per channel or group, or leave --ranks out")
         rule = scheme.weights.scale_rule
         if plan.file_to_file and rule is not None and rule.value == "OPT":
-            told = f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each card has a part"
+            told = (
+                f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each "
+                "card has a part"
+            )
             raise UsageError(
                 told, "use a method without search such as maxabs_hw, or leave --ranks out"
             )

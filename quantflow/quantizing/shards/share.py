@@ -1,10 +1,11 @@
-"""The part of each tensor that one card of N quantizes, a layer cut to it, and a layer put together from all cards' parts.
+"""The part of each tensor that one card of N quantizes; layers cut to parts, and put together.
 
-    <o>/rank-002-of-004/layers/00012.safetensors    the card's part of each tensor, in the part's own shape
-    <o>/rank-002-of-004/layers/00012.json           and in "placements" which part that is (quantflow.distributed.placement)
+    <o>/rank-002-of-004/layers/00012.safetensors    the card's part of each tensor, in its own shape
+    <o>/rank-002-of-004/layers/00012.json           the part's place, under "placements"
+                                                    (quantflow.distributed.placement)
 
-A linear that is cut by rows gives its bias the same rows. What is not cut (norms, the bias of a
-linear that is cut by columns) is whole in every shard: a shard is all that a card loads.
+A linear that is cut by rows gives its bias the same rows. Tensors that are not cut (norms, the bias
+of a linear that is cut by columns) are whole in every shard: a shard is all that a card loads.
 
 Where the model runs, every card has the whole layer and writes its part of it. So scales are the
 whole weight's, nothing is rounded again when parts are put together, and the source is not needed
@@ -41,7 +42,7 @@ Schemes = Mapping[str, LinearScheme | None]  # linear -> how it was quantized
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Where a card's part of a tensor lies in the source's tensor.
+    """The place of a card's part in the source's tensor.
 
     Attributes:
         rows: start and stop along the first axis.
@@ -53,7 +54,7 @@ class Part:
 
 
 class RankOf(TypedDict):
-    """Which card of how many a shard is, as its DONE.json says."""
+    """The number of a shard's card, and of all cards, from its DONE.json."""
 
     rank: Annotated[int, Between(0, MOST_RANKS)]
     world: Annotated[int, Between(1, MOST_RANKS)]
@@ -61,11 +62,11 @@ class RankOf(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class CardShare:
-    """What one card holds.
+    """The part of every tensor that one card holds.
 
     Attributes:
-        rank, world: which card of how many.
-        placements: linear -> which part of its weight; a linear that is not there is held whole.
+        rank, world: number of the card, and of all cards.
+        placements: linear -> the part of its weight; a linear that is not there is held whole.
     """
 
     rank: int = 0
@@ -73,7 +74,7 @@ class CardShare:
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def part(self, info: TensorInfo) -> Part:
-        """Return which part of a source tensor the card holds."""
+        """The card's part of a source tensor."""
         linear, _, leaf = info.name.rpartition(".")
         placement = self.placements.get(linear, {"axis": None})
         if placement["axis"] is not None and leaf in ("weight", "bias"):
@@ -85,8 +86,9 @@ class CardShare:
         return Part(rows=slice(0, info.shape[0] if info.shape else 1))
 
     def info(self, info: TensorInfo) -> TensorInfo:
-        """Return the card's part of a source tensor with the part's own shape and size; its place in the file is left."""
-        part, shape = self.part(info), info.shape
+        """The card's part of a source tensor with its own shape and size; its file offset stays."""
+        part = self.part(info)
+        shape = info.shape
         if shape:
             shape = (part.rows.stop - part.rows.start, *shape[1:])
         if part.columns is not None:
@@ -98,14 +100,14 @@ class CardShare:
         )
 
     def record(self, layer: Layer) -> dict[str, Any]:
-        """Return what a layer's record says about the parts in its file; nothing where they are whole."""
+        """The record's entry on the parts in a layer's file; empty where they are whole."""
         if self.world == 1:
             return {}
         names = [name for group in layer.groups for name in group.linears]
         return {"placements": {name: dict(self.placements[name]) for name in names}}
 
     def inputs(self) -> dict[str, Any]:
-        """Return what a state key and DONE.json say about the share; nothing where it is everything."""
+        """The entry of a state key and DONE.json on the share; empty where it is everything."""
         return {} if self.world == 1 else {"share": {"rank": self.rank, "world": self.world}}
 
 
@@ -115,7 +117,7 @@ CardTensors = tuple[CardShare, Mapping[str, Tensor]]
 
 
 def shard_folders(folder: Path) -> list[Path]:
-    """Return the shards of a quantized model in a folder, in order of their names; none where it holds something else."""
+    """The shards of a quantized model in a folder, by name; empty for another folder."""
     found = sorted(
         path
         for path in folder.glob("rank-*")
@@ -144,18 +146,19 @@ def refuse_shards(folder: Path) -> None:
 def sliced(
     tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare
 ) -> dict[str, Tensor]:
-    """Return a card's part of what a layer's file holds.
+    """A card's part of a layer's file.
 
     Args:
-        tensors: of the whole layer, by their names in the file.
-        linears: of the layer.
-        schemes: linear -> how it was quantized.
-        share: what the card holds; what it does not name is whole.
+        tensors: tensors of the whole layer, by their names in the file.
+        linears: names of the layer's linears.
+        schemes: linear -> its scheme.
+        share: the card's part; a linear that it does not name is whole.
     """
     found = dict(tensors)
     for name in linears:
         placement = share.placements.get(name, {"axis": None})
-        axis, bias = placement["axis"], f"{name}.bias"
+        axis = placement["axis"]
+        bias = f"{name}.bias"
         if axis is None:
             continue
         part = slice(placement["offset"], placement["offset"] + placement["length"])
@@ -177,21 +180,23 @@ def sliced(
 def put_together(
     parts: Sequence[CardTensors], linears: Sequence[str], schemes: Schemes
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return what a layer's file holds from the parts of neighbouring cards, and of how many of them each linear is.
+    """A layer's file from the parts of neighbouring cards, and the number of parts of each linear.
 
     Args:
-        parts: in the order of the cards. What is not cut is the first card's; of copies too.
-        linears: of the layer.
-        schemes: linear -> how it was quantized.
+        parts: tensors of each card, in order; uncut and copied tensors are the first card's.
+        linears: names of the layer's linears.
+        schemes: linear -> its scheme.
     """
-    found, counts = dict(parts[0][1]), {}
+    found = dict(parts[0][1])
+    counts = {}
     for name in linears:
         holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
         held = [holders[span] for span in sorted(holders)]
         counts[name], axis = len(held), parts[0][0].placements[name]["axis"]
         if len(held) == 1:
             continue
-        bias, scheme = f"{name}.bias", schemes[name]
+        bias = f"{name}.bias"
+        scheme = schemes[name]
         if axis == 0 and bias in found:
             found[bias] = torch.cat([tensors[bias] for tensors in held])
         if scheme is None:
@@ -208,6 +213,6 @@ def put_together(
 
 
 def _span(share: CardShare, name: str) -> tuple[int, int]:
-    """Return where a card's part of a linear begins, and its length; 0 where it is whole."""
+    """The start of a card's part of a linear, and its length; 0 where it is whole."""
     placement = share.placements[name]
     return placement["offset"], placement.get("length", 0)

@@ -78,7 +78,10 @@ def test_more_ranks_than_processors_are_refused(machine):
 def test_this_machine_has_cores_for_one_rank_that_this_process_may_use():
     (cores,) = cores_of(1)
     assert cores and cores <= os.sched_getaffinity(0)
-    program = f"import os; os.sched_setaffinity(0, {set(cores)}); print(os.sched_getaffinity(0) == {set(cores)})"
+    program = (
+        f"import os; os.sched_setaffinity(0, {set(cores)}); "
+        f"print(os.sched_getaffinity(0) == {set(cores)})"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=True

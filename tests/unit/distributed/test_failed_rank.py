@@ -1,4 +1,4 @@
-"""A rank whose work failed ends with its code, whatever torch's open process group does when the interpreter is taken down."""
+"""A rank that failed ends with its code, whatever torch's open process group does at the end."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Parts of a weight put together are the weight quantized whole, bit for bit; and what cannot be put together."""
+"""Parts of a weight put together are the weight quantized whole, bit for bit, or are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Ranks are started by us and by nobody else, end together, and are named by the one that failed."""
+"""Ranks are started by us alone, end together, and the one that failed is named."""
 
 import os
 import socket
@@ -141,7 +141,10 @@ def test_nobody_failed_where_all_ended_well():
 def test_a_child_imports_nothing_from_the_folder_that_it_is_started_in(tmp_path):
     for name in ("random", "torch", "quantflow"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('code of the folder ran')")
-    program = "import random, sys, subprocess; subprocess.run([sys.executable, '-c', 'import random'], check=True)"
+    program = (
+        "import random, sys, subprocess; "
+        "subprocess.run([sys.executable, '-c', 'import random'], check=True)"
+    )
     (tmp_path / "runs.py").write_text("raise SystemExit('code of the folder ran')")
     command = [*child_process.python_module("timeit")[:2], "-c", program]
     subprocess.run(command, cwd=tmp_path, env=child_process.environment(), check=True)
@@ -171,7 +174,7 @@ class Nothing:
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Return a function that launches ranks which run `body`, and returns what `launch` does."""
+    """A function that launches ranks which run `body`, and returns what `launch` does."""
 
     def run(body, *, ranks=2, stream=None):
         script = tmp_path / "rank.py"
@@ -188,13 +191,19 @@ def started(monkeypatch, tmp_path):
 
 def test_the_first_ranks_output_and_result_come_back_and_the_others_are_hushed(started):
     pieces = []
-    body = "print('rank', rank, 'of', world)\nif rank == 0: open(sys.argv[1] + '/result.json', 'w').write('{\"tokens\": 3}')"
+    body = (
+        "print('rank', rank, 'of', world)\n"
+        "if rank == 0: open(sys.argv[1] + '/result.json', 'w').write('{\"tokens\": 3}')"
+    )
     assert started(body, ranks=3, stream=pieces.append) == {"tokens": 3}
     assert "".join(pieces) == "rank 0 of 3\n"
 
 
 def test_a_rank_that_fails_ends_the_others_and_its_sentence_and_code_are_raised(started):
-    body = "if rank == 0: time.sleep(600)\nsys.stderr.write('error: x.npz: differs\\n  fix: copy it again\\n'); sys.exit(7)"
+    body = (
+        "if rank == 0: time.sleep(600)\n"
+        "sys.stderr.write('error: x.npz: differs\\n  fix: copy it again\\n'); sys.exit(7)"
+    )
     began = time.monotonic()
     with pytest.raises(IntegrityError, match="rank 1 of 2 failed: x.npz: differs") as caught:
         started(body)
@@ -203,7 +212,11 @@ def test_a_rank_that_fails_ends_the_others_and_its_sentence_and_code_are_raised(
 
 
 def test_a_rank_that_does_not_end_when_it_is_asked_is_killed(started):
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 0: time.sleep(600)\ntime.sleep(0.5); sys.exit(2)"
+    body = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if rank == 0: time.sleep(600)\n"
+        "time.sleep(0.5); sys.exit(2)"
+    )
     began = time.monotonic()
     with pytest.raises(UsageError, match="rank 1 of 2 failed"):
         started(body)
@@ -216,13 +229,20 @@ def test_a_killed_rank_is_named(started):
 
 
 def test_a_rank_that_writes_bytes_that_are_no_text_is_still_heard(started):
-    body = "sys.stderr.buffer.write(b'\\xff\\xfe\\n'); sys.stderr.write('error: m: empty\\n'); sys.exit(3)"
+    body = (
+        "sys.stderr.buffer.write(b'\\xff\\xfe\\n'); "
+        "sys.stderr.write('error: m: empty\\n'); sys.exit(3)"
+    )
     with pytest.raises(InputError, match="failed: m: empty"):
         started(body)
 
 
 def test_a_process_that_a_rank_leaves_does_not_hold_up_the_end(started):
-    body = "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])\nsys.exit(5)"
+    body = (
+        "import subprocess; "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])\n"
+        "sys.exit(5)"
+    )
     began = time.monotonic()
     with pytest.raises(QuantflowError):
         started(body)
@@ -231,7 +251,7 @@ def test_a_process_that_a_rank_leaves_does_not_hold_up_the_end(started):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are looked for in /proc")
 def test_ranks_listen_on_the_loopback_interface_alone(tmp_path):
-    """Two processes that make torch's group as ours do; a third machine could connect to no port of theirs."""
+    """Two processes that make torch's group as ours do; no port of theirs is reachable."""
     program = (
         "import datetime, os, sys, time, torch\n"
         "from torch import distributed\n"
@@ -263,7 +283,7 @@ def test_ranks_listen_on_the_loopback_interface_alone(tmp_path):
 
 
 def listening(process: int) -> list[str]:
-    """Return the addresses at which a process accepts connections."""
+    """The addresses at which a process accepts connections."""
     inodes = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         target = os.readlink(descriptor)

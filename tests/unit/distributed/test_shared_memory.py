@@ -1,4 +1,4 @@
-"""Ranks that map the same memory get what all of them put there, in order, whatever its size; here they are threads."""
+"""Ranks that map the same memory get all parts in order, of any size; here they are threads."""
 
 import os
 import subprocess

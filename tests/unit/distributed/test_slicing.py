@@ -1,4 +1,4 @@
-"""A weight that is cut and put together is the same weight; a part keeps the scales of the whole."""
+"""A weight that is cut and put together is the same; a part keeps the scales of the whole."""
 
 import pytest
 import torch

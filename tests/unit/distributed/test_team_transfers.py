@@ -1,4 +1,4 @@
-"""Cards exchange the inputs of their groups over a backend that keeps the order of each pair, as NCCL does."""
+"""Cards exchange inputs of groups over a backend that keeps each pair's order, as NCCL does."""
 
 import threading
 from collections import defaultdict
@@ -16,7 +16,7 @@ SECONDS = 20.0  # in which two that wait for each other are found out
 
 
 class Wires:
-    """What a backend without tags does: the operations of two cards with each other are done in each one's order.
+    """A backend without tags: two cards' operations with each other keep each one's order.
 
     A send ends when the other card receives it, and no operation of a pair begins before the one
     before it has ended.
@@ -64,7 +64,7 @@ class Wires:
 
 
 def values(sequence, number, tokens):
-    """Return the input that a sequence gives a group."""
+    """The input that a sequence gives a group."""
     return torch.full((1, tokens, FEATURES[number]), float(100 * sequence + number))
 
 

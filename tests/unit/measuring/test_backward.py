@@ -1,4 +1,4 @@
-"""Gradients brought back layer by layer are those of the whole model, and their squares predict the KL divergence."""
+"""Gradients layer by layer are the whole model's, and their squares predict the KL divergence."""
 
 import copy
 from dataclasses import replace
@@ -52,7 +52,7 @@ def opened(folder, name="llama"):
 
 
 def layer_inputs(stream, sequences):
-    """Every layer's input and the last one's output, [layer][sequence], with the states that say how layers are called."""
+    """Every layer's input and the last one's output, [layer][sequence], with their states."""
     states = stream.begin(sequences)
     inputs = [[state.hidden.clone() for state in states]]
     for layer in stream.graph.layers:
@@ -69,7 +69,7 @@ def entering(state, hidden):
 
 
 def streamed(stream, sequences, *, workers=None):
-    """Return (sequence, linear) -> (x, g), and (sequence, layer) -> the gradient by the layer's input."""
+    """(sequence, linear) -> (x, g), and (sequence, layer) -> the gradient by the input."""
     states, inputs = layer_inputs(stream, sequences)
     found, by_layer = {}, {}
     with stream.head():
@@ -94,7 +94,7 @@ def streamed(stream, sequences, *, workers=None):
 
 
 def whole(model, sequence, index, names):
-    """The same by autograd through the whole model at once; the loss is written with the labels that the seed draws."""
+    """The same by autograd through the whole model, with the labels that the seed draws."""
     model = copy.deepcopy(model).requires_grad_(False)
     seen = {}
     for name in names:
@@ -186,7 +186,7 @@ def test_labels_belong_to_the_seed_and_the_number_of_the_sequence():
 def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_of_a_weight_makes(
     tmp_path,
 ):
-    """Why the labels are drawn from the model: the mean over draws of <g, dy>^2 / 2 is then the KL divergence itself."""
+    """With labels that the model draws, the mean of <g, dy>^2 / 2 is the KL divergence itself."""
     model, stream = opened(tmp_path)
     sequence = SEQUENCES[0]
     linear = "model.layers.1.mlp.down_proj"

@@ -1,4 +1,4 @@
-"""What measure says of the text: what it got of what was asked for, and at the end what was measured."""
+"""The lines of measure about its text: a text that is too short, and the total at the end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""One tensor of any shape, cut by any plan over any mesh: its shares unified are the tensor's statistics, bit for bit.
+"""A tensor cut by any plan over any mesh: its shares unified are its statistics, bit for bit.
 
 Values are random floats. Every statistic but a sum is exact whatever the order; sums of floats are
 compared in test_sharded_property.py, on values that add up exactly.
@@ -22,7 +22,7 @@ def divisors(number):
 
 
 class Tensors:
-    """A linear that a plan cuts over tp cards, on dp replicas, and everything that flows around it."""
+    """A linear that a plan cuts over tp cards, on dp replicas, and all values around it."""
 
     def __init__(self, draw):
         self.tp, self.dp = draw.randint(1, 8), draw.randint(1, 3)
@@ -63,7 +63,7 @@ class Tensors:
         return [index for index in range(len(self.lengths)) if index % self.dp in replicas]
 
     def seen(self, replicas, cards, statistics_of):
-        """Every statistic of what these cards of these replicas have of the tensor, computed from the whole."""
+        """Every statistic of these cards' and replicas' share, computed from the whole."""
         held = [share("linear", self.whole, cards=self.tp, card=card) for card in cards]
         axis = {"column": 0, "row": 1}.get(self.plan)
         channels = slice(None)
@@ -124,7 +124,7 @@ class Tensors:
 
 
 def grouping(draw, tp, dp):
-    """Any partition of the replicas into sets of one size, and of the cards into runs of one length: [(replicas, cards)]."""
+    """Replicas in sets of one size, and cards in runs of one length: [(replicas, cards)]."""
     deep, wide = draw.choice(divisors(dp)), draw.choice(divisors(tp))
     replicas = draw.sample(range(dp), dp)
     sets = [sorted(replicas[first : first + deep]) for first in range(0, dp, deep)]

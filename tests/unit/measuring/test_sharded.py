@@ -313,7 +313,8 @@ def test_shares_that_do_not_follow_the_cards_are_refused(simulation, offsets):
     ]
     with pytest.raises(
         StatisticsError,
-        match=rf"up: 4 cards hold {offsets[0]}-{offsets[0] + length}, .* of 8 along axis 0, in turn",
+        match=rf"up: 4 cards hold {offsets[0]}-{offsets[0] + length}, "
+        r".* of 8 along axis 0, in turn",
     ):
         unify(ranks, [[0, 1], [2, 3]])
 
@@ -376,7 +377,8 @@ def test_a_missing_replica_may_be_allowed_and_a_missing_card_never(made):
     )
     with pytest.raises(
         InputError,
-        match=r"replica 1 \(ranks 2 to 3\): 3 missing beside rank 2, whose tensors are then without",
+        match=r"replica 1 \(ranks 2 to 3\): 3 missing beside rank 2, "
+        "whose tensors are then without",
     ):
         unify(ranks[:3], [[0, 1, 2, 3]], allow_missing=True)
     with pytest.raises(InputError, match=r"missing 2, 3"):

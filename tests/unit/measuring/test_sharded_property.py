@@ -1,4 +1,4 @@
-"""Statistics of shares, unified in any way that makes sense, are those of the whole, bit for bit."""
+"""Statistics of shares, unified in any valid way, are those of the whole, bit for bit."""
 
 import random
 
@@ -40,7 +40,7 @@ def draw(random, simulation):
 
 
 def bounds(made, site, replicas, run):
-    """Extremes that summands allow: in each replica the sum over the cards, then over the replicas."""
+    """Extremes that summands allow: the sum over each replica's cards, then over replicas."""
     found = {"amax": [], "channel_amax": [], "min_val": [], "max_val": []}
     for replica in replicas:
         parts = [

@@ -16,7 +16,7 @@ from quantflow.measuring.stored import Headers, StoredStatistics, read_small, wr
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A megabyte of tensors of the three dtypes and every kind of shape: more than is read at once."""
+    """A megabyte of tensors, three dtypes, every kind of shape: more than one read takes."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for number in range(120):

@@ -265,7 +265,10 @@ def test_another_seed_gives_another_order_and_fewer_samples_a_prefix():
 
 @pytest.mark.parametrize("documents", [[[4]], [[], [1]]])
 def test_documents_of_one_token_are_refused(documents):
-    message = rf"{len(documents)} documents of at most 1 token, 2 tokens are needed; give longer documents"
+    message = (
+        rf"{len(documents)} documents of at most 1 token, 2 tokens are needed; give longer "
+        "documents"
+    )
     with pytest.raises(InputError, match=message):
         select(documents, 4, sequence_length=8, seed=0)
 

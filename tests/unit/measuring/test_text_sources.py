@@ -19,7 +19,7 @@ from quantflow.shipped import CALIBRATION, EVALUATION
 
 @pytest.fixture
 def datasets(monkeypatch, tmp_path):
-    """The package `datasets` with made-up data sets: name -> splits, or rows of an asked split; asked for is kept."""
+    """The package `datasets` with made-up data sets: name -> splits, or rows of one split."""
     tables = {
         "org/plain": {
             "test": [{"text": "held out"}],

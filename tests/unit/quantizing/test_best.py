@@ -1,4 +1,4 @@
-"""`--algorithm best` and `good`: gradients measured, weights rounded by them, resumed, refused where it does not fit."""
+"""`--algorithm best` and `good`: gradients measured, weights rounded, resumed, refused."""
 
 import json
 import weakref
@@ -171,7 +171,7 @@ class Stopped(BaseException):
 
 
 def stopping(*, before=None, inside=None):
-    """A progress that ends the run before so many layers of the way back, or where a sequence has gone through one."""
+    """A progress that ends the run after so many layers of the way back, or sequences of one."""
     seen, back = [], ("measure backwards", "layer")
 
     class StopAt(ProgressLine):
@@ -237,7 +237,7 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
 def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(
     llama, text_files, tmp_path, monkeypatch
 ):
-    """Nor is it what a measurement in bfloat16 would be: the CPU is part of what it is made from."""
+    """Nor does it equal one in bfloat16: the CPU is part of a measurement's inputs."""
     job = MeasureJob(
         model=llama,
         output=tmp_path,
@@ -431,7 +431,7 @@ def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_fil
 
 @pytest.mark.parametrize("word", COMBINATIONS)
 def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, word):
-    """A combination is its parts: the same tensors, byte by byte; records differ by the words of the recipe."""
+    """A combination is its parts: the same tensors; records differ by the recipe's words."""
     combination = COMBINATIONS[word]
     tune = Tune(steps=2, sequences=2)
     entry = replace(ENTRY, algorithm=word, tune=tune)
@@ -445,7 +445,7 @@ def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, wo
 
 
 def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
-    """Return what yaqa was given of each linear: its weight, its own gradients and the Hessian of its input, in float64."""
+    """The weight, gradients and input Hessian that yaqa got for each linear, in float64."""
     seen, original = {}, yaqa.quantize_group
 
     def watched(weights, scheme, *, statistics, **options):
@@ -467,7 +467,7 @@ def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
 def test_smoothing_changes_weights_hessians_and_gradients_so_that_no_output_counts_otherwise(
     llama, measured, tmp_path, monkeypatch
 ):
-    """The gradient by y / d is d times that by y, so that tr(G W H W^T) stays; without that v and up would count as others."""
+    """The gradient by y / d is d times that by y, so tr(G W H W^T) stays, for v and up too."""
     plain = given_to_yaqa(llama, measured, tmp_path / "1", monkeypatch, transforms=())
     smooth = given_to_yaqa(llama, measured, tmp_path / "2", monkeypatch, transforms=({"awq": {}},))
     fed = [name for name in plain if not torch.equal(plain[name][1], smooth[name][1])]
@@ -495,7 +495,7 @@ def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
     assert statistics_for([entry]) == ("channel_amax", "min_max")
 
 
-def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monkeypatch):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
         made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
@@ -506,6 +506,8 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
         options=Measure(stats=()),
     )
     measure.run(job, QUIET)
+    # as for measurements that cannot be completed, such as those of several ranks
+    monkeypatch.setattr(quantize, "completed", lambda job, progress: job.measurement)
     with pytest.raises(
         StatisticsError,
         match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient",

@@ -1,4 +1,4 @@
-"""Weights from file to file: the same bytes as through memory, cut anywhere, continued anywhere, and bounded."""
+"""Weights from file to file: the bytes of memory's way, cut and continued anywhere, bounded."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""Linears that the user names: weights of any model are rounded from file to file, its code is not run."""
+"""Linears that the user names: any model's weights are rounded from file to file, unrun."""
 
 import json
 
@@ -25,7 +25,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return a model whose layers no trace reads: XLM keeps attentions and feed-forwards in two lists."""
+    """A model whose layers no trace reads: XLM has attentions and feed-forwards in two lists."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING["xlm"](vocab_size=96, emb_dim=64, n_layers=2, n_heads=4)
     folder = tmp_path_factory.mktemp("xlm") / "model"

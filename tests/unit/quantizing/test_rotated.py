@@ -1,4 +1,4 @@
-"""Inputs that are mixed on the way: the hook comes with the weights of a layer, goes with them, and keeps its function."""
+"""Inputs rotated at run time: the hook comes and goes with the weights, the function stays."""
 
 from types import MappingProxyType
 

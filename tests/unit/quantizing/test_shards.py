@@ -1,4 +1,4 @@
-"""What N cards quantize, unified, is what one process quantizes: every byte of it, and of the artifact that is exported."""
+"""N cards' shards, unified, are one process's result, byte by byte, and so is the artifact."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def small_units(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads, two for keys and values; one card's part of some rows, and some rows, are zeros; biases."""
+    """Four heads, two kv heads, biases; one card's part of some rows is zeros, and some rows."""
     folder = tmp_path_factory.mktemp("models") / "grouped"
     torch.manual_seed(1)
     shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -79,7 +79,7 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every visible file of a quantize folder, but of those that say how it was made."""
+    """The sha256 of a quantize folder's visible files, but of those about its inputs."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

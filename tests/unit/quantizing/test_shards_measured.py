@@ -1,4 +1,4 @@
-"""Static inputs and a scale for a whole weight on N cards: unified, the tensors are those of one process."""
+"""Static inputs, and one scale per weight, on N cards: unified, the tensors are one process's."""
 
 import json
 import shutil
@@ -50,8 +50,11 @@ def tensors(folder: Path, layer: int = 0) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four heads, two for keys and values. Card 1 of 4 has the largest query, card 0's part of layer 0's o_proj and all of
-    layer 1's down_proj are zeros: their scale is 1, and every other one is smaller."""
+    """Four heads, two kv heads.
+
+    Card 1 of 4 has the largest query. Card 0's part of layer 0's o_proj and all of layer 1's
+    down_proj are zeros: their scale is 1, and every other one is smaller.
+    """
     folder = tmp_path_factory.mktemp("models") / "measured"
     torch.manual_seed(4)
     shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

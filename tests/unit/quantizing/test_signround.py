@@ -1,4 +1,4 @@
-"""`--algorithm signround`: what is learned, on which inputs, from which start; what is recorded, counted and refused."""
+"""`--algorithm signround`: learning, its inputs and start, its records, memory and refusals."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,14 @@ from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
-from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, recipe_from
+from quantflow.planning.recipe import (
+    Calibration,
+    Measure,
+    Override,
+    Quantize,
+    SignRound,
+    recipe_from,
+)
 from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for
 from quantflow.quantizing import quantize
 from quantflow.quantizing.job import QuantizeJob
@@ -31,9 +38,12 @@ ENTRY = Quantize(
 )
 
 
-def measured_of(model, text_files, folder, **options):
+def measured_of(model, text_files, folder, stats=None):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
+    job = MeasureJob(
+        model=model, output=folder, calibration=calibration, options=Measure(stats=stats)
+    )
+    measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
 
 

@@ -191,7 +191,7 @@ def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(
 def test_a_weight_that_is_not_finite_in_a_later_layer_leaves_the_finished_layers(
     llama, text_files, tmp_path
 ):
-    """The same command, with the model repaired, is another model: its layers are made anew. Nothing final is written."""
+    """The repaired model is another one: its layers are made anew. Nothing final is written."""
     measurement = measured(llama, text_files, tmp_path / "measured")
     model = shutil.copytree(llama, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

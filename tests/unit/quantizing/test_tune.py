@@ -1,4 +1,4 @@
-"""`tune`: scales of a whole model follow what it predicts; what is recorded, resumed, kept, counted and refused."""
+"""`tune`: scales follow the model's predictions; records, resuming, memory and refusals."""
 
 import json
 from dataclasses import replace
@@ -186,7 +186,7 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(
 def test_the_first_step_is_against_the_gradient_of_the_whole_model(
     llama, measured, untuned, tmp_path, monkeypatch, products, tokens, tolerance
 ):
-    """By autograd through transformers' model, of the sequences of the first step; `tokens` at once through the head."""
+    """The first step's slopes by autograd through transformers' model, `tokens` per head part."""
     monkeypatch.setattr(determinism, "products", lambda _device: products)
     monkeypatch.setattr(stand_ins, "LOGITS", 1)
     monkeypatch.setattr(stand_ins, "FEWEST", tokens)
@@ -239,7 +239,7 @@ def test_products_in_bfloat16_gain_what_those_in_float32_gain(
 def test_the_original_is_that_of_the_model_where_layers_are_quantized_on_quantized_inputs(
     llama, measured, tmp_path
 ):
-    """Then nothing of the original passes through the layers while they are quantized; it runs by itself."""
+    """The original passes by itself then, not while its layers are quantized."""
     folder = made(llama, measured, tmp_path / "2", replace(ENTRY, quantized_inputs=True))
     original, sequences = (
         load_model(open_source(llama), dtype=torch.float32),
@@ -296,7 +296,7 @@ def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(
 
 
 def killed(monkeypatch, after, *arguments, counted=lambda path: True):
-    """Begin what `made` makes of the arguments, and end it before a file of a layer is written when so many were counted."""
+    """Run `made`, and end it before the layer's file that comes after so many."""
     write, count = layer_store.write_layer, []
 
     def counting(path, tensors, record):
@@ -318,7 +318,7 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
 def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(
     llama, measured, tuned, tmp_path, monkeypatch, after
 ):
-    """Each step writes two layers: it is killed before one of them, or before the second of the finished layers."""
+    """Each step writes two layers: it is killed before one, or before the last finished one."""
     finished = tmp_path / "out" / "layers"
     killed(
         monkeypatch,

@@ -1,4 +1,4 @@
-"""The first signal lets the step finish, the second stops at once, and outside a step the first one does."""
+"""The first signal lets the step finish, the second stops at once; outside a step the first."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def test_quiet_finishes_the_step_without_a_word(signals, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_process_that_was_started_to_ignore_interrupts_keeps_ignoring_them_and_handlers_come_back():
+def test_a_process_that_ignored_interrupts_keeps_ignoring_them_and_handlers_come_back():
     before = {number: signal.getsignal(number) for number in NUMBERS}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

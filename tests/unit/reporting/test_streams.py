@@ -1,4 +1,4 @@
-"""stdout and stderr that are closed, a pipe without a reader, or a file on a full disk: a promised code, and no exit 120."""
+"""stdout and stderr closed, unread or on a full disk: a promised exit code, never 120."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ARTIFACT = VERSION / "artifact"
 
 
 def ended(shell, **environment):
-    """Run a line of a shell in which $Q is the command line; return its exit code and what came to stdout and stderr."""
+    """Run a shell line in which $Q is the command line: exit code, stdout and stderr."""
     command = f"{sys.executable} -m quantflow"
     words = ["bash", "-c", f"set -o pipefail; {shell}"]
     variables = {**os.environ, "Q": command, "A": str(ARTIFACT), **environment}
@@ -68,7 +68,10 @@ def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
     chance = random.Random(0)
     rows = [{"input_ids": chance.choices(range(3, 32), k=32)} for _ in range(8)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = f"$Q validate $A --baseline {VERSION / 'model'} --text {text} --tokens 256 -q --report {report} --force"
+    line = (
+        f"$Q validate $A --baseline {VERSION / 'model'} --text {text} --tokens 256 -q "
+        f"--report {report} --force"
+    )
     assert ended(f"{line} --gate {tmp_path / 'narrow.json'}")[0] == 4
     gate = f"$Q gate {report} --gate {tmp_path / 'narrow.json'}"
     assert ended(f"{gate} | true")[0] == 4

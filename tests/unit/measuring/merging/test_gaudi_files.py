@@ -1,4 +1,4 @@
-"""Gaudi's ranks merged: the maxima are right, the order does not matter, and ranks that disagree are refused."""
+"""Gaudi's ranks merged: right maxima in any order; ranks that disagree are refused."""
 
 import itertools
 from fractions import Fraction
@@ -116,7 +116,7 @@ def test_arrays_of_other_shapes_are_refused_with_node_and_rank():
 
 @pytest.mark.parametrize("part", ["inputs", "outputs"])
 def test_a_maximum_per_channel_is_merged_between_copies_and_refused_between_parts(part):
-    """Upstream took the maximum of channel 0 alone, and of the same positions whatever the card held there."""
+    """Upstream took the maximum of channel 0 alone, and of equal positions on all cards."""
 
     def one(first: float, second: float, weight: float) -> Triple:
         wide = (torch.tensor([[first], [second]]),)
@@ -164,7 +164,7 @@ def summand(weight: float, *outputs: float, node: str = DOWN) -> Triple:
 
 
 def test_outputs_that_were_seen_before_the_sum_over_cards_are_bounded_by_the_sum_of_their_maxima():
-    """[3, 4] on one card and [4, 3] on the other add up to 7, which the maximum of neither bounds."""
+    """[3, 4] on one card and [4, 3] on the other add up to 7, which neither maximum bounds."""
     found = unify_triples({0: summand(1, 4), 1: summand(2, 4)}, [[0, 1]])[0]
     assert found.triple.nodes[DOWN].outputs[0].item() == 8 and found.parts == 2
     assert found.account.bounds == [f"{DOWN}|output 0"]

@@ -60,7 +60,7 @@ def test_either_number_can_be_the_one_that_is_limited():
     assert least(swapped, 0.0) == (2, 2)
 
 
-def test_between_corners_of_the_hull_the_best_combination_is_found_where_steps_along_it_do_not_fit():
+def test_between_corners_of_the_hull_the_best_combination_is_kept_where_no_step_fits():
     # From (0, 0) the best step per unit, 30 for 6, does not fit into 5, and after it nothing does;
     # 20 for 5 does.
     items = [[(0, 30.0), (6, 0.0)], [(0, 20.0), (5, 0.0)], [(0, 1.0), (1, 0.0)]]
@@ -110,7 +110,7 @@ def test_no_combination_within_the_limit_is_better(items, limit):
 
 
 def by_dynamic_programming(items, limit):
-    """The least cost with at most so many bits, item after item for every number of bits (Kellerer et al., section 11.5)."""
+    """The least cost for every number of bits, item by item (Kellerer et al., section 11.5)."""
     least_cost = [0.0] * (limit + 1)
     for options in items:
         least_cost = [
@@ -153,7 +153,7 @@ def test_at_every_price_a_corner_of_the_frontier_is_best(items, price):
 
 
 def test_a_large_model_is_chosen_for_within_seconds_and_nearly_as_well_as_the_hull_allows():
-    """80 layers of 4 groups with 16 candidates each; no combination beats the straight line between the hull's corners."""
+    """80 layers of 4 groups, 16 candidates each; no combination is below the hull's lines."""
     generator = random.Random(0)
     items = []
     for _ in range(320):
