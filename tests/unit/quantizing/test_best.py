@@ -507,7 +507,6 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monk
     )
     measure.run(job, QUIET)
     # as for measurements that cannot be completed, such as those of several ranks
-    monkeypatch.setattr(quantize, "completed", lambda job, progress: job.measurement)
     with pytest.raises(
         StatisticsError,
         match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient",

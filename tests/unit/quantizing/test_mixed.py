@@ -613,7 +613,6 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, monk
     text = ("--calibration", text_files["calibration"], "--samples", 2)
     assert run("measure", llama, "-o", tmp_path / "1", *text, "--for", "W4A16") == 0
     # as for measurements that cannot be completed, such as those of several ranks
-    monkeypatch.setattr(quantize, "completed", lambda job, progress: job.measurement)
     with pytest.raises(
         StatisticsError, match="no square_sum of its gradient; measure with --stats fisher"
     ):
