@@ -73,48 +73,84 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def load_gate(
-    name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float
-) -> Gate:
-    """Return the gate for an artifact.
+@dataclass(frozen=True, kw_only=True)
+class LoadedGate:
+    """A gate as its file has it, before the model's noise is measured.
 
-    Args:
-        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1
-            lowered by the model's own disagreement between bf16 and fp32), another shipped name, or
-            a file.
-        scheme: what the artifact was made with.
-        algorithm: likewise.
-        parameters: of the model; small models are allowed a larger perplexity ratio.
-        noise_top1: top-1 agreement of the baseline with itself in bf16.
-
-    Raises:
-        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    Attributes:
+        gate: the gate without the noise.
+        lowers_top1: whether the model's disagreement with itself is taken off the top-1 threshold.
     """
-    demo = check_gate(name)
-    gate = (
-        _gate(name, demo, parameters)
-        if "thresholds" in demo
-        else _fitting(scheme, algorithm, parameters)
-    )
-    if {"max_regression", "min_recovery"} & demo.keys() and "thresholds" not in demo:
-        regression, recovery = _max_regression(name, demo), _min_recovery(name, demo)
-        gate = replace(
-            gate, name=f"{name} ({gate.name})", max_regression=regression, min_recovery=recovery
-        )
-    if demo.get("lower_top1_by_noise"):
+
+    gate: Gate
+    lowers_top1: bool
+
+    def for_noise(self, noise_top1: float) -> Gate:
+        """The gate of a model whose top-1 agreement with itself in another dtype is measured."""
+        if not self.lowers_top1:
+            return self.gate
+        gate = self.gate
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
             f"demo gate: as {gate.name}, but top-1 lowered from "
             f"{gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
             f"by the {1 - noise_top1:.4f} in which this model in bf16 disagrees with itself in fp32"
         )
-        gate = replace(
+        return replace(
             gate,
             name=f"demo ({gate.name})",
             thresholds={**gate.thresholds, "top1_agreement": floor},
             note=note,
         )
-    return gate
+
+
+def read_gate(name: str, *, scheme: str, algorithm: str, parameters: int) -> LoadedGate:
+    """The gate for an artifact.
+
+    Args:
+        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1
+            lowered by the model's own disagreement between bf16 and fp32), another shipped name, or
+            a file.
+        scheme: the scheme of the artifact.
+        algorithm: the algorithm of the artifact.
+        parameters: number of the model's parameters; small models are allowed a larger perplexity
+            ratio.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    content = check_gate(name)
+    if "thresholds" in content:
+        gate = _gate(name, content, parameters)
+    else:
+        gate = _fitting(scheme, algorithm, parameters)
+        if {"max_regression", "min_recovery"} & content.keys():
+            gate = replace(
+                gate,
+                name=f"{name} ({gate.name})",
+                max_regression=_max_regression(name, content),
+                min_recovery=_min_recovery(name, content),
+            )
+    return LoadedGate(gate=gate, lowers_top1=bool(content.get("lower_top1_by_noise")))
+
+
+def load_gate(
+    name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float
+) -> Gate:
+    """The gate for an artifact of a model whose noise is measured.
+
+    Args:
+        name: as in `read_gate`, like `scheme`, `algorithm` and `parameters`.
+        scheme: the scheme of the artifact.
+        algorithm: the algorithm of the artifact.
+        parameters: number of the model's parameters.
+        noise_top1: top-1 agreement of the baseline with itself in bf16.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    loaded = read_gate(name, scheme=scheme, algorithm=algorithm, parameters=parameters)
+    return loaded.for_noise(noise_top1)
 
 
 def check_gate(name: str) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ from quantflow.validating import recovery
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.diagnosis import Subject, diagnose
 from quantflow.validating.foreign_manifest import manifest_of
-from quantflow.validating.gate import gate_files, judge, load_gate
+from quantflow.validating.gate import gate_files, judge, read_gate
 from quantflow.validating.job import ValidateJob
 from quantflow.validating.layerwise import BASELINE, Comparing
 from quantflow.validating.mend import RECIPE
@@ -75,6 +74,7 @@ from quantflow.validating.paired import recorded
 from quantflow.validating.regression import compare_with, read_validation
 from quantflow.validating.report import row_of, write_report
 from quantflow.validating.task_scores import TaskScores, check_tasks, files_of, score_tasks
+from quantflow.validating.validation_record import Validation
 from quantflow.validating.windows import evaluation_sequences
 
 VERSION = 4
@@ -156,11 +156,12 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             return result
         parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
         stage_folder.refuse_other_result(job.folder, inputs, force=job.force, parts=parts)
-        result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
+        validation, documents = _validate(
+            job, manifest, source, inputs, older, progress, device=device
+        )
+        result = validation.as_json()
         with stage_folder.publish(job.folder, stage="validate", inputs=inputs) as folder:
-            disk.write_file(
-                folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode()
-            )
+            disk.write_file(folder / "validation.json", _indented(result))
             for name, content in documents.items():
                 disk.write_file(folder / name, content)
             write_report(folder / "report.html", [row_of(result, manifest)])
@@ -282,19 +283,20 @@ def _validate(
     progress: Progress,
     *,
     device: Device,
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return validation.json, and what stands beside it: file name -> content."""
-    recipe = manifest["recipe"]
+) -> tuple[Validation, dict[str, bytes]]:
+    """The validation, and the files beside validation.json: name -> content."""
+    resolved, name = manifest["recipe"]["resolved"], manifest["recipe"]["name"]
+    scheme, algorithm = manifest["recipe"]["scheme"], resolved["algorithm"]
     parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
-    gate_for = partial(
-        load_gate,
+    # A gate that cannot be read is refused before the models run.
+    loaded_gate = read_gate(
         job.options.gate,
-        scheme=recipe["scheme"],
-        algorithm=recipe["resolved"].get("judged_as", recipe["resolved"]["algorithm"]),
+        scheme=scheme,
+        algorithm=resolved.get("judged_as", algorithm),
         parameters=parameters,
     )
-    gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
-    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.baseline, job.options))
+    tasks = check_tasks(job.artifact, job.baseline, job.options)
+    recovery.refuse_unasked(loaded_gate.for_noise(1.0), tasks)
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences, device=device)
@@ -322,42 +324,15 @@ def _validate(
     if floor is None:
         floor = _bounds(compared["noise"], job.seed)
         shared.keep(floor)
-    gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
-    result: dict[str, Any] = {
-        "artifact": recipe["name"],
-        "digest": manifest["digest"],
-        "baseline": inputs["baseline"],
-        "parameters": parameters,
-        "scheme": recipe["scheme"],
-        "kv_cache": kv_words_of(recipe["resolved"]),
-        "algorithm": recipe["resolved"]["algorithm"]
-        + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
-        "transforms": recipe["resolved"]["transforms"],
-        "model": manifest["source"]["name"],
-        "size": sum(entry["bytes"] for entry in manifest["files"].values()),
-        "bits_per_weight": bits_per_weight(artifact),
-        "perplexity": {
-            "baseline": _perplexity(candidate.nll_baseline),
-            "candidate": _perplexity(candidate.nll_candidate),
-        },
-        "metrics": metrics,
-        "noise_floor": floor,
-        "gate": gate.record(),
-        "windows": recorded(candidate),
-        "expect": job.expect,
-        "allow_inconclusive": job.options.allow_inconclusive,
-        "rounded_inputs": rounds_inputs(manifest) and not job.options.exact,
-        "protocol": protocol,
-    }
+    gate = loaded_gate.for_noise(floor["top1_agreement"]["value"])
     documents: dict[str, bytes] = {}
+    scored: dict[str, Any] = {}
     if job.options.tasks:
-        asked = _asked(job, inputs, progress)
-        result["tasks"] = asked.record
-        for name, document in (
-            ("tasks.json", asked.artifact),
-            ("tasks-baseline.json", asked.baseline),
-        ):
-            documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
+        answers = _asked(job, inputs, progress)
+        scored["tasks"] = answers.record
+        documents["tasks.json"] = _indented(answers.artifact)
+        documents["tasks-baseline.json"] = _indented(answers.baseline)
+    diagnosis = None
     if job.options.diagnose is not None:
         subject = Subject(
             artifact=artifact,
@@ -370,15 +345,49 @@ def _validate(
             kept=layer_store.scratch(job.folder) / "probes.json",
             key=digest_of(inputs),
         )
-        result["diagnosis"], recipe = diagnose(subject, progress)
-        if recipe is not None:
-            documents[RECIPE] = recipe.encode()
-    bounds = {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()}
-    verdict = judge(gate, bounds, recovery.asked(gate, result))
-    result |= {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+        diagnosis, mend = diagnose(subject, progress)
+        if mend is not None:
+            documents[RECIPE] = mend.encode()
+    bounds = {metric: (bound["lower"], bound["upper"]) for metric, bound in metrics.items()}
+    verdict = judge(gate, bounds, recovery.asked(gate, {"artifact": name, **scored}))
+    validation = Validation(
+        artifact=name,
+        digest=manifest["digest"],
+        baseline=inputs["baseline"],
+        parameters=parameters,
+        scheme=scheme,
+        kv_cache=kv_words_of(resolved),
+        algorithm=f"{algorithm} + {TUNE}" if TUNE in resolved else algorithm,
+        transforms=resolved["transforms"],
+        model=manifest["source"]["name"],
+        size=sum(entry["bytes"] for entry in manifest["files"].values()),
+        bits_per_weight=bits_per_weight(artifact),
+        perplexity={
+            "baseline": _perplexity(candidate.nll_baseline),
+            "candidate": _perplexity(candidate.nll_candidate),
+        },
+        metrics=metrics,
+        noise_floor=floor,
+        gate=gate.record(),
+        windows=recorded(candidate),
+        expect=job.expect,
+        allow_inconclusive=job.options.allow_inconclusive,
+        rounded_inputs=rounds_inputs(manifest) and not job.options.exact,
+        protocol=protocol,
+        outcome=verdict.outcome,
+        reasons=verdict.reasons,
+        diagnosis=diagnosis,
+        **scored,
+    )
     if older is not None:
-        result["regression"] = compare_with(older, result, gate=gate)
-    return result, documents
+        regression = compare_with(older, validation.as_json(), gate=gate)
+        validation = replace(validation, regression=regression)
+    return validation, documents
+
+
+def _indented(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a JSON file for people: indented, its keys in order."""
+    return json.dumps(document, indent=1, sort_keys=True).encode()
 
 
 def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> TaskScores:

@@ -366,7 +366,7 @@ def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(
         UsageError,
         match="min_recovery of task small_piqa, which is not asked; give --tasks small_piqa",
     ):
-        validate.run(replace(gated, options=replace(gated.options, tasks=()), replace=True), QUIET)
+        validate.run(replace(gated, options=replace(gated.options, tasks=()), force=True), QUIET)
     again = validate.run(replace(job, report=tmp_path / "new", previous=tmp_path / "old"), QUIET)
     assert again["tasks"] == result["tasks"]
     asked = again["regression"]["tasks"]
