@@ -24,7 +24,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import show, table
+from quantflow.stages.cli.output import note, show, table
 from quantflow.units import duration, size
 
 
@@ -36,6 +36,7 @@ from quantflow.units import duration, size
     metavar="SCHEMES",
     help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).",
 )
+@click.option("--scheme", "scheme", hidden=True)  # quantize's word for --for
 @recipe_settings("plan", "calibration", "quantize")
 @click.option(
     "--probe",
@@ -54,6 +55,7 @@ from quantflow.units import duration, size
 def command(
     subject: str,
     schemes: str | None,
+    scheme: str | None,
     output: str,
     probe: bool,
     as_json: bool,
@@ -67,6 +69,11 @@ def command(
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
     """
+    if scheme is not None:
+        if schemes is not None:
+            raise UsageError(f"plan: --for {schemes} beside --scheme {scheme}", "give --for alone")
+        schemes = scheme
+        note(f"plan: --scheme {scheme} is read as --for {schemes}", as_json=as_json)
     whole = not names_model(subject)
     if whole and schemes is not None:
         raise UsageError(

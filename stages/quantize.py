@@ -29,6 +29,7 @@ from quantflow.errors import UsageError, nearest
 from quantflow.exporting.artifact_job import ArtifactJob, work_folder
 from quantflow.exporting.job import ExportJob
 from quantflow.measuring.job import MeasureJob
+from quantflow.planning.plan_job import entries
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
 from quantflow.progress import SILENT
 from quantflow.quantizing.job import QuantizeJob, QuantizeResult
@@ -42,7 +43,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_job, table
+from quantflow.stages.cli.output import note, reporting, show, show_job, table
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     required=True,
     help="The artifact; or its layers, see above.",
 )
+@click.option("--for", "planned", hidden=True)  # plan's word for --scheme and --algorithm
 @recipe_settings("quantize", "quantize")
 @click.option(
     "--measurement",
@@ -115,6 +117,7 @@ def command(
              quantflow quantize ./llama-gptq -o llama-fp8 --scheme FP8_DYNAMIC --dequantize
              quantflow quantize ./llama -o tuned-w4a16 --scheme W4A16 --adapter ./lora
     """
+    _read_planned(shared)
     if shared["dequantize"] and not shared["dry_run"]:
         model = _dequantized(model, output, settings, shared)
     if shared["adapter"] is not None and not shared["dry_run"]:
@@ -166,6 +169,33 @@ def command(
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
+
+
+def _read_planned(shared: dict[str, Any]) -> None:
+    """Put the artifact that `--for W4A16:gptq` names in place of --scheme and what goes with it.
+
+    Raises:
+        UsageError: --for names several artifacts, or says what another option says too.
+    """
+    planned = shared.pop("planned")
+    if planned is None:
+        return
+    first, *others = entries(planned)
+    if others:
+        raise UsageError(
+            f"quantize: --for {planned} names {1 + len(others)} artifacts, quantize makes one",
+            f"give --scheme {first.scheme}, or `quantflow run` a recipe that has all of them",
+        )
+    words = {"scheme": first.scheme, "algorithm": first.algorithm, "target_bpw": first.target_bpw}
+    named = {key: value for key, value in words.items() if value is not None}
+    for key in named:
+        if shared[key] is not None:
+            flag = f"--{key.replace('_', '-')}"
+            raise UsageError(f"quantize: --for {planned} beside {flag}", "leave --for out")
+    shared |= named
+    flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in named.items())
+    quiet = shared["quiet"] or not speaks()
+    note(f"quantize: --for {planned} is read as {flags}", as_json=shared["as_json"], quiet=quiet)
 
 
 def _export(artifact: Path, values: Recipe, job: QuantizeJob, shared: dict[str, Any]) -> ExportJob:

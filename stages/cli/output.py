@@ -67,6 +67,12 @@ def show(result: Any, *, as_json: bool, text: str) -> None:
         )
 
 
+def note(text: str, *, as_json: bool, quiet: bool = False) -> None:
+    """Print one line to stderr about how the command line is read; nothing beside --json or -q."""
+    if not (as_json or quiet):
+        click.echo(one_line(text), err=True)
+
+
 def show_job(job: Any, *, as_json: bool, **others: Any) -> None:
     """Print the fields of a job, the resolved settings of a dry run; `others` follow it by name."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
