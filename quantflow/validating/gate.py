@@ -42,13 +42,13 @@ class Gate:
     """Thresholds by metric.
 
     Attributes:
-        name: as it was asked for.
-        thresholds: metric -> the limit on the bad side.
-        note: what a reader of the report should know about them.
-        max_regression: metric -> how much worse than an older artifact; empty is a share of the
+        name: name that the user gave.
+        thresholds: metric -> limit on the bad side.
+        note: remark on the thresholds for readers of the report.
+        max_regression: metric -> allowed loss against an older artifact; empty is a share of the
             thresholds.
-        min_recovery: task -> percent of the source's score, at least; EVERY stands for the tasks
-            that are not named.
+        min_recovery: task -> least percent of the source's score; EVERY stands for the tasks that
+            are not named.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Gate:
     min_recovery: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return the gate as validation.json has it."""
+        """The gate as validation.json has it."""
         return {
             key: dict(sorted(value.items())) if isinstance(value, Mapping) else value
             for key, value in asdict(self).items()
@@ -67,7 +67,7 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a gate decided, and per metric the bound that decided it."""
+    """A gate's outcome, and per metric the bound that decided it."""
 
     outcome: str
     reasons: tuple[str, ...]
@@ -154,7 +154,7 @@ def load_gate(
 
 
 def check_gate(name: str) -> dict[str, Any]:
-    """Return the content of a gate's file, empty for `auto`, after every mistake in it was looked for.
+    """The content of a gate's file after every check, empty for `auto`.
 
     Raises:
         InputError: it cannot be read.
@@ -176,7 +176,7 @@ def check_gate(name: str) -> dict[str, Any]:
 
 
 def gate_files(name: str) -> dict[str, str]:
-    """Return the hash of every file that `load_gate` may read for this name: another threshold is another verdict.
+    """The hash of every file that `read_gate` may read: another threshold is another verdict.
 
     Raises:
         UsageError: the gate does not exist.
@@ -192,12 +192,12 @@ def judge(
     bounds: Mapping[str, tuple[float, float]],
     recovered: Mapping[str, tuple[float, float, float]] = MappingProxyType({}),
 ) -> Verdict:
-    """Return the verdict.
+    """The verdict of a gate.
 
     Args:
-        gate: the thresholds.
+        gate: gate with the thresholds.
         bounds: metric -> (lower, upper) one-sided 95 % bounds.
-        recovered: task -> (percent asked, lower, upper), of `quantflow.validating.recovery.asked`.
+        recovered: task -> (percent asked, lower, upper), as `recovery.asked` has them.
     """
     failed, undecided = [], []
     for metric, threshold in gate.thresholds.items():

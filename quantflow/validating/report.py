@@ -55,10 +55,9 @@ class Row:
     """One artifact.
 
     Attributes:
-        result: its validation.json.
-        layers: what its manifest records of each layer, and of the head where that is quantized.
-        source_bytes: of all tensors of the model that it was made from; None where that is not
-            known.
+        result: content of its validation.json.
+        layers: records of its manifest, one a layer, and one of the head where that is quantized.
+        source_bytes: bytes of all tensors of its source; None where that is not known.
     """
 
     result: Mapping[str, Any]
@@ -67,13 +66,13 @@ class Row:
 
 
 def verdict_text(result: Mapping[str, Any]) -> str:
-    """Return the verdict as a reader should see it, `fail (expected)` included."""
+    """The verdict as a reader should see it, `fail (expected)` included."""
     outcome = str(result["outcome"])
     return f"{outcome} (expected)" if result["expect"] == "fail" and outcome == "fail" else outcome
 
 
 def cells(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return one table row, in the order of COLUMNS."""
+    """One table row, in the order of COLUMNS."""
     metrics = {name: result["metrics"][name]["value"] for name in METRICS}
     steps = [name for item in result["transforms"] for name in item]
     return (
@@ -91,7 +90,7 @@ def cells(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def row_of(result: Mapping[str, Any], manifest: Mapping[str, Any]) -> Row:
-    """Return the row of an artifact from its validation.json and its manifest."""
+    """The row of an artifact from its validation.json and its manifest."""
     layers = [*manifest["layers"], *([manifest["head"]] if "head" in manifest else [])]
     return Row(result=result, layers=layers, source_bytes=manifest["ledger"]["bytes"]["source"])
 
@@ -227,7 +226,7 @@ def _svg(plot: str) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """The page in three lines: the artifacts, the verdicts, and their cost in bytes and divergence."""
+    """The page in three lines: artifacts, verdicts, and their cost in bytes and divergence."""
     results = [row.result for row in rows]
     entries = "; ".join(
         f"{result['artifact']} ({cells(result)[1]}, {cells(result)[2]})" for result in results
@@ -398,12 +397,12 @@ def _breakdown(diagnosis: Mapping[str, Any]) -> _Table:
 
 
 def _short(value: float) -> str:
-    """Return a metric in at most seven characters: four digits of large values, two of small ones."""
+    """A metric in at most seven characters: four digits of large values, two of small ones."""
     return f"{value:.4g}" if abs(value) >= 0.01 else f"{value:.2g}"
 
 
 def _kinds_of(rows: Sequence[Row]) -> list[str]:
-    """Return the kinds of all linears of a page in the order in which a layer runs them, unknown ones last."""
+    """The kinds of all linears of a page in a layer's order, unknown ones last."""
     names = {
         name
         for row in rows
@@ -463,7 +462,10 @@ def _slot(name: str) -> dict[str, str]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return the layer and the kind of a linear: `3`, `q_proj` of `model.layers.3.self_attn.q_proj`, also inside experts."""
+    """The layer and the kind of a linear: `3`, `q_proj` of `model.layers.3.self_attn.q_proj`.
+
+    Experts' linears have the same kinds.
+    """
     match = re.search(r"\.(\d+)\.(?:.*\.)?([^.]+)$", name)
     number = re.search(r"\.(\d+)\.", name)
     return (number[1], match[2]) if match and number else (_HEAD, name.rpartition(".")[2])
@@ -545,7 +547,7 @@ def _calibrated(rows: Sequence[Row], kinds: Sequence[str]) -> tuple[_Table, _Sec
 
 
 def _decided(row: Row, key: str) -> dict[str, float]:
-    """Return a number that was decided of each linear, where it was."""
+    """A number that was decided for each linear, where it was."""
     decisions = [
         (name, decided) for layer in row.layers for name, decided in layer["decisions"].items()
     ]
@@ -565,6 +567,6 @@ def _output_errors(row: Row) -> dict[str, float]:
 
 
 def _weight_errors(row: Row) -> dict[str, float]:
-    """Return the errors of weights where those of outputs are not known, as after quantizing file to file."""
+    """Errors of weights where those of outputs are not known, as after quantizing file to file."""
     errors = [(name, error) for layer in row.layers for name, error in layer["errors"].items()]
     return {name: error["weight"] for name, error in errors if "output" not in error}

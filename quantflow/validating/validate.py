@@ -1,14 +1,17 @@
-"""Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
+"""Stage 5, validate: compare an artifact with its source, and let a gate decide.
 
-Reads    the artifact, or a folder that another program quantized, the source model, an evaluation text; an older artifact of
-         the model, or its validation
-Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
-         <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
-         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis was asked and has one
-         <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
-Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
-Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
-         was expected, or the artifact is worse than the older one; 7 the artifact is damaged
+Reads    the artifact, or a folder that another program quantized, the source model, an evaluation
+         text; an older artifact of the model, or its validation
+Writes   <report>/validation.json and report.html, with the artifact's digest; nothing into the
+         artifact
+         <report>/tasks.json and tasks-baseline.json, lm-eval's documents, where tasks are asked
+         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis has one
+         <cache>/<key>/ what every validation of that model over that text shares, see `Shared`
+Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped
+         goes on with its layer
+Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or
+         passed where a failure was expected, or the artifact is worse than the older one;
+         7 the artifact is damaged
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
 (quantflow/validating/layerwise.py). Protocol: float32, the artifact on the reference backend, its
@@ -87,24 +90,29 @@ OTHER_WORK = 1.6
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What validations of one model over one text have in common: the noise floor, and what leaves the baseline's last layer.
+    """What validations of one model over one text share.
+
+    It is the noise floor, and the hidden states after the baseline's last layer:
 
         <cache>/<key>/floor.json       {"key", "floor"}, the noise floor's metrics with their bounds
         <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
 
     Attributes:
-        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype,
+        key: sha256 over the canonical JSON of [the protocol: windows, tokens, their hash, dtype,
             device, resamples, seed; the hashes of the model's files; the versions of the tools and
             the instruction set].
-        folder: of the key. Files in it appear whole, and one that does not hold what its hash says
-            is made again.
+        folder: folder of the key. Files in it appear whole, and one that does not match its hash is
+            made again.
     """
 
     key: str
     folder: Path
 
     def has_baseline(self, layers: int) -> bool:
-        """Whether what leaves the last of so many layers seems to be there; only reading it shows whether it is whole."""
+        """Whether the states after the last of so many layers seem to be there.
+
+        Only reading them shows whether they are whole.
+        """
         return (self.folder / f"{layers:05d}.json").is_file()
 
     @property
@@ -129,13 +137,19 @@ class Shared:
 
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
-    """Validate and return the content of validation.json; quantflow.validating.verdict turns it into an exit code."""
+    """Validate, and return the content of validation.json.
+
+    `quantflow.validating.verdict` turns it into an exit code.
+    """
     check_compute(job.options, job.compute)
     device = open_device(job.compute.device)
     source = open_source(job.baseline)
     manifest = manifest_of(job.artifact, source)
     if job.options.diagnose is not None and not is_artifact(job.artifact):
-        cause = f"{job.artifact}: --diagnose of a folder without a manifest, which says how it was quantized"
+        cause = (
+            f"{job.artifact}: --diagnose of a folder without a manifest, "
+            "which says how it was quantized"
+        )
         raise UsageError(cause, "leave --diagnose out")
     digests = Digests()
     _refuse_other_baseline(job, manifest, source, digests)
@@ -195,7 +209,7 @@ def with_evaluation_text(options: Validate, progress: Progress) -> Validate:
 
 
 def check_compute(options: Validate, compute: Compute) -> None:
-    """Refuse what does not go with a device, or with models that run in bfloat16.
+    """Refuse options that do not go with a device, or with models that run in bfloat16.
 
     Raises:
         UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with
@@ -210,7 +224,10 @@ def check_compute(options: Validate, compute: Compute) -> None:
 
 
 def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, Any]:
-    """Return the validation of the older artifact; where only the artifact is there, it is validated as the newer one is."""
+    """The validation of the older artifact.
+
+    Where only the artifact is there, it is validated as the newer one is.
+    """
     if previous.is_file() or (previous / "validation.json").is_file():
         return read_validation(previous)
     source = open_source(job.baseline)
@@ -411,7 +428,7 @@ def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
-    """Return the evaluation windows.
+    """The evaluation windows.
 
     Raises:
         InputError: the text that they are cut from holds the first tokens of a calibration
@@ -459,7 +476,10 @@ def _compared(
     device: Device,
     progress: Progress,
 ) -> dict[str, Comparison]:
-    """Return the candidate's comparison with the baseline, and the baseline's in another dtype where that is not known."""
+    """The candidate's comparison with the baseline, and the noise's where that is not known.
+
+    The noise is the baseline in another dtype against itself.
+    """
     graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
     candidate = LayerStream(
         artifact,
@@ -523,14 +543,14 @@ def _compared(
 
 
 def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers: int) -> float:
-    """Return the seconds that a validation will take, from how fast this machine multiplies now.
+    """The seconds that a validation will take, from this machine's speed of multiplying now.
 
     Args:
-        sizes: of the model.
-        tokens: of all windows.
-        models: whose layers run.
-        heads: of models that are scored.
-        workers: windows at once.
+        sizes: sizes of the model.
+        tokens: number of tokens of all windows.
+        models: number of models whose layers run.
+        heads: number of models that are scored.
+        workers: number of windows at once.
     """
     rows, hidden = 256, sizes.hidden
     x, weight = torch.ones(rows, hidden), torch.ones(hidden, hidden)
@@ -546,7 +566,7 @@ def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers:
 
 
 def bits_per_weight(artifact: Artifact) -> float:
-    """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
+    """Stored bits, scales and zero points included, per weight of the quantized linears."""
     infos, nbytes, weights = artifact.checkpoint.infos, 0, 0
     for name, placement in artifact.linears.items():
         nbytes += sum(
