@@ -32,9 +32,9 @@ class Mark:
 
     Attributes:
         layer: label of the slot on the horizontal axis.
-        kind: what colours it, such as q_proj.
-        value: its height; zero or less is left out.
-        hollow: drawn as a ring, for what others are compared with.
+        kind: kind that colours it, such as q_proj.
+        value: height of the mark; zero or less is left out.
+        hollow: whether it is a ring, which others are compared with.
     """
 
     layer: str
@@ -60,15 +60,17 @@ def by_layer(
     powers: tuple[int, int] | None = None,
     height: int = 210,
 ) -> str:
-    """Draw marks over the layers of a model on a logarithmic axis; in a layer the kinds stand side by side.
+    """Draw marks over the layers of a model on a logarithmic axis.
+
+    In a layer the kinds stand side by side.
 
     Args:
-        marks: layers keep the order in which they first appear.
+        marks: marks, whose layers keep the order in which they first appear.
         kinds: every kind, in the order inside a layer; `colour_of` gives each its colour.
-        unit: the name of the vertical axis.
-        powers: of ten at both ends of the vertical axis, for several plots that share it; None
-            takes those of the marks.
-        height: of the drawing area, pixels.
+        unit: name of the vertical axis.
+        powers: powers of ten at both ends of the vertical axis, for several plots that share it;
+            None takes those of the marks.
+        height: height of the drawing area, pixels.
     """
     drawn = [mark for mark in marks if mark.value > 0]
     if not drawn:
@@ -130,14 +132,16 @@ def heat_map(
     across: str,
     unit: str,
 ) -> str:
-    """Draw values as coloured cells, by the root of their size; values below zero in another colour, cells without one empty.
+    """Draw values as coloured cells, by the root of their size.
+
+    Values below zero have another colour, and cells without a value are empty.
 
     Args:
         values: (row, column) -> value.
         rows: labels from top to bottom.
         columns: labels from left to right.
-        across: the name of the horizontal axis.
-        unit: of the values.
+        across: name of the horizontal axis.
+        unit: unit of the values.
     """
     largest = max((abs(value) for value in values.values()), default=0.0)
     if not largest:
@@ -160,7 +164,10 @@ def heat_map(
             )
         for place, row in enumerate(rows):
             value = values.get((row, column))
-            box = f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" height="{pitch}" class="grid"'
+            box = (
+                f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" '
+                f'height="{pitch}" class="grid"'
+            )
             if value is None:
                 parts.append(f'<rect {box} fill="none"/>')
                 continue
@@ -190,12 +197,13 @@ def heat_map(
 
 
 def _heat(share: float) -> str:
-    """Return how a cell is filled.  share: of the largest value, -1 to 1."""
-    return f'fill="{COLOURS[1] if share >= 0 else COLOURS[0]}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
+    """The fill of a cell, for a share of the largest value from -1 to 1."""
+    colour = COLOURS[1] if share >= 0 else COLOURS[0]
+    return f'fill="{colour}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
 
 
 def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
-    """Return the powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
+    """The powers of ten around the marks that can be drawn, at least one apart; else (-1, 0)."""
     values = [mark.value for mark in marks if mark.value > 0]
     if not values:
         return -1, 0
@@ -204,12 +212,12 @@ def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
 
 
 def colour_of(kind: str, kinds: Sequence[str]) -> str:
-    """Return the colour of a kind among all of a page."""
+    """The colour of a kind among all of a page."""
     return COLOURS[kinds.index(kind) % len(COLOURS)]
 
 
 def intervals(rows: Sequence[Interval], *, unit: str) -> str:
-    """Draw values with their bounds and limits, one row each below its label, on a logarithmic axis."""
+    """Draw values with their bounds and limits on a logarithmic axis, each row below its label."""
     values = [v for row in rows for v in (row.value, row.lower, row.upper, row.limit) if v > 0]
     if not values:
         return NOTHING
@@ -260,15 +268,17 @@ def curves(
     y: str,
     height: int = 420,
 ) -> str:
-    """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own; zero is left out.
+    """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own.
+
+    Zero is left out.
 
     Args:
-        line: (x, y) from left to right.
-        label: what it is.
+        line: points (x, y) from left to right.
+        label: label of the line.
         points: name of the series -> its points, each with its label beside it.
-        x: the name of the horizontal axis.
-        y: of the vertical one.
-        height: of the drawing area, pixels.
+        x: name of the horizontal axis.
+        y: name of the vertical axis.
+        height: height of the drawing area, pixels.
     """
     series = {label: [Point(label="", x=a, y=b) for a, b in line if b > 0]}
     series |= {
@@ -327,7 +337,7 @@ def _axes(
     foot: float,
     names: tuple[str, str],
 ) -> list[str]:
-    """Return grid lines, their values, and the names of both axes."""
+    """Grid lines, their values, and the names of both axes."""
     parts, right = [], WIDTH - RIGHT
     for power in powers:
         level = place(Point(label="", x=across[0], y=10.0**power))[1]
@@ -349,14 +359,15 @@ def _axes(
 
 
 def _inline(parts: Sequence[str], height: float) -> str:
-    """Return a plot of a page, which says what text and grids look like."""
+    """A plot of a page, whose style has the looks of text and grids."""
     return (
         f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
     )
 
 
 def _file(parts: Sequence[str], height: float) -> str:
-    """Return a file of its own: what a page says of text and grids stands in it."""
+    """A file of its own, with the looks of text and grids in it."""
     style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}">'
-    return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+    return f'{head}<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'

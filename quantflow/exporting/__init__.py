@@ -127,7 +127,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
         "dequantized": Exporter(
             takes="an artifact",
-            reader="readers of its source: transformers, any tool for models that are not quantized",
+            reader="what reads its source: transformers, or any tool for plain models",
             options=("dtype", "shard_size"),
             module="quantflow.exporting.dequantized_export",
         ),
