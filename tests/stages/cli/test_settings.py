@@ -1,4 +1,4 @@
-"""A setting is one field: the option of a verb, the key of a recipe and the word of a job are made from it."""
+"""A setting is one field: a verb's option, a recipe's key and a job's field are made from it."""
 
 from dataclasses import dataclass, fields
 from importlib import import_module
