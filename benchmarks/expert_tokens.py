@@ -22,9 +22,9 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.measuring.text import read_documents, select
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.hooks import watch
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers.hessian import HessianObserver, shrink_
 

@@ -46,8 +46,8 @@ from quantflow.errors import QuantflowError, UnsupportedError
 from quantflow.exporting import canary, proof_process
 from quantflow.exporting.proof import Prover
 from quantflow.models.experts import is_stacked
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.skeleton import skeleton
 from quantflow.planning.recipe import Calibration, Export, Quantize, Validate
 
 HERE = Path(__file__).resolve().parent

@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from quantflow.distributed.placement import channels, layout
 from quantflow.distributed.sharding import placements
 from quantflow.measuring.record import Measurement, write_measurement
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.observers.histogram import BINS
 
 SECONDS, PEAK = 10.0, 500e6  # the bars, for the default sizes

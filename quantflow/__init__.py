@@ -82,7 +82,9 @@ def quantize(
     model: str | Path, output: str | Path, *, entry: "Quantize", **job: Any
 ) -> "QuantizeResult":
     """Choose qvalues and scales for a model: the fields of `QuantizeJob`."""
-    result: "QuantizeResult" = _run("QuantizeJob", {"entry": entry, **job}, model=model, output=output)
+    result: "QuantizeResult" = _run(
+        "QuantizeJob", {"entry": entry, **job}, model=model, output=output
+    )
     return result
 
 
@@ -108,7 +110,9 @@ def make_artifact(
     model: str | Path, output: str | Path, *, entry: "Quantize", **job: Any
 ) -> "ArtifactResult":
     """Measure, quantize, export and prove in one call: the fields of `ArtifactJob`."""
-    result: "ArtifactResult" = _run("ArtifactJob", {"entry": entry, **job}, model=model, output=output)
+    result: "ArtifactResult" = _run(
+        "ArtifactJob", {"entry": entry, **job}, model=model, output=output
+    )
     return result
 
 

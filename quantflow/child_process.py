@@ -1,8 +1,8 @@
-"""Python processes that this one starts: what every one of them is started with, so that no folder runs code in them.
+"""Python processes that this one starts: the options with which no folder can run code in them.
 
-`python -m MODULE` puts the current folder first among those that modules are imported from: a
-`random.py` beside a model that somebody downloaded would run. `-P` leaves it out, and
-PYTHONSAFEPATH does for what the child starts itself.
+`python -m MODULE` puts the current folder first on the import path: a `random.py` beside a
+downloaded model would run. `-P` leaves the folder out, and PYTHONSAFEPATH does the same for
+processes that the child starts.
 """
 
 import os
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 
 def python_module(module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a module of this environment, whatever the current folder holds."""
+    """The command that runs a module of this environment, whatever the current folder holds."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment with these variables, for a child."""
+    """This process's environment with these variables, for a child."""
     return {**os.environ, "PYTHONSAFEPATH": "1", **variables}

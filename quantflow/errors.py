@@ -30,7 +30,7 @@ class QuantflowError(Exception):
 
         Args:
             cause: `<which tensor or file>: <the two values that disagree>`.
-            remedy: what the user can do, an imperative sentence.
+            remedy: an imperative sentence on what the user can do.
         """
         super().__init__(f"{cause}; {remedy}")
         self.cause = cause
@@ -38,7 +38,7 @@ class QuantflowError(Exception):
 
 
 class UsageError(QuantflowError):
-    """What was asked for cannot be done: an option, a recipe key, a pattern."""
+    """A request that cannot be done: an option, a recipe key, a pattern."""
 
     exit_code = 2
 
@@ -70,7 +70,7 @@ class ResourceError(QuantflowError):
 
 
 class OverloadedError(ResourceError):
-    """A request came while as many as allowed were waiting or running; later there may be room."""
+    """A request beyond the limit of waiting and running ones; later there may be room."""
 
 
 class EngineError(QuantflowError):
@@ -90,7 +90,7 @@ class IntegrityError(QuantflowError):
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
-    """Return the remedy for a misspelt word."""
+    """The remedy for a misspelt word."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return (
         f"did you mean {close[0]!r}? valid: {', '.join(valid)}"
@@ -100,5 +100,5 @@ def nearest(word: str, valid: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what a library says, or the error's class where it says nothing."""
+    """The first line of a library's message, or the error's class where there is none."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,7 +1,8 @@
 """An artifact as a LangChain LLM; the extra `langchain` installs what it needs.
 
     from quantflow.langchain import QuantflowLLM
-    chain = PromptTemplate.from_template("def {name}(") | QuantflowLLM(artifact="work/4-export", max_new_tokens=64)
+    llm = QuantflowLLM(artifact="work/4-export", max_new_tokens=64)
+    chain = PromptTemplate.from_template("def {name}(") | llm
 
 For chat models and tools, serve the artifact and use
 `langchain_openai.ChatOpenAI(base_url="http://127.0.0.1:8000/v1")`.
@@ -21,9 +22,9 @@ class QuantflowLLM(BaseLLM):
     """An artifact that continues texts.
 
     Attributes:
-        artifact: its folder, loaded with the first call.
-        max_new_tokens: of a text.
-        options: of `TextGeneration.__call__`: temperature, top_p, seed and so on.
+        artifact: folder of the artifact, loaded with the first call.
+        max_new_tokens: tokens added to a text, at most.
+        options: options of `TextGeneration.__call__`: temperature, top_p, seed and so on.
     """
 
     artifact: str
@@ -50,11 +51,13 @@ class QuantflowLLM(BaseLLM):
         del run_manager
         if self._generator is None:
             self._generator = TextGeneration(self.artifact)
-        words = {"max_new_tokens": self.max_new_tokens, **self.options, **kwargs}
-        found = self._generator(prompts, stop_strings=stop or (), return_full_text=False, **words)
+        options = {"max_new_tokens": self.max_new_tokens, **self.options, **kwargs}
+        outputs = self._generator(
+            prompts, stop_strings=stop or (), return_full_text=False, **options
+        )
         generations = [
             [Generation(text=_before(one["generated_text"], stop)) for one in several]
-            for several in found
+            for several in outputs
         ]
         return LLMResult(generations=generations)
 

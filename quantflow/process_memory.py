@@ -1,4 +1,4 @@
-"""What this process and this machine use and have, in bytes. Nothing here decides anything."""
+"""Memory that this process and this machine use and have, in bytes; nothing is decided here."""
 
 import ctypes
 import gc
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-# bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+# bytes at the end of the heap that stay free for the next unit; twice as many at most
 KEPT = 24 << 20
-CREATED = 100_000  # objects, after which cycles are searched for while a process imports
-# of mallopt, see mallopt(3)
+CREATED = 100_000  # new objects between two searches for cycles while a process imports
+# parameters of mallopt(3)
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8
 _USUAL = gc.get_threshold()[0]
 _PROC = Path("/proc")
@@ -26,9 +26,9 @@ class Usage:
 
     Attributes:
         resident: bytes in memory now.
-        peak: the most since the start, or since `reset_peak`.
-        anonymous, file: of `resident`, what was allocated and what are pages of files; 0 where the
-            system does not say.
+        peak: largest number since the start, or since `reset_peak`.
+        anonymous, file: parts of `resident` that were allocated, and that are pages of files; 0
+            where the system does not report them.
     """
 
     resident: int
@@ -38,7 +38,7 @@ class Usage:
 
 
 def usage() -> Usage:
-    """Return what this process uses; where there is no /proc, the peak stands for what is resident."""
+    """Memory of this process; without /proc, the peak stands for what is resident."""
     with suppress(OSError):
         fields = _fields(_PROC / "self" / "status")
         return Usage(
@@ -54,7 +54,7 @@ def usage() -> Usage:
 
 
 def reset_peak() -> bool:
-    """Let the peak begin anew, so that a stage's own is seen; return whether the system did."""
+    """Start a new peak, so that a stage's own is visible; return whether the system did."""
     with suppress(OSError):
         descriptor = os.open(_PROC / "self" / "clear_refs", os.O_WRONLY)
         try:
@@ -65,18 +65,18 @@ def reset_peak() -> bool:
 
 
 def largest_peak() -> int:
-    """Return the peak of this process or of the largest that it waited for, whichever is more."""
+    """The larger peak of this process and of the processes that it waited for."""
     return max(usage().peak, peak_of_children())
 
 
 def give_back_freed() -> None:
-    """Let large blocks go back to the system when they are freed, where the C library can be told (glibc).
+    """Make glibc return large blocks to the system when they are freed.
 
-    Left alone it raises the size from which blocks are mappings of their own with each that is
-    freed, up to 32 MiB, and keeps smaller ones for itself, in a heap per thread: the process stays
-    larger than what it uses, by a tenth of a layer and more. One heap serves all threads here, and
-    keeps a little of what is freed: given back after every unit of work, a third of the time would
-    go into fresh pages.
+    By default glibc raises the size from which blocks are mappings of their own with each one that
+    is freed, up to 32 MiB. It keeps smaller blocks for itself, in a heap per thread, so the process
+    stays larger than what it uses, by a tenth of a layer and more. After this call one heap serves
+    all threads, and keeps a little of what is freed: if all of it went back after every unit of
+    work, a third of the time would go into fresh pages.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -87,35 +87,39 @@ def give_back_freed() -> None:
 
 
 def ran_out(error: Exception) -> bool:
-    """Return whether an error says that there was no memory: of a tensor in host memory torch raises RuntimeError."""
+    """Whether an error means that memory ran out; for a host tensor torch raises RuntimeError."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
 def take_huge_pages() -> None:
-    """Let torch ask for huge pages where a tensor is 2 MiB or more, and the system gives them to who asks (`madvise`).
+    """Make torch ask for huge pages for tensors of 2 MiB or more, where the system has `madvise`.
 
     A decoded layer is fresh memory each time. In pages of 4 KiB the kernel needs a third of the
-    seconds that the proof of an artifact takes. torch reads the variable with the first tensor.
-    What is set already stays.
+    seconds that the proof of an artifact takes. torch reads the variable with the first tensor. A
+    value that is already set stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def search_seldom() -> None:
-    """Search for cycles seldom: what torch and transformers create while they are imported is searched again and again.
+    """Search for cycles seldom, while torch and transformers create their many objects at import.
 
-    That costs a fifth of a second per process, and the search at its end, through all that was
-    imported, another third. For a process of our own; in somebody else's it is theirs to say.
+    The searches cost a fifth of a second per process, and the one at its end, through all that was
+    imported, another third. Only a process of our own calls this: in a user's process the threshold
+    is the user's.
     """
     gc.set_threshold(CREATED, *gc.get_threshold()[1:])
 
 
 def search_as_usual() -> None:
-    """Search for cycles as often as before `search_seldom`, where that was called: layers may hang on them."""
+    """Search for cycles as often as before `search_seldom`: layers may hang on them.
+
+    Without an earlier `search_seldom` nothing changes.
+    """
     if gc.get_threshold()[0] == CREATED:
-        gc.freeze()  # what is there now are modules and classes
+        gc.freeze()  # the objects so far are modules and classes, which never become garbage
         gc.set_threshold(_USUAL, *gc.get_threshold()[1:])
 
 
@@ -125,29 +129,29 @@ def end_quickly() -> None:
 
 
 def give_back_holes() -> None:
-    """Give the system what lies free between blocks in use, where the C library can (glibc); a few milliseconds.
+    """Make glibc return free memory between blocks in use to the system; a few milliseconds.
 
-    Between two layers: what one layer leaves in pieces would otherwise be added to the next one's
-    peak.
+    It is called between two layers: the holes that one layer leaves would be added to the next
+    one's peak.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_of_children() -> int:
-    """Return the largest peak of the processes that this one started and waited for."""
+    """The largest peak of the processes that this one started and waited for."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
 def total_bytes() -> int:
-    """Return the memory of the machine, or of the control group that this process lives in where that is less."""
+    """Memory of the machine, or of this process's control group where that is less."""
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group("memory.max")])
 
 
 def available_bytes() -> int:
-    """Return what can be allocated without swapping, the file cache counted as free."""
+    """Bytes that can be allocated without swapping, the file cache counted as free."""
     free = total_bytes()
     with suppress(OSError):
         free = _fields(_PROC / "meminfo")["MemAvailable"]
@@ -163,12 +167,12 @@ def available_bytes() -> int:
 
 
 def usable_cores() -> int:
-    """Return how many processors this process may run on."""
+    """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the `Name:  123 kB` lines of a file of /proc, in bytes."""
+    """Values of the `Name:  123 kB` lines in a file of /proc, in bytes."""
     found = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -179,7 +183,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _group(name: str) -> list[int]:
-    """Return the number in a file of the control group, or nothing where there is no group or no limit."""
+    """The number in a file of the control group; none where there is no group or no limit."""
     with suppress(OSError, ValueError):
         return [int((_CGROUP / name).read_text())]
     return []

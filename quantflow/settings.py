@@ -1,10 +1,10 @@
-"""Settings: fields of records that say of themselves how a command line and a reference speak of them.
+"""Settings: fields of records that declare themselves for the command line and the reference.
 
-    samples: int = setting(128, help="Sequences at most (default 128).", flag="--samples", verbs=("measure", "plan"))
+    samples: int = setting(128, "--samples", verbs=("measure",), help="Sequences (default 128).")
 
 is the one declaration of a setting. Its name is the key of a recipe and the keyword of a record,
-its annotation the type, its flag the option of the verbs it names. The command line makes its
-options by `settings_of` and lays their values over a recipe.
+its annotation the type, its flag the option of the verbs. The command line makes its options from
+`settings_of` and lays their values over a recipe.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from typing import Any
 
 from quantflow.errors import UsageError, nearest
 
-KEY = "setting"  # of a field's metadata
+KEY = "setting"  # key in a field's metadata
 DEVICES = ("cpu", "cuda", "cuda:0", "hpu")  # cuda:N is the GPU of that number
 
 
 def device_flag(name: str) -> str:
-    """Return the name of a device as `--device` says it; whether it is there is not looked at.
+    """Name of a device as `--device` gives it; whether the device exists is not checked.
 
     Raises:
-        UsageError: a word that names none.
+        UsageError: the name is no device's.
     """
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|hpu", name):
         raise UsageError(f"device={name!r}", nearest(name, DEVICES))
@@ -35,20 +35,20 @@ def device_flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """What a field says of itself beside its name, type and default.
+    """The declaration of a field beside its name, type and default.
 
     Attributes:
-        help: one sentence; per verb where a verb uses the setting for something else.
-        flag: the option: `--samples`, `--yes/--no`, or `-b --batch-size` with a short one. None: no
-            option.
-        metavar: what stands for the value in the help; None is the type.
-        verbs: the verbs with this option.
-        choices: the words that are allowed; empty where the record itself refuses wrong ones.
-        shown: the help says the default.
-        negated: the option of a bool says that it is not so.
-        parse: makes the option's text what a recipe holds; None where click's value is it.
-        least, most: of a whole number; see `check_numbers`.
-        variable: of the environment, which is read where the option is not given.
+        help: one sentence, or one per verb where the verbs use the setting differently.
+        flag: option: `--samples`, `--yes/--no`, or `-b --batch-size` with a short one; None
+            without.
+        metavar: word for the value in the help; None is the type.
+        verbs: verbs that have the option.
+        choices: allowed words; empty where the record itself refuses wrong ones.
+        shown: whether the help shows the default.
+        negated: whether the option of a bool sets it to false.
+        parse: function from the option's text to a recipe's value; None keeps click's value.
+        least, most: bounds of a whole number; see `check_numbers`.
+        variable: environment variable that is read where the option is not given.
     """
 
     help: str | Mapping[str, str] = ""
@@ -64,7 +64,7 @@ class Declared:
     variable: str | None = None
 
     def help_of(self, verb: str) -> str:
-        """Return the sentence for a verb's help."""
+        """The sentence for a verb's help."""
         return self.help if isinstance(self.help, str) else self.help[verb]
 
 
@@ -73,12 +73,12 @@ class Setting:
     """A field of a record, or of a record inside it.
 
     Attributes:
-        record: the class that has the field.
+        record: class that has the field.
         path: keys that lead to it from the outermost record: ("tune", "steps").
-        kind: bool, int, float or str; of a tuple that of its items.
-        multiple: the field is a tuple.
-        default: None where the record has none.
-        declared: what it says of itself.
+        kind: bool, int, float or str; for a tuple the kind of its items.
+        multiple: whether the field is a tuple.
+        default: default of the field; None where it has none.
+        declared: declaration of the field.
     """
 
     record: type
@@ -96,9 +96,9 @@ class Setting:
 
 def setting(
     default: Any = dataclasses.MISSING,
+    flag: str | None = None,
     *,
     help: str | Mapping[str, str],
-    flag: str | None = None,
     metavar: str | None = None,
     verbs: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
@@ -109,7 +109,7 @@ def setting(
     most: int = 2**63 - 1,
     variable: str | None = None,
 ) -> Any:
-    """Return a dataclass field that is a setting; see `Declared`. Without a default the field must be given."""
+    """A dataclass field that is a setting, see `Declared`; required without a default."""
     declared = Declared(
         help=help,
         flag=flag,
@@ -127,13 +127,16 @@ def setting(
 
 
 def check_numbers(record: Any) -> None:
-    """Refuse whole numbers outside of what their settings allow, and NaN; a record's `__post_init__` calls it.
+    """Refuse NaN, and whole numbers outside the bounds of their settings.
+
+    A record's `__post_init__` calls it.
 
     Raises:
-        UsageError: naming the field and its value.
+        UsageError: a number is out of bounds; the message names the field and its value.
     """
     for item in dataclasses.fields(record):
-        declared, value = item.metadata.get(KEY), getattr(record, item.name)
+        declared = item.metadata.get(KEY)
+        value = getattr(record, item.name)
         if declared is not None and isinstance(value, float) and math.isnan(value):
             raise UsageError(f"{item.name}={value}", "give a number")
         if declared is None or type(value) is not int or declared.least <= value <= declared.most:
@@ -145,7 +148,7 @@ def check_numbers(record: Any) -> None:
 
 
 def settings_of(record: type, verb: str) -> tuple[Setting, ...]:
-    """Return the settings of a record, and of the records inside it, that are options of a verb; in the order of the fields."""
+    """Settings of a record and of the records inside it that are options of a verb, in order."""
     return tuple(
         item
         for item in every_setting(record)
@@ -154,8 +157,12 @@ def settings_of(record: type, verb: str) -> tuple[Setting, ...]:
 
 
 def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ...]:
-    """Return all settings of a record and of the records inside it; entries of a list are records of their own."""
-    hints, found = typing.get_type_hints(record), []
+    """All settings of a record and of the records inside it.
+
+    Entries of a list are records of their own.
+    """
+    hints = typing.get_type_hints(record)
+    found = []
     for item in dataclasses.fields(record):
         options = _without_none(hints[item.name])
         if KEY in item.metadata:
@@ -170,7 +177,7 @@ def every_setting(record: type, path: tuple[str, ...] = ()) -> tuple[Setting, ..
                     declared=item.metadata[KEY],
                 )
             )
-        # one option for a whole record says all of it
+        # a record that is one option as a whole has no options for its fields
         if item.metadata.get(KEY, Declared()).flag is None:
             for option in options:
                 if isinstance(option, type) and dataclasses.is_dataclass(option):
@@ -185,7 +192,7 @@ def _without_none(hint: Any) -> tuple[Any, ...]:
 
 
 def _kind(hint: Any) -> tuple[type, bool]:
-    """Return the type of a value or of a tuple's items, and whether it is a tuple's."""
+    """Type of a value or of a tuple's items, and whether it is a tuple."""
     if typing.get_origin(hint) is tuple:
         return _kind(typing.get_args(hint)[0])[0], True
     return (hint if hint in (bool, int, float) else str), False

@@ -1,4 +1,4 @@
-"""Recipes, gates, texts and QUANT_CONFIG presets that are shipped with the package, found by their names."""
+"""Recipes, gates, texts and QUANT_CONFIG presets that are shipped with the package, by name."""
 
 from pathlib import Path
 
@@ -7,12 +7,13 @@ from quantflow.errors import UsageError, nearest
 
 SHIPPED = Path(configs.__file__).parent
 TEXTS = SHIPPED / "calibration"
-# where no text is named
-CALIBRATION, EVALUATION = TEXTS / "default.jsonl", TEXTS / "default-evaluation.jsonl"
+# the texts of measure and validate where none is named
+CALIBRATION = TEXTS / "default.jsonl"
+EVALUATION = TEXTS / "default-evaluation.jsonl"
 
 
 def find_config(kind: str, name: str) -> Path:
-    """Return the file that `name` stands for: a path, or a shipped file configs/<kind>/<name>.yaml.
+    """The file of `name`: a path, or a shipped file configs/<kind>/<name>.yaml.
 
     Raises:
         UsageError: neither exists.
@@ -29,5 +30,5 @@ def find_config(kind: str, name: str) -> Path:
 
 
 def shipped_texts() -> dict[str, Path]:
-    """Return the texts that are shipped: name -> file."""
+    """Name -> file of the shipped texts."""
     return {path.stem: path for path in sorted(TEXTS.glob("*.jsonl"))}

@@ -1,7 +1,7 @@
 """Plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them.
 
-Plots of a page are as wide as their box and drawn for 520 pixels, so their text is readable on a
-phone as well; the page's own style gives text and grids their colours.
+Plots of a page are as wide as their box and drawn for 520 pixels, so that their text is readable on
+a phone as well. The page's own style gives text and grids their colours.
 """
 
 import math
@@ -32,9 +32,9 @@ class Mark:
 
     Attributes:
         layer: label of the slot on the horizontal axis.
-        kind: kind that colours it, such as q_proj.
-        value: height of the mark; zero or less is left out.
-        hollow: whether it is a ring, which others are compared with.
+        kind: kind that gives it its colour, such as q_proj.
+        value: height; zero or less is left out.
+        hollow: whether it is drawn as a ring, to compare others with.
     """
 
     layer: str
@@ -60,12 +60,10 @@ def by_layer(
     powers: tuple[int, int] | None = None,
     height: int = 210,
 ) -> str:
-    """Draw marks over the layers of a model on a logarithmic axis.
-
-    In a layer the kinds stand side by side.
+    """Marks over the layers of a model on a logarithmic axis; kinds stand side by side.
 
     Args:
-        marks: marks, whose layers keep the order in which they first appear.
+        marks: marks; layers keep the order in which they first appear.
         kinds: every kind, in the order inside a layer; `colour_of` gives each its colour.
         unit: name of the vertical axis.
         powers: powers of ten at both ends of the vertical axis, for several plots that share it;
@@ -132,7 +130,7 @@ def heat_map(
     across: str,
     unit: str,
 ) -> str:
-    """Draw values as coloured cells, by the root of their size.
+    """Values as coloured cells, by the root of their size.
 
     Values below zero have another colour, and cells without a value are empty.
 
@@ -147,7 +145,8 @@ def heat_map(
     if not largest:
         return NOTHING
     left, pitch = 112, 24
-    width, foot = (NARROW - 8 - left) / len(columns), TOP + pitch * len(rows)
+    width = (NARROW - 8 - left) / len(columns)
+    foot = TOP + pitch * len(rows)
     parts = []
     for place, row in enumerate(rows):
         parts.append(
@@ -165,19 +164,21 @@ def heat_map(
         for place, row in enumerate(rows):
             value = values.get((row, column))
             box = (
-                f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" '
-                f'height="{pitch}" class="grid"'
+                f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" '
+                f'width="{width:.1f}" height="{pitch}" class="grid"'
             )
             if value is None:
                 parts.append(f'<rect {box} fill="none"/>')
                 continue
-            colour, told = _heat(value / largest), escape(f"{column} {row}: {value:.3g}")
+            colour = _heat(value / largest)
+            told = escape(f"{column} {row}: {value:.3g}")
             parts.append(f"<rect {box} {colour}><title>{told}</title></rect>")
     parts.append(
         f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" '
         f'text-anchor="middle">{escape(across)}</text>'
     )
-    legend, step = foot + 46, 26
+    legend = foot + 46
+    step = 26
     shares = (
         [-1.0, -0.25, 0.0, 0.25, 1.0] if min(values.values()) < 0 else [0.0, 0.06, 0.25, 0.56, 1.0]
     )
@@ -197,13 +198,13 @@ def heat_map(
 
 
 def _heat(share: float) -> str:
-    """The fill of a cell, for a share of the largest value from -1 to 1."""
+    """The fill of a cell, by its share of the largest value, -1 to 1."""
     colour = COLOURS[1] if share >= 0 else COLOURS[0]
     return f'fill="{colour}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
 
 
 def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
-    """The powers of ten around the marks that can be drawn, at least one apart; else (-1, 0)."""
+    """Powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
     values = [mark.value for mark in marks if mark.value > 0]
     if not values:
         return -1, 0
@@ -217,7 +218,7 @@ def colour_of(kind: str, kinds: Sequence[str]) -> str:
 
 
 def intervals(rows: Sequence[Interval], *, unit: str) -> str:
-    """Draw values with their bounds and limits on a logarithmic axis, each row below its label."""
+    """Values with bounds and limits, one row each below its label, on a logarithmic axis."""
     values = [v for row in rows for v in (row.value, row.lower, row.upper, row.limit) if v > 0]
     if not values:
         return NOTHING
@@ -244,8 +245,7 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
         parts.append(f'<text x="{left}" y="{y - 15}" class="label">{escape(row.label)}</text>')
         parts.append(
             f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" '
-            f'y2="{y:.1f}" '
-            f'stroke="{colour}" stroke-width="4"/>'
+            f'y2="{y:.1f}" stroke="{colour}" stroke-width="4"/>'
         )
         parts.append(f'<circle cx="{x_of(row.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
         x = x_of(row.limit)
@@ -268,13 +268,11 @@ def curves(
     y: str,
     height: int = 420,
 ) -> str:
-    """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own.
-
-    Zero is left out.
+    """A line and series of points on a logarithmic vertical axis, as a file; zero is left out.
 
     Args:
-        line: points (x, y) from left to right.
-        label: label of the line.
+        line: (x, y) from left to right.
+        label: name of the line.
         points: name of the series -> its points, each with its label beside it.
         x: name of the horizontal axis.
         y: name of the vertical axis.
@@ -287,15 +285,11 @@ def curves(
     everything = [point for of_name in series.values() for point in of_name]
     if not everything:
         return _file([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60)
-    low, high = (
-        math.floor(min(p.x for p in everything)),
-        math.ceil(max(p.x for p in everything) + 1e-9),
-    )
-    bottom, top = (
-        math.floor(math.log10(min(p.y for p in everything))),
-        math.ceil(math.log10(max(p.y for p in everything)) + 1e-9),
-    )
-    top, right, foot = max(top, bottom + 1), WIDTH - RIGHT, TOP + height
+    low = math.floor(min(p.x for p in everything))
+    high = math.ceil(max(p.x for p in everything) + 1e-9)
+    bottom = math.floor(math.log10(min(p.y for p in everything)))
+    top = max(bottom + 1, math.ceil(math.log10(max(p.y for p in everything)) + 1e-9))
+    right, foot = WIDTH - RIGHT, TOP + height
 
     def place(point: Point) -> tuple[float, float]:
         across = LEFT + (right - LEFT) * (point.x - low) / (high - low)
@@ -305,7 +299,8 @@ def curves(
         place, across=range(low, high + 1), powers=range(bottom, top + 1), foot=foot, names=(x, y)
     )
     for index, (name, of_name) in enumerate(series.items()):
-        colour, spots = COLOURS[index % len(COLOURS)], [place(point) for point in of_name]
+        colour = COLOURS[index % len(COLOURS)]
+        spots = [place(point) for point in of_name]
         if index == 0:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
             parts.append(
@@ -338,7 +333,8 @@ def _axes(
     names: tuple[str, str],
 ) -> list[str]:
     """Grid lines, their values, and the names of both axes."""
-    parts, right = [], WIDTH - RIGHT
+    parts = []
+    right = WIDTH - RIGHT
     for power in powers:
         level = place(Point(label="", x=across[0], y=10.0**power))[1]
         parts.append(
@@ -359,15 +355,18 @@ def _axes(
 
 
 def _inline(parts: Sequence[str], height: float) -> str:
-    """A plot of a page, whose style has the looks of text and grids."""
+    """A plot of a page; the page's style gives text and grids their colours."""
     return (
         f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
     )
 
 
 def _file(parts: Sequence[str], height: float) -> str:
-    """A file of its own, with the looks of text and grids in it."""
+    """A plot as a file, which holds the style that a page would have."""
     style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
     size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
-    return f'{head}<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
+    ground = '<rect width="100%" height="100%" fill="#fff"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>'
+        f"{ground}{''.join(parts)}</svg>"
+    )

@@ -2,7 +2,7 @@
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people: `42 s`, `12 min 05 s`, `3 h 07 min`."""
+    """Seconds for people: `42 s`, `12 min 05 s`, `3 h 07 min`."""
     whole = round(seconds)
     if whole < 120:
         return f"{whole} s"
@@ -12,5 +12,5 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes for people, in powers of ten: `640 MB`, `3.12 GB`."""
+    """Bytes for people, in powers of ten: `640 MB`, `3.12 GB`."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

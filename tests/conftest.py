@@ -552,8 +552,8 @@ def write_foreign():
     from quantflow.core.qtensor import QuantizedLinear
     from quantflow.core.scheme import LinearScheme
     from quantflow.formats import LAYOUTS, compressed_tensors
-    from quantflow.models.graph import graph_for
     from quantflow.models.load import open_source
+    from quantflow.models.open import graph_for
 
     def write(
         folder: Path, model: Path, layout: str, scheme: LinearScheme, *, ordered: bool = False

@@ -29,17 +29,39 @@ assert any(name.endswith("|power_sum") for name in load_file(statistics))
 quantize("llama", "q", entry=entry, measurement=measured)
 """,
     "family": """
+import json
 import torch
-from transformers import AutoModelForCausalLM, HeliumConfig
-shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-config = HeliumConfig(**shape, num_key_value_heads=2, head_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=1)
-AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained("helium")
+from transformers import AutoModelForCausalLM, SeedOssConfig
+shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+config = SeedOssConfig(**shape, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+model.save_pretrained("seed")
 for file in ("tokenizer.json", "tokenizer_config.json"):
-    __import__("shutil").copy(f"llama/{file}", "helium")
+    __import__("shutil").copy(f"llama/{file}", "seed")
+
+from quantflow.models.discovery import graph_of
+from quantflow.models.open import graph_for
+row, trace = graph_for(config), graph_of(config)
+assert not row.family.discovered and trace.family.discovered
+assert [layer.groups for layer in row.layers] == [layer.groups for layer in trace.layers]
+
+from quantflow.distributed.sharding import placements
+shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+assert placements(config, shapes, tp=2, rank=1)["model.layers.0.self_attn.k_proj"]["offset"] == 16
+
 text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
-entry = Quantize(name="a", scheme="W4A16", group_size=64)
-measured = measure("helium", "m", calibration=text, entries=(entry,)).folder
-quantize("helium", "q", entry=entry, measurement=measured)
+entry = Quantize(name="a", scheme="W8A16", transforms=({"hadamard": {}},))
+measured = measure("seed", "m", calibration=text, entries=(entry,)).folder
+artifact = export(quantize("seed", "q", entry=entry, measurement=measured).folder, "a").folder
+
+from quantflow.runtime.load import load
+loaded = load(artifact, decoder="lean")
+assert loaded.name == "lean", loaded.reasons
+from gguf import GGUFReader
+(file,) = export("seed", "g", options=Export(format="gguf")).folder.glob("*.gguf")
+names = {tensor.name for tensor in GGUFReader(file).tensors}
+assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias", "blk.0.post_attention_norm.weight"} <= names
 """,
     "format": """
 from safetensors.torch import load_file

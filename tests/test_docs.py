@@ -3,6 +3,8 @@
 import dataclasses
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -114,7 +116,7 @@ def test_every_page_is_reached_from_the_readme():
     assert set(re.findall(r"\(docs/(\w[\w-]*\.md)", (ROOT / "README.md").read_text())) >= pages
 
 
-def test_the_picture_of_the_readme_is_drawn_from_the_tables(monkeypatch):
+def test_the_picture_of_the_peers_is_drawn_from_the_tables(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import peers_picture
 
@@ -127,25 +129,22 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
     import peers_picture
 
     readme = ROOT / "README.md"
-    rows = peers_picture.table(ROOT / "docs/accuracy.md", "model | program")
-    accuracy = {(row["model"], row["program"], row["scheme"]): row["KLD mean"] for row in rows}
+    losses = _losses(peers_picture.table)
     compared = peers_picture.table(readme, "model | scheme")
-    assert len(compared) == 8
+    assert len(compared) == 13
     for row in compared:
-        peer, _, its = row["best peer"].rpartition(" ")
-        ours = accuracy[row["model"], "quantflow best", row["scheme"]]
+        programs = losses[row["model"], row["scheme"]]
+        ours = programs["quantflow " + row["quantflow"]]
+        rivals = ("GPTQ", "matrix") if row["quantflow"] == "gptq" else ("",)
         others = {
             program: kld
-            for (model, program, scheme), kld in accuracy.items()
-            if (model, scheme) == (row["model"], row["scheme"])
-            and not program.startswith("quantflow")
+            for program, kld in programs.items()
+            if not program.startswith("quantflow") and any(word in program for word in rivals)
         }
-        assert (row["quantflow best"], its, others[peer]) == (
-            ours,
-            others[peer],
-            min(others.values(), key=float),
-        ), row
-        assert row["of the peer's"] == f"{float(ours) / float(its):.2f}x"
+        theirs = others[row["other program"]]
+        assert (row["loss"], row["its loss"]) == (ours, theirs), row
+        assert theirs == min(others.values(), key=float), row
+        assert row["ratio"] == f"{float(ours) / float(row['its loss']):.2f}x"
 
     tables = [
         peers_picture.table(
@@ -162,6 +161,52 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
         assert row["decode"] == single[program]["decode tokens/s"]
         assert row["decode, 8 at once"] == eight[program]["decode tokens/s"]
     sys.modules.pop("peers_picture")
+
+
+def test_the_figures_of_the_page_about_choosing_are_those_of_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import peers_picture
+
+    table = peers_picture.table
+    losses, speeds = _losses(table), {}
+    for many, column in (("One", "decode"), ("Eight", "decode, 8 at once")):
+        measured = ROOT / "benchmarks/README.md"
+        for row in table(measured, "program | prefill tokens/s", after=f"{many} at once:"):
+            speed = speeds.setdefault(row["program"].removeprefix("quantflow "), {})
+            speed.setdefault("prompt", row["prefill tokens/s"])
+            speed[column] = row["decode tokens/s"]
+    compared = 0
+    for row in table(ROOT / "docs/choosing.md", "machine and engine | scheme"):
+        scheme = row["scheme"].split(",")[0]
+        program = "quantflow " + row["algorithm"].split(" ")[0]
+        for model, groups in (("tiny-llama", " g128"), ("SmolLM2", " g64")):
+            measured = losses.get((model, scheme + groups * (scheme == "W4A16")), {})
+            if row[f"loss, {model}"] and program in measured:
+                assert abs(float(row[f"loss, {model}"]) - float(measured[program])) < 5e-6, row
+                compared += 1
+        for column in ("prompt", "decode", "decode, 8 at once"):
+            assert not row[column] or row[column] == speeds[scheme][column], row
+    assert compared == 10
+    sys.modules.pop("peers_picture")
+
+
+def _losses(table: Callable[..., list[dict[str, str]]]) -> dict[tuple[str, str], dict[str, str]]:
+    """Mean KLD of each program by model and scheme, from docs/accuracy.md and docs/smollm2.md."""
+    accuracy, smollm2 = ROOT / "docs/accuracy.md", ROOT / "docs/smollm2.md"
+    losses = defaultdict(dict)
+    for row in table(accuracy, "model | program"):
+        losses[row["model"], row["scheme"]][row["program"]] = row["KLD mean"]
+    for column, after in (("scheme", "## 4-bit floats"), ("type", "## llama.cpp's types")):
+        for row in table(accuracy, f"{column} | program", after=after):
+            losses["tiny-llama", row[column]][row["program"]] = row["KLD mean"]
+    for row in table(smollm2, "scheme | program", after="## 4-bit floats"):
+        losses["SmolLM2", row["scheme"]][row["program"].replace("`", "")] = row["mean KLD"]
+    for after in ("## Beside AutoRound", "## Beside llm-compressor"):
+        for row in table(smollm2, "program | bits per weight", after=after):
+            program, _, scheme = row["program"].replace("`", "").partition(", W4A16")
+            if scheme or ", file" not in program:
+                losses["SmolLM2", "W4A16 g64"][program] = row["mean KLD"]
+    return losses
 
 
 def test_no_page_speaks_of_private_modules():

@@ -9,7 +9,8 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @pytest.fixture
-def coverage():
+def coverage(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)  # for its module of mutations
     spec = importlib.util.spec_from_file_location("make_coverage", DOCS / "make_coverage.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,8 +32,16 @@ def test_every_row_of_the_documents_is_accounted_for_once(coverage):
 
 def test_the_page_is_made_from_the_data(coverage):
     documents, rows = coverage.read()
-    assert (DOCS / "coverage.md").read_text() == coverage.page(documents, rows), (
-        "run `python docs/make_coverage.py`"
+    assert (DOCS / "coverage.md").read_text() == coverage.page(
+        documents, rows, coverage.results()
+    ), "run `python docs/make_coverage.py`"
+
+
+def test_each_row_that_works_was_broken_once_and_a_test_of_it_failed(coverage):
+    _, rows = coverage.read()
+    assert (
+        coverage.mutations.mistakes(coverage.ROOT, rows, coverage.working(rows), coverage.results())
+        == []
     )
 
 
@@ -57,3 +66,12 @@ def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
         f"X6: there is no test {test}_not",
         "X6: there is no test tests/nowhere.py::test_a",
     ]
+
+
+def test_what_cannot_be_broken_is_refused_before_anything_is_copied(coverage, monkeypatch, capsys):
+    monkeypatch.setattr(coverage.mutations, "run", None)
+    before = coverage.RESULTS.read_bytes(), coverage.PAGE.read_bytes()
+    monkeypatch.setattr("sys.argv", ["make_coverage.py", "--break", "--rows", "H1,H21,Z9"])
+    assert coverage.main() == 1
+    assert capsys.readouterr().err == "H21: no row that works\nZ9: no row that works\n"
+    assert (coverage.RESULTS.read_bytes(), coverage.PAGE.read_bytes()) == before

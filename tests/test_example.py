@@ -21,8 +21,8 @@ from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
-from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import join, score
 from quantflow.numerics.perplexity import logits_of

@@ -20,9 +20,9 @@ from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.record import read_measurement
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.layer_store import layer_path
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import join, score

@@ -65,8 +65,7 @@ APPLICATION = {"stages", "click", "rich"}  # what the library never imports
 # May import the project's own modules inside functions: they start without torch, or without
 # transformers' model code.
 LAZY = {
-    "quantflow/models/graph.py",
-    "quantflow/models/source.py",
+    "quantflow/models/open.py",
     "quantflow/__init__.py",
     "quantflow/measuring/job.py",
     "quantflow/measuring/continue_job.py",

@@ -52,7 +52,7 @@ ALLOWED = {
         {"gptq", "awq", "compressed-tensors"},
         "words of `quant_method`; it is below formats",
     ),
-    "quantflow/formats/compressed_tensors.py": (
+    "quantflow/formats/compressed_tensors/config.py": (
         {"hadamard"},
         "the layout's own word in `transform_config`",
     ),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quantflow.formats.llama_cpp.tensors import places, row_order
 from quantflow.measuring.text import hash_sequences, read_documents, select
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import Silent
 from quantflow.shipped import CALIBRATION, EVALUATION

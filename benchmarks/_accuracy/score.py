@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from quantflow.core.affine import fake_quantize_input
 from quantflow.core.scheme import TensorScheme
 from quantflow.formats.compressed_tensors import tensor_names
-from quantflow.models.graph import graph_for
 from quantflow.models.load import Source, load_model, open_source
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
 from quantflow.numerics.divergence import join, score
 from quantflow.numerics.perplexity import logits_of
 from quantflow.runtime.artifact import open_artifact

@@ -27,8 +27,8 @@ from quantflow.backends.backend import Case
 from quantflow.benching.generation_speed import random_prompts, time_run
 from quantflow.benching.kernel_speed import weight_bytes
 from quantflow.core.scheme import LinearScheme, preset
-from quantflow.models.load import skeleton
 from quantflow.models.parameters import materialize_
+from quantflow.models.skeleton import skeleton
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.graphs import GraphDecoder
 from quantflow.runtime.linear import QuantLinear

@@ -1,9 +1,8 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
-Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from
-there, with all linears of a decoder layer and the layer itself. `tune` works with all linears of
-the model, after either. COMBINATIONS are words of recipes that stand for several of them, by
-scheme.
+ALGORITHMS quantize the linears that share an input. BLOCK_ALGORITHMS go on from there, with all
+linears of a decoder layer and the layer itself. `tune` works with all linears of the model, after
+either. COMBINATIONS are words of recipes that stand for several of them, by scheme.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,33 +36,42 @@ __all__ = [
 
 
 class Algorithm(Protocol):
-    """What the file of an algorithm exports."""
+    """Names that the module of an algorithm exports."""
 
     NAME: str
-    """As recipes name it."""
+    """Its name in recipes."""
 
     NEEDS: tuple[str, ...]
-    """Names of the statistics that `quantize_group` reads: of the group's input, `gradient_sum` of each linear's output."""
+    """Names of the statistics that `quantize_group` reads.
+
+    `gradient_sum` is a statistic of each linear's output, all others are of the group's input.
+    """
 
     BY_ROW: bool
-    """Whether a row of a weight with scales of its own follows from that row alone: then weights go from file to file."""
+    """Whether a row of a weight with scales of its own follows from that row alone.
+
+    Weights then go from file to file.
+    """
 
     VERSION: int
-    """Counts the changes that give other results for the same inputs; part of the resume key."""
+    """Number of the changes that give other results for the same inputs; part of the resume key."""
 
     TO_NEAREST: bool
-    """Whether it takes the whole range of a weight and rounds to nearest: cards round slices by it, and a range may be cut."""
+    """Whether it takes the whole range of a weight and rounds to nearest.
+
+    Ranks then round slices of a weight, and a transform may clip ranges.
+    """
 
     ON_DEVICE: bool
-    """Whether `quantize_group` computes where its tensors are; else it is given tensors in host memory."""
+    """Whether `quantize_group` computes where its tensors are; else they are in host memory."""
 
     SUPPORTS: Supports
-    """What it goes with."""
+    """Schemes and settings that it can be combined with."""
 
     def working_bytes(
         self, features: int, rows: int, *, workers: int = 1, in_place: bool = False
     ) -> int:
-        """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes."""
+        """The most memory that `quantize_group` takes beyond arguments and results, in bytes."""
         ...
 
     def quantize_group(
@@ -76,28 +84,37 @@ class Algorithm(Protocol):
         workers: Workers = SEQUENTIAL,
         in_place: bool = False,
     ) -> dict[str, GroupResult]:
-        """Quantize the linears that share an input; `in_place` where the statistics may be overwritten."""
+        """Quantize the linears that share an input.
+
+        `in_place` allows to overwrite the statistics.
+        """
         ...
 
 
 class BlockAlgorithm(Protocol):
-    """What the file of an algorithm exports that works with a whole decoder layer."""
+    """Names that the module of an algorithm of whole decoder layers exports."""
 
     NAME: str
-    """As recipes name it."""
+    """Its name in recipes."""
 
     VERSION: int
-    """As of an `Algorithm`."""
+    """Number of the changes that give other results for the same inputs; part of the resume key."""
 
     SUPPORTS: Supports
-    """What it goes with."""
+    """Schemes and settings that it can be combined with."""
 
     def working_bytes(self, weights: int, scales: int, *, widest: int, workers: int = 1) -> int:
-        """Return the most memory that `refine` takes beyond the layer, its runs, what it starts from and results, in bytes."""
+        """The most memory that `refine` takes, in bytes.
+
+        The layer, its runs, the weights that it starts from and the results are not counted.
+        """
         ...
 
     def runs(self, samples: int, *, iterations: int, sequences: int) -> int:
-        """Return how many sequences `refine` runs through the layer, a way back counted as two."""
+        """The number of sequences that `refine` runs through the layer.
+
+        A backward pass counts as two.
+        """
         ...
 
     def refine(
@@ -112,7 +129,7 @@ class BlockAlgorithm(Protocol):
         workers: Workers = SEQUENTIAL,
         tell: Callable[[str], object] = str,
     ) -> dict[str, GroupResult]:
-        """Go on from what an `Algorithm` made of the linears of a layer."""
+        """Refine an `Algorithm`'s result for the linears of a layer."""
         ...
 
 
@@ -120,27 +137,27 @@ _GROUPS: tuple[Algorithm, ...] = (rtn, rtn_mse, hqq, gptq, yaqa)
 _BLOCKS: tuple[BlockAlgorithm, ...] = (signround,)
 ALGORITHMS: dict[str, Algorithm] = {algorithm.NAME: algorithm for algorithm in _GROUPS}
 BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {algorithm.NAME: algorithm for algorithm in _BLOCKS}
-LEARNING = signround.NAME  # the block algorithm that recipes have settings of
+LEARNING = signround.NAME  # the block algorithm that recipes have settings for
 TUNE = tune.NAME
-# what every other algorithm must beat, and what stands in where it cannot be used
+# the baseline of every other algorithm, and the substitute where another cannot be used
 NEAREST = rtn.NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What a word of recipes stands for.
+    """The algorithms that a word of recipes stands for.
 
-    Tuning is worth its steps more than its sequences: on tiny-llama at W4A16 from rtn_mse, with 128
+    Tuning gains more from steps than from sequences: on tiny-llama at W4A16 from rtn_mse, with 128
     tokens a sequence, KLD falls from 0.02365 to 0.01827 in 32 steps of 8, 0.01868 in 32 of 4,
     0.01927 in 32 of 2 and 0.01991 in 16 of 4.
 
     Attributes:
-        rounding: the algorithm of weights of less than 8 bits.
-        searches: whether it searches how far to smooth where neither scheme nor recipe names a
+        rounding: algorithm of weights of less than 8 bits.
+        searches: whether the smoothing is searched where neither scheme nor recipe names a
             transform.
-        steps: of `tune` afterwards, where integers of less than 8 bits are the weights' and inputs
-            stay as they are.
-        sequences: of each step.
+        steps: steps of `tune` afterwards, where weights are integers of less than 8 bits and inputs
+            are not quantized.
+        sequences: sequences of each step.
     """
 
     rounding: str
@@ -149,24 +166,28 @@ class Combination:
     sequences: int
 
     def algorithm(self, weights: TensorScheme, *, rotated: bool) -> str:
-        """Return the algorithm that rounds such weights: gptq goes with rotations, 8 bits and float8."""
+        """The algorithm that rounds such weights.
+
+        It is gptq for 8 bits and float8, and for rotations that `rounding` does not go with.
+        """
         fits = _few_bits(weights) and not (
             rotated and supports_of(self.rounding).rotations is not None
         )
         return self.rounding if fits else gptq.NAME
 
     def smooths(self, scheme: LinearScheme) -> bool:
-        """Return whether it searches how far to smooth.
+        """Whether the smoothing is searched.
 
-        Not for floats of 8 bits, whose steps follow the values, nor for weights of e2m1 alone: on tiny-llama the KLD is then
-        0.00552 instead of 0.00548 (NVFP4A16), 0.00920 instead of 0.00907 (MXFP4A16). It is for inputs of e2m1.
+        It is not for floats of 8 bits, whose steps follow the values, nor for weights of e2m1
+        alone: on tiny-llama the KLD is then 0.00552 instead of 0.00548 (NVFP4A16), 0.00920 instead
+        of 0.00907 (MXFP4A16). It is for inputs of e2m1.
         """
         return self.searches and (
             scheme.weights.kind == "int" or (_few_bits(scheme.weights) and scheme.input is not None)
         )
 
     def tunes(self, scheme: LinearScheme, *, rotated: bool) -> bool:
-        """Return whether scales are tuned afterwards."""
+        """Whether scales are tuned afterwards."""
         refused = tune.SUPPORTS.scheme(scheme) is not None or (
             rotated and tune.SUPPORTS.rotations is not None
         )
@@ -180,7 +201,7 @@ COMBINATIONS: dict[str, Combination] = {
 
 
 def supports_of(name: str) -> Supports:
-    """Return what an algorithm goes with, one of a block's or `tune` too."""
+    """The combinations that an algorithm supports; block algorithms and `tune` included."""
     if name in ALGORITHMS:
         return ALGORITHMS[name].SUPPORTS
     return BLOCK_ALGORITHMS[name].SUPPORTS if name in BLOCK_ALGORITHMS else tune.SUPPORTS

@@ -1,27 +1,28 @@
 """GPTQ: round column by column, and let the columns that are still to come make up for the error.
 
-What is minimised is the error of the output, tr((W - Q) H (W - Q)^T) with H = X^T X, not that of
-the weight. Columns are processed in order of the Hessian's diagonal, the largest first; groups,
-scales and zero points stay in place (compressed-tensors calls it `actorder: weight`). They come
-from the original weight, from the multiple of each range that loses least where the Hessian's
-diagonal says how much a column matters.
+Minimised is the error of the output, tr((W - Q) H (W - Q)^T) with the Hessian H = X^T X, not the
+error of the weight. Columns are processed in order of the Hessian's diagonal, the largest first
+(act-order). Groups, scales and zero points stay in place (compressed-tensors: `actorder: weight`).
+Scales come from the original weight, from the multiple of each range that loses least; the
+Hessian's diagonal is the importance of each column.
 
 The form used here needs no inverse of H (quantflow/numerics/feedback.py). With H = (I + U) D (I +
-U)^T, U strictly upper triangular, and E = W - Q,
+U)^T, U strictly upper triangular, D diagonal, and E = W - Q with columns e_j,
 
-    tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2,    so    q_j = round(w_j + sum_{i<j} e_i U_ij).
+    tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2,
+            so  q_j = round(w_j + sum_{i<j} e_i U_ij).
 
 It takes the same decisions as the paper's form, which propagates the error with the Cholesky factor
-of H^-1, with one factorisation instead of two and an inverse: a quarter of the work, and fewer
-digits lost. So few that float32 will do: its rounding, 2^-24 of the largest eigenvalue, is small
-beside the damping, a hundredth of the mean one.
+of H^-1. It needs one factorisation instead of two and an inverse: a quarter of the work, and fewer
+digits lost. So few are lost that float32 is enough: its rounding, 2^-24 of the largest eigenvalue,
+is small beside the damping, a hundredth of the mean one.
 
 Memory, beyond the caller's: one float32 copy of the Hessian, or none where it may be overwritten,
 factored in place; then rows of weights, transposed, one unit per worker (`working_bytes`). Rows are
-independent of each other, so all linears that share the input form one row space, cut into an even
-number of equal units: two or four workers are done at the same time. Sources: Frantar et al. 2022,
-arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this form (LDLQ
-there) and GPTQ are the same.
+independent of each other, so all linears that share the input form one row space. It is cut into an
+even number of equal units, so that two or four workers are done at the same time. Sources: Frantar
+et al. 2022, arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that
+this form (LDLQ there) and GPTQ are the same.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,6 @@ from quantflow.numerics.feedback import (
     BLOCK,
     DAMPINGS,
     Feedback,
-    checked_hessian,
     feedback_of,
     gathered,
     per_row,
@@ -48,7 +48,7 @@ from quantflow.numerics.feedback import (
 )
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
 from quantflow.numerics.statistics import COUNT
-from quantflow.observers.hessian import HESSIAN_SUM
+from quantflow.observers.hessian import HESSIAN_SUM, checked_hessian
 
 NAME: str = "gptq"
 NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name)
@@ -59,26 +59,26 @@ ON_DEVICE: bool = True
 SUPPORTS = EVERYTHING
 
 # Constants, since they order the sums and so are part of the result.
-_UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
-# at most, unless that would be fewer than 128 rows: of wide layers a unit is what takes the memory
+_UNIT_ROWS = 1024  # most rows of a unit; fewer make calls per column dear, more leave workers idle
+# most weights of a unit, unless that is less than 128 rows: units dominate a wide layer's memory
 _UNIT_WEIGHTS = 4 << 20
 
 _Piece = tuple[str, slice]  # rows of one linear
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
-    """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
+    """The most memory that `quantize_group` takes, in bytes.
 
-    4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows
-    (`_unit_rows`): its work in float32 (4 I R), the qvalues (I R) and the scales, at most one per
-    32 columns (2 * 4 I R / 32); and a block and its scratch (4 R (128 + 1)), or what the
-    elementwise units or the comparison of a linear take, if that is more.
+    Weights, statistics and results are not counted. 4 I^2 for the factor, unless it is made in
+    place. For each worker a unit of R rows (`_unit_rows`): its work in float32 (4 I R), the qvalues
+    (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its scratch
+    (4 R (128 + 1)), or the memory of elementwise units or of comparing a linear, if that is more.
 
     Args:
         features: I, in_features of the group.
         rows: out_features of the group, all linears together.
-        workers: how many.
-        in_place: as `quantize_group` is called.
+        workers: number of workers.
+        in_place: whether `quantize_group` may overwrite the Hessian.
     """
     unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (BLOCK + 1))
     factor = 0 if in_place else 4 * features * features
@@ -100,8 +100,8 @@ def quantize_group(
         weights: name -> [O, I], any float dtype; not modified.
         scheme: its `weights` are int or float8, at any granularity.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count`
-            [], how many rows.
-        scale_dtype: the dtype in which the layout stores scales.
+            [], the number of these rows.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run blocks of the factorisation and units of rows; how many there are changes
             nothing but the time.
         in_place: overwrite `hessian_sum`, where it is float32 and contiguous, instead of copying
@@ -111,7 +111,7 @@ def quantize_group(
         name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that
         was added) and `attempts` (factorisations tried), `dead_channels` (inputs that were always
         zero; their columns are rounded to nearest), `tokens` (count), `zero_groups` (scales that
-        stand for zeros only), `order`, and those of `comparison.compared`.
+        stand for zeros only), `order`, and those of `output_errors.compared`.
 
     Raises:
         SchemeError: group_size does not divide in_features.
@@ -135,7 +135,11 @@ def quantize_group(
         workers=workers,
     )
     feedback = feedback_of(
-        hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place
+        hessian_sum,
+        name=next(iter(weights)),
+        statistic=HESSIAN_SUM.name,
+        workers=workers,
+        in_place=in_place,
     )
     qvalues = {
         name: weight.new_empty(weight.shape, dtype=qvalue_dtype(scheme.weights))
@@ -173,12 +177,12 @@ def quantize_group(
 
 
 def _unit_rows(features: int) -> int:
-    """Return how many rows of I features a unit has at most."""
+    """The most rows of I features in a unit."""
     return min(_UNIT_ROWS, max(128, _UNIT_WEIGHTS // max(1, features)))
 
 
 def _units(rows: Mapping[str, int], *, limit: int) -> list[list[_Piece]]:
-    """Cut the rows of all linears, one after the other, into an even number of equal units of at most `limit` rows."""
+    """The rows of all linears, cut into an even number of equal units of at most `limit` rows."""
     total = sum(rows.values())
     length = -(-total // (2 * -(-total // (2 * limit))))
     units: list[list[_Piece]] = []

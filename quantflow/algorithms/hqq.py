@@ -1,32 +1,33 @@
-"""Half-quadratic quantization (HQQ): scales that leave most weights close to their points, from the weights alone.
+"""Half-quadratic quantization (HQQ): scales for heavy-tailed weights, from the weights alone.
 
-What is minimised, for every scale by itself, is the sum of |error|^p with error = weight - scale *
-(qvalue - zero_point) and p = 3/4. Below 1 such a sum prefers many small errors and a few large
-ones, as heavy-tailed weights have them, to errors that are all alike. It is split in two by a
-second set of errors e,
+Minimised, for every scale by itself, is the sum of |error|^p with error = weight - scale * (qvalue
+- zero_point) and p = 3/4. A p below 1 prefers many small errors and a few large ones, as
+heavy-tailed weights have them, to errors that are all alike. The sum is split in two by a second
+set of errors e,
 
     sum |e|^p + beta/2 * (e - error)^2,
 
-and minimised over one unknown after the other while beta, the price of e's being another than the
-error, grows:
+and minimised over one unknown after the other, while beta, the price of a difference between e and
+the error, grows:
 
-    e          the error, made smaller by |error|^(p-1) / beta, and zero where that is more than the error
+    e          the error, made smaller by |error|^(p-1) / beta, and zero where that is more
+               than the error
     scale      least squares: (weight - e) . d / d . d    with d = qvalue - zero_point
     qvalue     rounding to nearest
 
 Errors count in steps here, so that beta means the same for all weights. Every scale is rounded to
-what the layout stores before it is judged, round-to-nearest's is judged first, and the best is
-kept: no scale has a larger sum than rtn's.
+the layout's dtype before it is judged. The scale of round to nearest is judged first, and the best
+is kept: no scale has a larger sum than rtn's.
 
-Two things differ from the paper. It fits a float zero point at a fixed scale; layouts here store
-integers or none, and least squares moves a zero point by less than half of one, that is not at all.
-So the scale is what is fitted. And its p is 0.7: with 3/4 all powers are square roots, which are
-the same bits wherever an element lies, as those of `pow` are not.
+Two things differ from the paper. It fits a float zero point at a fixed scale. Layouts here store
+integer zero points or none, and least squares moves a zero point by less than half of one, which
+rounds to nothing; so the scale is fitted instead. And its p is 0.7: with 3/4 all powers are square
+roots, which are the same bits wherever an element lies, as those of `pow` are not.
 
-It goes downhill from the multiple of the range with the smallest sum of squares. The paper begins
+The descent begins at the multiple of the range with the smallest sum of squares. The paper begins
 at the whole range, where it ends 5 % higher (rows of examples/tiny-llama, 4 bits, symmetric). The
 smallest sum of all lies at much smaller scales: it is another 9 % lower, but the sum of squares,
-which a layer's output follows, 80 % higher. Source: Badri and Shaji 2023, "Half-Quadratic
+which a layer's output follows, is 80 % higher. Source: Badri and Shaji 2023, "Half-Quadratic
 Quantization of Large Machine Learning Models".
 """
 
@@ -64,19 +65,19 @@ SUPPORTS = Supports(
 _ITERATIONS = 20
 _BETA = 1.0
 _GROWTH = 1.1
-# sums that are recorded are multiples of it, so that adding them up is exact, in any order
+# recorded sums are multiples of it, so that adding them up is exact, in any order
 _UNIT_OF_SUMS = 2.0**-16
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """What was gained on some rows; every figure adds up over rows.
+    """Gains on some rows; every figure adds up over rows.
 
     Attributes:
-        changed: scales that are not round-to-nearest's.
-        iterations: in which each scale was found, added up.
+        changed: number of scales that are not round-to-nearest's.
+        iterations: sum of the iterations in which the scales were found.
         before: sum of |error / rtn's scale|^p with rtn's scales.
-        after: the same with the scales that were found.
+        after: sum of |error / rtn's scale|^p with the fitted scales.
     """
 
     changed: int
@@ -86,15 +87,16 @@ class _Fit:
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
-    """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
+    """The most memory that `quantize_group` takes, in bytes: a unit for each worker.
 
-    A unit of N elements: six float32 of each (its weights, d, errors, their sizes, roots and
-    powers), and ten of each scale, at most one per 32 columns.
+    Weights and results are not counted. A unit of N elements takes six float32 of each (its
+    weights, d, errors, their sizes, roots and powers), and ten of each scale, at most one per 32
+    columns.
 
     Args:
         features: in_features of the group.
         rows: not read; the signature is every algorithm's.
-        workers: how many.
+        workers: number of workers.
         in_place: not read.
     """
     del rows, in_place
@@ -112,20 +114,20 @@ def quantize_group(
     workers: Workers = SEQUENTIAL,
     in_place: bool = False,
 ) -> dict[str, GroupResult]:
-    """Round every weight to the nearest point of a grid whose scales were fitted.
+    """Round every weight to the nearest point of a grid whose scales are fitted.
 
     Args:
         weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
         scheme: its `weights` are int, per channel or per group.
         statistics: not read.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
         name -> the quantized weight; decisions: `zero_groups` (scales that stand for zeros only),
-        `changed_groups` (scales that are not rtn's), `iterations` (in which each of these was
-        found, from 1, added up), `objective_rtn` and `objective` (the sum of |error / rtn's
+        `changed_groups` (scales that are not rtn's), `iterations` (those in which these were found,
+        from 1, added up), `objective_rtn` and `objective` (the sum of |error / rtn's
         scale|^(3/4), with rtn's scales and with these). All of them add up over rows, exactly.
 
     Raises:
@@ -189,20 +191,20 @@ def _fit_(
     scheme: TensorScheme,
     scale_dtype: torch.dtype,
 ) -> _Fit:
-    """Overwrite the grid of some rows with the best that is found.
+    """Overwrite the grid of some rows with the best one of the descent.
 
     Args:
-        scale: [O, G], where to begin.
-        zero_point: likewise.
+        scale: [O, G], start of the descent, overwritten.
+        zero_point: [O, G], overwritten, or None.
         split: [O, G, g], the weights.
-        first: round-to-nearest's scale and zero_point.
+        first: scale and zero point of round to nearest.
         scheme: int.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
     """
     point, error, size, root, power = (torch.empty_like(split) for _ in range(5))
 
     def judge(now: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Fill in d, the errors in steps, their magnitudes and fourth roots; return the sum, [O, G]."""
+        """Fill in d, the errors in steps, their sizes and fourth roots; return the sum, [O, G]."""
         torch.div(split, now[..., None], out=error)
         zero = None if zero_point is None else zero_point[..., None].float()
         affine.round_(point.copy_(error), zero, scheme)
@@ -215,18 +217,20 @@ def _fit_(
         )
 
     before = least = judge(*first)
-    now, begun, best, beta = scale.clone(), zero_point, first[0], _BETA
+    now = scale.clone()
+    begun = zero_point
+    best = first[0]
+    beta = _BETA
     iterations = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
     for iteration in range(1, _ITERATIONS + 1):
         loss = judge(now, begun)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, now, best)
         iterations[better] = iteration
-        # What is left of an error when e is taken off: all of a small one, |error|^(p-1) / beta of
-        # a larger one.
+        # The error less e: all of a small error, |error|^(p-1) / beta of a larger one.
         left = torch.minimum(size, root.reciprocal_().div_(beta), out=size).copysign_(error)
         moved = torch.mul(point, left, out=power).sum(dim=-1)
-        # 0 where all points are, as `moved` is then
+        # 0 where all points are 0, and then `moved` is 0 too
         length = torch.mul(point, point, out=power).sum(dim=-1).clamp_min_(1)
         now = affine.stored(now * (1 + moved / length), scale_dtype)
         beta *= _GROWTH
@@ -243,11 +247,11 @@ def _fit_(
 
 
 def _three_quarters(x: Tensor) -> Tensor:
-    """Return x^(3/4)."""
+    """The power x^(3/4)."""
     root = x.sqrt()
     return root * root.sqrt()
 
 
 def _total(losses: Tensor) -> float:
-    """Return the sum, the same however the rows are cut into units."""
+    """The sum, the same bits for any cut of the rows into units."""
     return float((losses.double() / _UNIT_OF_SUMS).round_().sum()) * _UNIT_OF_SUMS

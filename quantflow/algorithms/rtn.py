@@ -1,7 +1,7 @@
 """Round-to-nearest (RTN): the baseline that every other algorithm must beat.
 
-Uses the weights alone and reads no statistics.
-Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
+It uses the weights alone and reads no statistics. Source: Jacob et al. 2018, arXiv:1712.05877,
+section 2.1.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,14 @@ SUPPORTS = EVERYTHING
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
-    """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
+    """The most memory that `quantize_group` takes, in bytes: a unit for each worker.
+
+    Weights and results are not counted.
 
     Args:
         features: in_features of the group.
         rows: not read; the signature is every algorithm's.
-        workers: how many.
+        workers: number of workers.
         in_place: not read.
     """
     del rows, in_place
@@ -54,13 +56,13 @@ def quantize_group(
         weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
         scheme: any; its `weights` are read.
         statistics: not read.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros
-        only.
+        name -> the quantized weight; decisions: `zero_groups`, the number of scales that stand for
+        zeros only.
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.

@@ -1,11 +1,11 @@
-"""Round-to-nearest on another range where that loses less: of some multiples of each range, the one of least error.
+"""Round-to-nearest on the multiple of each range that has the least squared error.
 
-A few large weights make the step of a whole group coarse. Cut a little short, the range costs them
-something and gives all others a finer step; of float8, a wider one moves the points towards the
-weights. Which multiple makes the sum of squared errors smallest is found for each scale by itself
-(quantflow/numerics/grid.py). Uses the weights alone and reads no statistics; gptq does the same
-with the error of the inputs that it has seen. Source: Choukroun et al. 2019, arXiv:1902.06822,
-which chooses ranges by the mean squared error.
+A few large weights make the step of a whole group coarse. A clip, a range cut a little short, costs
+them something and gives all others a finer step; with float8, a wider range moves the points
+towards the weights. The multiple that makes the sum of squared errors smallest is searched for each
+scale by itself (quantflow/numerics/grid.py). It uses the weights alone and reads no statistics;
+gptq does the same with errors weighted by the inputs. Source: Choukroun et al. 2019,
+arXiv:1902.06822, which chooses ranges by the mean squared error.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,14 @@ SUPPORTS = Supports(shared_scale=SHARED_SCALE)
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
-    """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
+    """The most memory that `quantize_group` takes, in bytes: a unit for each worker.
+
+    Weights and results are not counted.
 
     Args:
         features: in_features of the group.
         rows: not read; the signature is every algorithm's.
-        workers: how many.
+        workers: number of workers.
         in_place: not read.
     """
     del rows, in_place
@@ -59,13 +61,13 @@ def quantize_group(
         weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
         scheme: its `weights` are per channel, per group or per block.
         statistics: not read.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros
-        only.
+        name -> the quantized weight; decisions: `zero_groups`, the number of scales that stand for
+        zeros only.
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.

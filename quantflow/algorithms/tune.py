@@ -1,23 +1,24 @@
-"""Tune: the scales of a whole model follow the gradient of what it loses, its integers stay.
+"""Tune: the scales of a whole model follow the gradient of its divergence; its integers stay.
 
-What is made small is the divergence of what the quantized model predicts from what the original
-predicts on the calibration text, over the tokens of a few sequences at a time:
+Minimised is the divergence of the quantized model's predictions from the original's on the
+calibration text, over the tokens of a few sequences at a time:
 
-    loss = mean_t KL(p_t || p'_t),    p = softmax(logits of the original),    p' = softmax(logits of the quantized model)
+    loss = mean_t KL(p_t || p'_t)
 
-Integers and zero points are those that another algorithm chose. Each scale is multiplied by exp(u),
-u = 0 at first, and
+with p the softmax of the original's logits and p' that of the quantized model's. Integers and zero
+points are those that another algorithm chose. Each scale is multiplied by exp(u), u = 0 at first,
+and
 
     weight = scale * (qvalue - zero_point),    scale = stored(scale_start * exp(u))
 
-where stored() is rounding to the dtype in which the layout keeps scales, which gradients pass as if
+where stored() rounds to the dtype in which the layout keeps scales. Gradients pass stored() as if
 it were not there. Adam takes the steps; their length falls to zero in a straight line.
 
-A linear by itself knows only its own error. Here the scales of all of them make up for what all of
-them lost together, so this is worth the more the fewer bits there are (docs/accuracy.md has what it
-makes of yaqa at 2, 3 and 4 bits). Source: Chen et al. 2024, "EfficientQAT", arXiv:2407.11062,
-section 3.3 (scales alone, end to end; there towards labels, here towards the original as Hinton et
-al. 2015, arXiv:1503.02531, section 2); Kingma, Ba 2014, arXiv:1412.6980, algorithm 1.
+A linear by itself knows only its own error. Here the scales of all linears make up for the errors
+of all of them, so tuning gains the more the fewer bits there are (docs/accuracy.md has its gains
+over yaqa at 2, 3 and 4 bits). Source: Chen et al. 2024, "EfficientQAT", arXiv:2407.11062, section
+3.3 (scales alone, end to end; there towards labels, here towards the original as Hinton et al.
+2015, arXiv:1503.02531, section 2); Kingma, Ba 2014, arXiv:1412.6980, algorithm 1.
 """
 
 import math
@@ -51,20 +52,20 @@ SUPPORTS = Supports(
 )
 
 # Constants, since they are part of the result.
-RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
+RATE = 0.02  # longest step, as a share of the distance of two integers at the end of the range
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # Adam's
-CHECKED = 8  # sequences whose divergence says whether tuning was of use
-# whose divergences are added at once: 4 MiB, of which nothing has to be mapped anew
+CHECKED = 8  # sequences whose divergence decides whether the tuned scales are kept
+# logits whose divergences are added at once: 4 MiB, which stay mapped
 _LOGITS = 2**20
-_WARM_UP = 5  # steps until it is reached: the first know little of how long they should be
+_WARM_UP = 5  # steps until RATE is reached: Adam's first means rest on few gradients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tuned:
-    """What is tuned of one linear, all [O, G] float32.
+    """The tuned values of one linear, all [O, G] float32.
 
     Attributes:
-        u: the logarithm of what the scale is multiplied by.
+        u: logarithm of the factor of the scale.
         mean, square: Adam's running means of the gradients by u and of their squares.
     """
 
@@ -74,15 +75,15 @@ class Tuned:
 
 
 def state_bytes(scales: int) -> int:
-    """Return the bytes of what is tuned of so many scales: `Tuned`, three float32 of each."""
+    """The bytes of `Tuned` for so many scales: three float32 of each."""
     return 3 * 4 * scales
 
 
 def begin(name: str, start: QTensor) -> Tuned:
-    """Return what stands for the start's own scales.
+    """The tuned values that stand for the start's own scales.
 
     Raises:
-        SchemeError: it is float8, or one scale stands for several rows.
+        SchemeError: the start is float8, or one scale stands for several rows.
     """
     scheme = start.scheme
     if scheme.kind != "int" or scheme.granularity not in ("per_channel", "per_group"):
@@ -98,26 +99,28 @@ def begin(name: str, start: QTensor) -> Tuned:
 
 
 def made(start: QTensor, tuned: Tuned, *, scale_dtype: torch.dtype) -> QTensor:
-    """Return the weight with its scales as a loader will see them; where u is 0 they are the start's."""
-    scale, zero_point = (
-        affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype),
-        start.zero_point,
-    )
+    """The weight with its tuned scales, as a loader will see them.
+
+    Where u is 0 the scales are the start's.
+    """
+    scale = affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype)
+    zero_point = start.zero_point
     if zero_point is not None:
         zero_point = affine.moved_zero_point(zero_point, scale, start.scheme)
     return replace(start, scale=scale, zero_point=zero_point)
 
 
 def slope(start: QTensor, tuned: Tuned, gradient: Tensor) -> Tensor:
-    """Return the gradient by u, [O, G] float32.
+    """The gradient by u, [O, G] float32.
 
     Args:
-        start: the weight that is tuned.
+        start: weight whose scales are tuned.
         tuned: its u.
-        gradient: by the weight, [O, I] float32.
+        gradient: gradient by the weight, [O, I] float32.
     """
-    size, result = gradient.shape[1] // start.scale.shape[1], torch.empty_like(start.scale)
-    for rows in groups.row_units(gradient):  # little of the weight is in float32
+    size = gradient.shape[1] // start.scale.shape[1]
+    result = torch.empty_like(start.scale)
+    for rows in groups.row_units(gradient):  # a few rows at a time are in float32
         part = start.rows(rows)
         points = groups.to_groups(part.qvalue.float(), size)  # [R, G, g]
         if part.zero_point is not None:
@@ -127,26 +130,26 @@ def slope(start: QTensor, tuned: Tuned, gradient: Tensor) -> Tensor:
 
 
 def rate(num_bits: int, *, step: int, steps: int) -> float:
-    """Return how long a step is, of u: the fewer bits, the longer.
+    """The length of a step of u: the fewer bits, the longer.
 
     Args:
-        num_bits: by which points are told apart: there are 2^num_bits, half of them on either side
-            of zero.
+        num_bits: bits of the qvalues: there are 2^num_bits points, half of them on either side of
+            zero.
         step: 0 .. steps - 1.
-        steps: how many there are.
+        steps: number of steps.
     """
     return math.ldexp(RATE, 1 - num_bits) * (1 - step / steps) * min(1.0, (step + 1) / _WARM_UP)
 
 
 def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: int) -> Tuned:
-    """Return what is tuned after a step of Adam.
+    """The tuned values after a step of Adam.
 
     Args:
-        start: the weight that is tuned.
-        tuned: before the step.
-        found: the gradient by u, [O, G].
+        start: weight whose scales are tuned.
+        tuned: values before the step.
+        found: gradient by u, [O, G].
         step: 0 .. steps - 1.
-        steps: how many there are.
+        steps: number of steps.
     """
     keep, keep_square = BETAS
     mean = tuned.mean.mul(keep).add_(found, alpha=1 - keep)
@@ -159,16 +162,17 @@ def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: in
 
 
 def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
-    """Return the sum over tokens of KL(original || quantized) in nats, and its gradient by the quantized model's logits.
+    """The sum over tokens of KL(original || quantized) in nats, and its gradient by the logits.
 
     Args:
-        logits: of the quantized model, [S, V].
-        original: of the original, likewise.
+        logits: logits of the quantized model, [S, V].
+        original: logits of the original model, [S, V].
 
     Raises:
-        StatisticsError: it is not finite.
+        StatisticsError: the divergence is not finite.
     """
-    total, gradient = 0.0, torch.empty_like(logits, dtype=torch.float32)
+    total = 0.0
+    gradient = torch.empty_like(logits, dtype=torch.float32)
     for part in groups.spans(len(logits), max(1, _LOGITS // logits.shape[1])):
         found, target = logits[part].float().log_softmax(-1), original[part].float().log_softmax(-1)
         weights = target.exp()
@@ -183,15 +187,15 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
 
 
 def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
-    """Return the most memory that tuning a layer takes beyond the layer itself and its runs, in bytes.
+    """The most memory that tuning a layer takes beyond the layer itself and its runs, in bytes.
 
-    Of each weight a float32 (the weight that runs) and a qvalue; of each scale five (its own, u,
-    the means, the gradients' sum); for each worker the gradients of a sequence, and a unit of rows.
+    Each weight takes a float32 (the weight that runs) and a qvalue; each scale five (its own, u,
+    the means, the gradients' sum); each worker the gradients of a sequence, and a unit of rows.
 
     Args:
-        weights: of all linears that are quantized.
-        scales: of all of them.
-        workers: how many.
+        weights: number of weights of all quantized linears.
+        scales: number of their scales.
+        workers: number of workers.
     """
     return (
         5 * weights
@@ -201,5 +205,8 @@ def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
 
 
 def runs(samples: int, *, steps: int, sequences: int) -> int:
-    """Return how many sequences run through every layer, a way back counted as two: each step, each check."""
+    """The number of sequences that run through every layer, a backward pass counted as two.
+
+    Both steps and checks are in it.
+    """
     return 4 * steps * min(sequences, samples) + 2 * min(CHECKED, samples)

@@ -1,9 +1,10 @@
-"""Ways to compute `x @ W.T + bias` with a quantized weight, each a `quantflow.backends.backend.Backend`.
+"""Backends: ways to compute `x @ W.T + bias` with a quantized weight.
 
-reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a
-linear says why, and `choose` returns the reasons with its choice. Their order is that of
-preference: the device's, our own kernels (C, compiled when they are first used), Intel's
-extension's, torch's, the oracle, which runs everything.
+Each is a `quantflow.backends.backend.Backend`; reference.py is the oracle of the others. Nothing
+falls back silently: a kernel that cannot run a linear says why, and `choose` returns the reasons
+with its choice. The order of the table is that of preference: the device's kernels, our own (C,
+compiled when they are first used), those of Intel's extension, torch's, and last the oracle, which
+runs everything.
 """
 
 from collections.abc import Mapping
@@ -25,21 +26,24 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for ba
 
 
 def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str]]:
-    """Return the backend for a linear, and why each backend that is preferred over it cannot run.
+    """The backend for a linear, and why each backend that is preferred over it cannot run.
 
     Args:
         case: the linear.
-        backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas
-            are tried in turn, such as `int4_pack,auto` where linears are quantized differently.
+        backend: key of BACKENDS, or `auto` for the first of them that can run the linear. Several,
+            separated by commas, are tried in turn, such as `int4_pack,auto` where linears are
+            quantized differently.
 
     Raises:
         UsageError: the backend is unknown, or cannot run this linear.
     """
-    words = backend.split(",")
-    for word in sorted(set(words) - {"auto", *BACKENDS}):
+    names_asked = backend.split(",")
+    for word in sorted(set(names_asked) - {"auto", *BACKENDS}):
         raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
     reasons: dict[str, str] = {}
-    for name in [name for word in words for name in (BACKENDS if word == "auto" else (word,))]:
+    for name in [
+        name for word in names_asked for name in (BACKENDS if word == "auto" else (word,))
+    ]:
         reason = BACKENDS[name].why_not(case)
         if reason is None:
             return BACKENDS[name], reasons

@@ -1,28 +1,36 @@
-/* What kernels.c computes with, in registers of 8 lanes: AVX2 with FMA.
+/* The vector operations of kernels.c in registers of 8 lanes: AVX2 with FMA.
 
-   A line of 16 rows is two registers. Integers are multiplied in pairs: unsigned by signed bytes where sums of two fit into 16
-   bits, which those of 4-bit weights do, and 16-bit numbers by 16-bit numbers where they do not. Sums are exact all the same. */
+   A line of 16 rows is two registers. Integers are multiplied in pairs: unsigned by signed bytes
+   where sums of two fit into 16 bits, as those of 4-bit weights do, and 16-bit numbers by 16-bit
+   numbers where they do not. Sums are exact in both cases. */
 typedef __m256 floats;
 typedef __m256i ints;
-typedef int64_t some;                        /* how many lanes are meant, the first ones */
-enum { LANES = 8, ALL = 8, MOST = 6 };       /* MOST: tokens of a tile */
+typedef int64_t some;                  /* number of the lanes that are meant, the first ones */
+enum { LANES = 8, ALL = 8, MOST = 6 }; /* MOST: tokens of a tile, at most */
 enum { HAS_BFLOAT = 0 };
 
-/* How many of the tokens left are multiplied at once; the place of such a tile in a row of `adders`; its blocks of 16 rows. */
+/* Tokens of the next tile, of those that are left; the place of such a tile in a row of
+ * `adders`; its blocks of 16 rows. */
 INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 INLINE int place_of(int tokens) { return tokens / 2; }
 INLINE int blocks_of(int tokens) { return tokens == 1 ? 2 : 1; }
-#define TILES(MAKE, KIND, MATH) MAKE(KIND, MATH, 1) MAKE(KIND, MATH, 2) MAKE(KIND, MATH, 4) MAKE(KIND, MATH, 6)
-#define NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_2, KIND##_##MATH##_4, KIND##_##MATH##_6}
+#define TILES(MAKE, KIND, MATH) \
+    MAKE(KIND, MATH, 1) MAKE(KIND, MATH, 2) MAKE(KIND, MATH, 4) MAKE(KIND, MATH, 6)
+#define NAMES(KIND, MATH) \
+    [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_2, KIND##_##MATH##_4, KIND##_##MATH##_6}
 
-/* How many words an input has for a line of a weight. */
-INLINE int words_of(enum kind kind, enum math math) { return kind == W4 ? (math == INTEGER ? 2 : 8) : math == INTEGER ? 2 : 4; }
+/* Words of an input for a line of a weight. */
+INLINE int words_of(enum kind kind, enum math math) {
+    return kind == W4 ? (math == INTEGER ? 2 : 8) : math == INTEGER ? 2 : 4;
+}
 
 INLINE some first(int64_t count) { return count >= LANES ? LANES : count < 0 ? 0 : count; }
 INLINE ints splat_int(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE floats splat(float x) { return _mm256_set1_ps(x); }
 INLINE ints load_ints(const void *from) { return _mm256_loadu_si256(from); }
-INLINE ints load_bytes(const uint8_t *from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+INLINE ints load_bytes(const uint8_t *from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+}
 INLINE ints times_int(ints a, ints b) { return _mm256_mullo_epi32(a, b); }
 INLINE floats times(floats a, floats b) { return _mm256_mul_ps(a, b); }
 INLINE floats times_plus(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
@@ -42,7 +50,9 @@ INLINE ints mask_of(some lanes) {
 }
 
 INLINE floats load(const void *from, int64_t at, int bf16, some lanes) {
-    if (!bf16) return lanes == ALL ? _mm256_loadu_ps((const float *)from + at) : _mm256_maskload_ps((const float *)from + at, mask_of(lanes));
+    if (!bf16)
+        return lanes == ALL ? _mm256_loadu_ps((const float *)from + at)
+                            : _mm256_maskload_ps((const float *)from + at, mask_of(lanes));
     __m128i half = _mm_setzero_si128();
     if (lanes == ALL) half = _mm_loadu_si128((const __m128i *)((const uint16_t *)from + at));
     else memcpy(&half, (const uint16_t *)from + at, (size_t)lanes * 2);
@@ -55,17 +65,20 @@ INLINE void store(void *to, int64_t at, int bf16, some lanes, floats value) {
         else _mm256_maskstore_ps((float *)to + at, mask_of(lanes), value);
         return;
     }
-    ints bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), splat_int(1));
+    ints bits = _mm256_castps_si256(value), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16),
+        splat_int(1));
     ints nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, splat_int(0x7fff))), 16);
     bits = _mm256_blendv_epi8(bits, splat_int(0x7fc0), nan);
-    __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08));
+    __m128i half = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits),
+        0x08));
     memcpy((uint16_t *)to + at, &half, (size_t)lanes * 2);
 }
 
 /* The nearest e4m3 value, ties to even; |x| is at most 448. */
 INLINE floats round_e4m3(floats x) {
-    ints bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), splat_int(1));
+    ints bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20),
+        splat_int(1));
     bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, splat_int(0x7ffff)));
     floats normal = _mm256_castsi256_ps(_mm256_and_si256(bits, splat_int((int)0xfff00000)));
     const floats step = splat(24576.0f); /* whose last bit is 2^-9, the step of subnormals */
@@ -73,12 +86,16 @@ INLINE floats round_e4m3(floats x) {
     return _mm256_blendv_ps(normal, _mm256_sub_ps(_mm256_add_ps(x, step), step), subnormal);
 }
 
-/* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`; word i goes to out[i * stride]. */
-INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end, int64_t padded, float scale,
-                    const enum math math, uint32_t *out, int stride, int32_t *sums) {
-    const floats step = splat(scale), zero = splat((float)w->input_zero), largest = splat(w->input_largest);
+/* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`;
+ * word i goes to out[i * stride]. */
+INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
+                    int64_t padded, float scale, const enum math math, uint32_t *out, int stride,
+                    int32_t *sums) {
+    const floats step = splat(scale), zero = splat((float)w->input_zero);
+    const floats largest = splat(w->input_largest);
     const ints order = load_ints(orders[w->kind][FLOAT]);
-    const ints pairs = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    const ints pairs = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     int32_t sum = 0;
     for (int64_t i = begin; i < padded; i += 16) {
         uint32_t words[16];
@@ -87,45 +104,65 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
             some lanes = first(end - i - half * LANES);
             floats value = _mm256_div_ps(load(x, i + half * LANES, bf16, lanes), step);
             if (math == INTEGER) {
-                value = _mm256_max_ps(_mm256_min_ps(_mm256_add_ps(value, zero), splat(127)), splat(-128));
+                value = _mm256_min_ps(_mm256_add_ps(value, zero), splat(127));
+                value = _mm256_max_ps(value, splat(-128));
                 q[half] = _mm256_and_si256(_mm256_cvtps_epi32(value), mask_of(lanes));
                 continue;
             }
-            if (w->input == E4M3) value = round_e4m3(_mm256_max_ps(_mm256_min_ps(value, largest), _mm256_sub_ps(splat(0), largest)));
+            if (w->input == E4M3) {
+                const floats lowest = _mm256_sub_ps(splat(0), largest);
+                value = round_e4m3(_mm256_max_ps(_mm256_min_ps(value, largest), lowest));
+            }
             value = _mm256_permutevar8x32_ps(value, order);
             uint16_t narrow[LANES];
-            if (w->bf16 && w->input == ASIS) store(narrow, 0, 1, ALL, value), value = load(narrow, 0, 1, ALL);
+            if (w->bf16 && w->input == ASIS) { /* round to bfloat16 */
+                store(narrow, 0, 1, ALL, value);
+                value = load(narrow, 0, 1, ALL);
+            }
             _mm256_storeu_ps((float *)words + half * LANES, value);
         }
         int per = 1; /* columns of a word */
         if (math == INTEGER) {
-            ints shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8), ones = _mm256_set1_epi16(1);
-            __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
-            ints twos = _mm256_madd_epi16(shorts, ones);
-            __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
+            ints shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
+            __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(shorts),
+                                            _mm256_extracti128_si256(shorts, 1));
+            /* the sum of the 16 columns: by twos, by fours, then the two that are left */
+            ints ones = _mm256_set1_epi16(1), twos = _mm256_madd_epi16(shorts, ones);
+            __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(twos),
+                                          _mm256_extracti128_si256(twos, 1));
             fours = _mm_hadd_epi32(fours, fours);
             sum += _mm_extract_epi32(fours, 0) + _mm_extract_epi32(fours, 1);
             per = w->kind == W4 ? 4 : 2;
-            if (w->kind == W4) _mm_storeu_si128((__m128i *)words, bytes);
-            else _mm256_storeu_si256((__m256i *)words, _mm256_shuffle_epi8(_mm256_add_epi16(shorts, _mm256_set1_epi16(128)), pairs));
+            if (w->kind == W4) {
+                _mm_storeu_si128((__m128i *)words, bytes);
+            } else {
+                ints shifted = _mm256_add_epi16(shorts, _mm256_set1_epi16(128));
+                _mm256_storeu_si256((__m256i *)words, _mm256_shuffle_epi8(shifted, pairs));
+            }
             if ((i + 16) % w->group == 0) sums[i / w->group] = sum, sum = 0;
         }
         for (int64_t k = 0; k < 16 / per; k++) out[(i / per + k) * stride] = words[k];
     }
 }
 
-/* Columns of 8 rows as floats: column v of a line of 8 bits; of 4 bits the v-th in the order that `arrange` knows. */
+/* Columns of 8 rows as floats: column v of a line of 8 bits; of a line of 4 bits the v-th column in
+ * the order of `orders`, in which `arrange` puts the inputs. */
 INLINE floats floats_of(enum kind kind, ints line, int v, floats zero) {
-    if (kind == W4) return _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line, 4 * v), splat_int(15))), zero);
+    if (kind == W4) {
+        ints codes = _mm256_and_si256(_mm256_srli_epi32(line, 4 * v), splat_int(15));
+        return _mm256_sub_ps(_mm256_cvtepi32_ps(codes), zero);
+    }
     ints top = _mm256_slli_epi32(line, 24 - 8 * v);
     if (kind == W8) return _mm256_cvtepi32_ps(_mm256_srai_epi32(top, 24));
     top = _mm256_and_si256(_mm256_srai_epi32(top, 4), splat_int((int)0x87f00000));
     return times(_mm256_castsi256_ps(top), splat(0x1p120f));
 }
 
-/* What an input's v-th word of a line is multiplied with; of 8 bits as integers, columns v and v + 2 in 16 bits each. */
+/* The part of a line that is multiplied with an input's v-th word; of 8 bits as integers, columns v
+ * and v + 2 in 16 bits each. */
 INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero) {
-    if (math == FLOAT) return _mm256_castps_si256(floats_of(kind, line, v, _mm256_castsi256_ps(zero)));
+    if (math == FLOAT)
+        return _mm256_castps_si256(floats_of(kind, line, v, _mm256_castsi256_ps(zero)));
     if (kind == W8) return _mm256_srai_epi16(v ? line : _mm256_slli_epi16(line, 8), 8);
     return _mm256_and_si256(v ? _mm256_srli_epi16(line, 4) : line, _mm256_set1_epi8(15));
 }
@@ -133,14 +170,20 @@ INLINE ints part_of(enum kind kind, enum math math, ints line, int v, ints zero)
 /* acc + the v-th word of an input times that part of a line. */
 INLINE ints multiply(enum kind kind, enum math math, ints acc, ints part, ints x) {
     if (math == INTEGER) {
-        ints twos = kind == W4 ? _mm256_madd_epi16(_mm256_maddubs_epi16(part, x), _mm256_set1_epi16(1)) : _mm256_madd_epi16(part, x);
-        return _mm256_add_epi32(acc, twos);
+        if (kind != W4) return _mm256_add_epi32(acc, _mm256_madd_epi16(part, x));
+        ints pairs = _mm256_maddubs_epi16(part, x);
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    return _mm256_castps_si256(times_plus(_mm256_castsi256_ps(part), _mm256_castsi256_ps(x), _mm256_castsi256_ps(acc)));
+    return _mm256_castps_si256(times_plus(_mm256_castsi256_ps(part), _mm256_castsi256_ps(x),
+                                          _mm256_castsi256_ps(acc)));
 }
 
 /* The zero points of a group as `part_of` takes them. */
-INLINE ints zeros_of(enum math math, ints zero) { return math == FLOAT ? _mm256_castps_si256(_mm256_cvtepi32_ps(zero)) : zero; }
+INLINE ints zeros_of(enum math math, ints zero) {
+    return math == FLOAT ? _mm256_castps_si256(_mm256_cvtepi32_ps(zero)) : zero;
+}
 
 /* A sum as floats. */
-INLINE floats sum_of(enum math math, ints sum) { return math == INTEGER ? _mm256_cvtepi32_ps(sum) : _mm256_castsi256_ps(sum); }
+INLINE floats sum_of(enum math math, ints sum) {
+    return math == INTEGER ? _mm256_cvtepi32_ps(sum) : _mm256_castsi256_ps(sum);
+}

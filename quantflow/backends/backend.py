@@ -1,6 +1,7 @@
-"""The record of one way to compute `x @ W.T + bias` with a quantized weight, and the sentences that say why it cannot.
+"""The record of a backend, and the requirements of which each says why a linear cannot run there.
 
-`quantflow.backends` has them all. What several of them need of a linear is named here once.
+A backend is one way to compute `x @ W.T + bias` with a quantized weight; `quantflow.backends` has
+the table. Requirements that several backends share stand here once.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,10 @@ class Case:
     """A linear that a backend is asked about.
 
     Attributes:
-        scheme: the linear's.
-        device: where it would run.
+        scheme: scheme of the linear.
+        device: device on which it would run.
         shape: (out_features, in_features).
-        dtype: of its inputs.
+        dtype: dtype of its inputs.
     """
 
     scheme: LinearScheme
@@ -43,21 +44,25 @@ class Case:
 
     @property
     def taken(self) -> str:
-        """What the scheme makes of inputs, in words."""
+        """What the scheme does to inputs, in words."""
         return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
 
 
-# what a case lacks, in a sentence about the backend; None where it is met
-Need = Callable[[Case], str | None]
+# Case -> None where the requirement is met, else a sentence without a subject: the backend's name
+# is put in front of it.
+Requirement = Callable[[Case], str | None]
 
 
-def need(words: str, holds: Callable[[Case], bool]) -> Need:
-    """Return a need that `holds` decides; in its words `{c}` is the case."""
+def requirement(words: str, holds: Callable[[Case], bool]) -> Requirement:
+    """A requirement that `holds` decides; `{c}` in its words is the case."""
     return lambda case: None if holds(case) else words.format(c=case)
 
 
-def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
-    """Return the need of one of these devices; of `cuda` one by NVIDIA, of at least this compute capability."""
+def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Requirement:
+    """The requirement of one of these kinds of device.
+
+    Of kind `cuda` the device has to be NVIDIA's, with at least this compute capability.
+    """
 
     def lack(case: Case) -> str | None:
         device = case.device
@@ -67,35 +72,41 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
             return None
         if torch.version.cuda is None or not torch.cuda.is_available():
             return f"needs a GPU by NVIDIA, torch {torch.__version__} finds none"
-        found = torch.cuda.get_device_capability(device)
-        words = "needs compute capability {}.{}, {} has {}.{}".format(*capability, device, *found)
-        return words if found < capability else None
+        present = torch.cuda.get_device_capability(device)
+        message = "needs compute capability {}.{}, {} has {}.{}".format(
+            *capability, device, *present
+        )
+        return message if present < capability else None
 
     return lack
 
 
-def divides(number: int, axis: int, *, where: str = "") -> Need:
-    """Return the need of out_features, axis 0, or in_features, axis 1, that `number` divides."""
-    words = f"needs {('out_features', 'in_features')[axis]} that {number} divides{where}, not {{c.shape[{axis}]}}"
-    return need(words, lambda c: c.shape[axis] % number == 0)
+def divides(number: int, axis: int, *, where: str = "") -> Requirement:
+    """The requirement that `number` divides out_features, axis 0, or in_features, axis 1."""
+    features = ("out_features", "in_features")[axis]
+    words = f"needs {features} that {number} divides{where}, not {{c.shape[{axis}]}}"
+    return requirement(words, lambda c: c.shape[axis] % number == 0)
 
 
-def sums_in_int32(most: int) -> Need:
-    """Return the need of at most so many input features where these are int8 too."""
+def sums_in_int32(most: int) -> Requirement:
+    """The requirement of at most `most` input features where inputs are int8 too."""
     words = f"sums in int32, which holds {most} input features, not {{c.shape[1]}}"
-    return need(words, lambda c: not is_int(c.scheme.input, 8) or c.shape[1] <= most)
+    return requirement(words, lambda c: not is_int(c.scheme.input, 8) or c.shape[1] <= most)
 
 
-def weights_per(*granularities: str) -> Need:
-    """Return the need of weights with one of these granularities."""
+def weights_per(*granularities: str) -> Requirement:
+    """The requirement of weights with one of these granularities."""
     words = " or ".join(granularities).replace("_", " ")
-    return need(
+    return requirement(
         f"needs weights {words}, {{c.stored}}", lambda c: c.weights.granularity in granularities
     )
 
 
 def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
-    """Return whether a tensor is quantized to integers of so many bits, with zero points that are integers too if any."""
+    """Whether a tensor is quantized to integers of one of these widths.
+
+    Its zero points, if it has any, are integers too.
+    """
     return (
         tensor is not None
         and tensor.kind == "int"
@@ -105,7 +116,7 @@ def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
 
 
 def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
-    """Return whether a tensor is quantized to codes of e4m3fn, with scales that are floats."""
+    """Whether a tensor is quantized to e4m3fn codes, with scales that are floats."""
     if tensor is None or tensor.kind != "float" or tensor.scale_format != "float":
         return False
     return FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
@@ -125,26 +136,26 @@ def _called(tensor: TensorScheme | None) -> str:
     return f"{kind} {tensor.granularity.replace('_', ' ')}{scales}"
 
 
-INT8_WEIGHTS = need(
+INT8_WEIGHTS = requirement(
     "needs symmetric int8 weights, {c.stored}",
     lambda c: is_int(c.weights, 8) and c.weights.symmetric,
 )
-INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
-E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
-INPUTS_AS_THEY_ARE = need(
+INT8_INPUTS = requirement("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
+E4M3_WEIGHTS = requirement("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
+INPUTS_AS_THEY_ARE = requirement(
     "needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None
 )
-FLOATS = need(
+FLOATS = requirement(
     "needs float32 or bfloat16 inputs, not {c.dtype}",
     lambda c: c.dtype in (torch.float32, torch.bfloat16),
 )
-BFLOAT16 = need(
+BFLOAT16 = requirement(
     "needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16
 )
 
 
 def keep(linear: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
-    """Return the linear itself: what multiplies codes and rescales in float32 prepares nothing."""
+    """The linear itself, for a backend that multiplies qvalues and rescales in float32."""
     del dtype
     return linear
 
@@ -154,21 +165,25 @@ class Backend:
     """A backend.
 
     Attributes:
-        name: the key in `quantflow.backends.BACKENDS`.
+        name: key in `quantflow.backends.BACKENDS`.
         prepare: (linear, dtype of the inputs) -> the weight in the kernel's own layout, a record.
-        linear: (x [..., in_features], what was prepared, bias [out_features] or None) -> [...,
+        linear: (x [..., in_features], the prepared weight, bias [out_features] or None) -> [...,
             out_features] in x's dtype.
-        needs: of a linear that it can run; the first that is not met is the reason.
+        requirements: of a linear; the first that is not met is the reason why it cannot run.
     """
 
     name: str
     prepare: Callable[[QuantizedLinear, torch.dtype], Any]
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
-    needs: tuple[Need, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
 
     def why_not(self, case: Case) -> str | None:
-        """Return why it cannot run a linear, in a sentence; None when it can."""
+        """Why the backend cannot run a linear, in a sentence; None when it can."""
         return next(
-            (f"{self.name} {reason}" for lack in self.needs if (reason := lack(case)) is not None),
+            (
+                f"{self.name} {reason}"
+                for lack in self.requirements
+                if (reason := lack(case)) is not None
+            ),
             None,
         )

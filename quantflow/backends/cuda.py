@@ -1,12 +1,13 @@
-"""GPUs by NVIDIA: float8 weights times float8 inputs (`torch._scaled_mm`, `scaled_mm`), and decode steps captured as a graph.
+"""NVIDIA GPUs: float8 weights times float8 inputs, and decode steps captured as a graph.
 
     y = (q_x @ q_w.T) * scale_x * scale_w + bias,    q_x = cast(x / scale_x)
 
-fp8_mm: one scale each goes in as it is (tensor-wise); as soon as weights have one per channel or
-inputs one per token, both go in as vectors (row-wise). Sums are float32, the output bfloat16.
-Integer weights: torch_kernels.py.
+fp8_mm (`torch._scaled_mm`): one scale of the weight and one of the inputs go in as they are
+(tensor-wise). As soon as weights have one per channel or inputs one per token, both go in as
+vectors (row-wise). Sums are float32, the output is bfloat16. Integer weights: torch_kernels.py.
 
-fp8_block_mm: one scale for 128 rows by 128 columns of the weight, one for 128 columns of a token:
+fp8_block_mm (`scaled_mm`): one scale for 128 rows by 128 columns of the weight, one for 128 columns
+of a token:
 
     y = sum over blocks b of 128 columns  (q_x[b] @ q_w[b].T) * scale_x[b] * scale_w[b]  + bias
 
@@ -33,8 +34,8 @@ from quantflow.backends.backend import (
     divides,
     is_e4m3,
     keep,
-    need,
     on,
+    requirement,
     weights_per,
 )
 from quantflow.core import affine
@@ -42,14 +43,18 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 
 NAME = "cuda"
-_MULTIPLE = 16  # of both features, and of the tokens where they have blocks
+_MULTIPLE = 16  # divides both features, and the padded tokens of the product in blocks
 _BLOCK = 128
-_BLOCKS_SINCE = (12, 9)  # the CUDA whose cuBLAS multiplies blocks
-_WARM_UP = 3  # runs before a capture: what is set up at the first call must not be captured
+_BLOCKS_SINCE = (12, 9)  # the CUDA version whose cuBLAS multiplies blocks
+_WARM_UP = 3  # runs before a capture, so that no set-up of a first call is captured
 
 
 def missing_here(device: torch.device) -> str | None:
-    """Return what this machine lacks to run on a GPU, that one of several where it has a number, in words, or None."""
+    """What this machine lacks to run on a GPU, in words; None when nothing is missing.
+
+    Args:
+        device: any GPU, or the one with its number.
+    """
     if not torch.cuda.is_available():
         return f"a GPU, torch {torch.__version__} finds none"
     count = torch.cuda.device_count()
@@ -61,12 +66,14 @@ def missing_here(device: torch.device) -> str | None:
 
 
 def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[], Tensor]:
-    """Return what does as `step` does, replayed as one graph; it returns the same tensor every time.
+    """A function that does as `step` does, replayed as one graph.
+
+    The function returns the same tensor every time.
 
     Args:
         step: reads and writes tensors that stay where they are, waits for none of them, and may run
             twice without harm.
-        device: where they are; streams and graphs are those of one GPU.
+        device: device of these tensors; streams and graphs belong to one GPU.
     """
     with torch.cuda.device(device):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -76,7 +83,8 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # torch's own stream for captures is one GPU's for the whole process
+        # a stream is given, since torch keeps one stream for captures for the whole process, and
+        # that one belongs to one GPU
         with torch.cuda.graph(graph, stream=side):
             result = step()
 
@@ -89,7 +97,7 @@ def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[],
 
 
 def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
     codes, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I], [M, 1] or [1]
     # [I, O] column-major, [1, O] or [1, 1]
     weight, weight_scale = linear.weight.qvalue.t(), linear.weight.scale.t()
@@ -100,24 +108,25 @@ def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
 
-# A weight in blocks: qvalue, [O, I]; scales, [I / 128 padded to fours, O / 128] column-major; the
+# A weight in blocks: qvalues [O, I]; scales [I / 128 padded to fours, O / 128], column-major; the
 # scheme of its inputs.
 Blocks = tuple[Tensor, Tensor, TensorScheme]
 
 
 def _block_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Blocks:
     del dtype
-    assert linear.scheme.input is not None  # it is among the needs
+    assert linear.scheme.input is not None  # it is among the requirements
     scale = linear.weight.scale[::_BLOCK]  # [O / 128, I / 128]
     padded = functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
     return linear.weight.qvalue, padded.t(), linear.scheme.input
 
 
 def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
     weight, weight_scale, scheme = prepared
     rows = x.reshape(-1, x.shape[-1])  # [M, I]
     tokens = len(rows)
+    # no tokens at all are padded too: cuBLAS refuses an empty product
     rows = functional.pad(rows, (0, 0, 0, -tokens % _MULTIPLE if tokens else _MULTIPLE))
     split = rows.reshape(len(rows), -1, _BLOCK)  # [M, I / 128, 128]
     scale = affine.scale_per_token(split, scheme)  # [M, I / 128, 1]
@@ -148,10 +157,10 @@ def _in_blocks(case: Case) -> bool:
 
 
 def _on_nine(case: Case) -> str | None:
-    """Return the need of capability 9 and of no later one, and of a CUDA whose cuBLAS has the product."""
-    found, cuda = torch.cuda.get_device_capability(case.device), str(torch.version.cuda)
-    if found[0] != 9:
-        return f"needs compute capability 9, {case.device} has {found[0]}.{found[1]}"
+    """The requirement of capability 9, none later, and of a CUDA whose cuBLAS has the product."""
+    capability, cuda = torch.cuda.get_device_capability(case.device), str(torch.version.cuda)
+    if capability[0] != 9:
+        return f"needs compute capability 9, {case.device} has {capability[0]}.{capability[1]}"
     if tuple(map(int, cuda.split(".")[:2])) < _BLOCKS_SINCE:
         return f"needs CUDA {'.'.join(map(str, _BLOCKS_SINCE))}, torch is built for {cuda}"
     return None
@@ -159,11 +168,11 @@ def _on_nine(case: Case) -> str | None:
 
 _FP8 = Backend(
     name="fp8_mm",
-    needs=(
+    requirements=(
         on(NAME, capability=(8, 9)),
         E4M3_WEIGHTS,
         weights_per("per_tensor", "per_channel"),
-        need("needs e4m3fn inputs, {c.taken}", lambda c: is_e4m3(c.scheme.input)),
+        requirement("needs e4m3fn inputs, {c.taken}", lambda c: is_e4m3(c.scheme.input)),
         BFLOAT16,
         divides(_MULTIPLE, 0),
         divides(_MULTIPLE, 1),
@@ -173,13 +182,13 @@ _FP8 = Backend(
 )
 _FP8_BLOCK = Backend(
     name="fp8_block_mm",
-    needs=(
+    requirements=(
         on(NAME, capability=(9, 0)),
         _on_nine,
         E4M3_WEIGHTS,
         weights_per("per_block"),
-        need("needs e4m3fn inputs in groups of 128, {c.taken}", _in_blocks),
-        need(
+        requirement("needs e4m3fn inputs in groups of 128, {c.taken}", _in_blocks),
+        requirement(
             "needs blocks of 128, not {c.weights.group_size}",
             lambda c: c.weights.group_size == _BLOCK,
         ),

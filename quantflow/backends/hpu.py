@@ -1,4 +1,4 @@
-"""Gaudi: float8 weights and float8 inputs, multiplied on the device with the scales that were measured.
+"""Gaudi: float8 weights and float8 inputs, multiplied on the device with measured scales.
 
     y = (q_x @ q_w.T) * scale_x * scale_w,    q_x = cast(x / scale_x)
 
@@ -22,8 +22,8 @@ from quantflow.backends.backend import (
     Backend,
     Case,
     is_e4m3,
-    need,
     on,
+    requirement,
     weights_per,
 )
 from quantflow.core.float8 import FLAVOURS
@@ -37,7 +37,10 @@ _ROWS_BY_ROWS = MappingProxyType(
 
 
 def missing_here() -> str | None:
-    """Return what this machine lacks to run on Gaudi, in words, or None. Asking makes torch know the device."""
+    """What this machine lacks to run on Gaudi, in words; None when nothing is missing.
+
+    Asking makes torch know the device.
+    """
     if find_spec(PACKAGE) is None:
         return f"the package {PACKAGE}, which comes with Gaudi's software and is not installed"
     try:
@@ -48,25 +51,29 @@ def missing_here() -> str | None:
 
 
 def wrap_in_graph(model: nn.Module) -> None:
-    """Send a model's forward through Gaudi's graphs: each shape of inputs is compiled once and replayed."""
+    """Send a model's forward through Gaudi's graphs.
+
+    Each shape of inputs is compiled once and replayed.
+    """
     _habana("hpu").wrap_in_hpu_graph(model)
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor]:
-    """Return the linear, and what the cast of its inputs multiplies them by, [1]."""
+    """The linear, and the factor that the cast multiplies its inputs by, [1]."""
     del dtype
-    assert linear.input_scale is not None  # its needs refuse such a scheme
+    assert linear.input_scale is not None  # a requirement refuses such a scheme
     return linear, 1.0 / linear.input_scale
 
 
 def _linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor], bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    """The product x @ W.T + bias. x: [..., I] bfloat16; returns [..., O]."""
     (linear, factor), operators = prepared, torch.ops.hpu
     # [M, I]
     codes, _ = operators.cast_to_fp8_v2(
         x.reshape(-1, x.shape[-1]), factor, False, False, torch.float8_e4m3fn
     )
-    # inverses by name alone
+    # the operator takes the scales as keywords alone; A_scale_inv is the scale itself, the inverse
+    # of the factor above
     steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}
     result: Tensor = operators.fp8_gemm_v2(
         A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **steps, **_ROWS_BY_ROWS
@@ -75,32 +82,34 @@ def _linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor], bias: Tensor | 
 
 
 def _habana(part: str) -> Any:
-    """Return a part of habana_frameworks.torch; importing it registers the device."""
+    """A part of habana_frameworks.torch; importing it registers the device."""
     return getattr(import_module(f"{PACKAGE}.torch"), part)
 
 
 def _too_large(case: Case) -> str | None:
-    """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
-    # GAUDI2, GAUDI3
-    flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()
-    largest, held = (
-        FLAVOURS[flavour].largest,
-        FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest,
+    """Why the device cannot hold codes of this flavour: the second generation's end at 240."""
+    flavour = case.weights.float8
+    name = str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
+    largest = FLAVOURS[flavour].largest
+    held = FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
+    if largest <= held:
+        return None
+    return (
+        f"holds {held:g} on {name}, weights in {flavour} reach {largest:g}; "
+        "quantize with float8 gaudi2"
     )
-    reach = f"holds {held:g} on {name}, weights in {flavour} reach {largest:g}; quantize with float8 gaudi2"
-    return reach if largest > held else None
 
 
-_NEEDS = (
+_REQUIREMENTS = (
     on(NAME),
     lambda _: None if (missing := missing_here()) is None else f"needs {missing}",
     E4M3_WEIGHTS,
     weights_per("per_tensor", "per_channel"),
-    need(
+    requirement(
         "needs a measured e4m3fn input scale, {c.taken}",
         lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic,
     ),
     BFLOAT16,
     _too_large,
 )
-BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=_prepare, linear=_linear)
+BACKEND = Backend(name=NAME, requirements=_REQUIREMENTS, prepare=_prepare, linear=_linear)

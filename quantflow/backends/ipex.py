@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantflow.backends import backend
-from quantflow.backends.backend import Backend, Case, divides, is_int, need
+from quantflow.backends.backend import Backend, Case, divides, is_int, requirement
 from quantflow.core.qtensor import QuantizedLinear
 
 DISTRIBUTION, PACKAGE = "intel-extension-for-pytorch", "intel_extension_for_pytorch"
@@ -26,13 +26,20 @@ _INPUTS_AS_THEY_ARE, _PLAIN = 0, 0  # low-precision mode, format of the weight
 
 
 def missing_here() -> str | None:
-    """Return what is missing to run it, in words, or None. Beside another torch it is not imported: that ends the process."""
+    """What this machine lacks to run the extension, in words; None when nothing is missing.
+
+    The extension is not imported beside a torch that it was not compiled for: that ends the
+    process.
+    """
     try:
-        found = version(DISTRIBUTION)
+        installed = version(DISTRIBUTION)
     except PackageNotFoundError:
         return f"the package {DISTRIBUTION}, which is not installed"
-    if _release(found) != _release(torch.__version__):
-        return f"torch {_release(found)}, which {DISTRIBUTION} {found} was compiled for, not {torch.__version__}"
+    if _release(installed) != _release(torch.__version__):
+        return (
+            f"torch {_release(installed)}, which {DISTRIBUTION} {installed} was compiled for, "
+            f"not {torch.__version__}"
+        )
     try:
         import_module(PACKAGE)
     except (ImportError, OSError, RuntimeError) as error:
@@ -40,13 +47,13 @@ def missing_here() -> str | None:
     return None
 
 
-def _release(found: str) -> str:
-    """Return the first two numbers of a version."""
-    return ".".join(found.split(".")[:2])
+def _release(version_text: str) -> str:
+    """The first two numbers of a version."""
+    return ".".join(version_text.split(".")[:2])
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Any:
-    """Return the kernel's own context of a weight, which holds it packed."""
+    """The kernel's own context of a weight, which holds it packed."""
     del dtype
     weight = linear.weight
     codes = (weight.qvalue + 8).to(torch.uint8)
@@ -72,7 +79,7 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Any:
 
 
 def _linear(x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I]; returns [..., O]."""
+    """The product x @ W.T + bias. x: [..., I]; returns [..., O]."""
     result: Tensor = torch.ops.torch_ipex.ipex_woq_linear(
         x.contiguous(), prepared.get_data_handle()
     )
@@ -84,13 +91,13 @@ def _lacking(case: Case) -> str | None:
     return None if (missing := missing_here()) is None else f"needs {missing}"
 
 
-_NEEDS = (
+_REQUIREMENTS = (
     backend.on("cpu"),
     _lacking,
     backend.FLOATS,
-    need("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
+    requirement("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
     backend.weights_per("per_group", "per_channel"),
     backend.INPUTS_AS_THEY_ARE,
     divides(2, 1),
 )
-BACKEND = Backend(name="ipex", needs=_NEEDS, prepare=_prepare, linear=_linear)
+BACKEND = Backend(name="ipex", requirements=_REQUIREMENTS, prepare=_prepare, linear=_linear)

@@ -1,14 +1,20 @@
-/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h) or AVX2 (avx2.h):  y[t, o] = sum_i x[t, i] w[o, i] + bias[o].
+/* Linears with weights of 4 or 8 bits, for CPUs with AVX512-VNNI (avx512.h) or AVX2 (avx2.h):
 
-   Rows stand in the lanes of a register. 64 bytes of `data` hold 16 rows: of 4 bits 8 columns (byte b of a row's 4 bytes has
-   column b below and column b + 4 above, as qvalue + 8), of 8 bits 4 columns. Two such lines, 32 rows, are neighbours; then
-   come the next columns; rows are padded to 64 and columns to `group`, with zeros. Scales are [16 rows, groups, 16].
+   y[t, o] = sum_i x[t, i] w[o, i] + bias[o]
 
-   Inputs are quantized to int8 and multiplied as integers, or kept as float and multiplied with the integers (or float8
-   values) of the weight in float32 or bfloat16, which hold them exactly; a group's sum is scaled once. Every output is summed by one
-   thread in an order of its own, so bits depend neither on the threads nor on the other tokens of a call. */
+   Layout: rows stand in the lanes of a register. A line is 64 bytes of `data` and holds 16 rows:
+   8 columns of 4 bits (byte b of a row's 4 bytes has column b in its lower half and column b + 4
+   in its upper half, as qvalue + 8), or 4 columns of 8 bits. Two lines, 32 rows, are neighbours;
+   then come the next columns. Rows are padded to 64 and columns to `group`, with zeros. Scales
+   are [16 rows, groups, 16].
+
+   Inputs are quantized to int8 and multiplied as integers. Or they are kept as float and
+   multiplied with the integers (or float8 values) of the weight in float32 or bfloat16, which
+   hold them exactly. The sum of a group is scaled once. Every output is summed by one thread in
+   an order of its own, so bits depend neither on the threads nor on the other tokens of a call. */
 #include <immintrin.h>
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,30 +23,39 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-#ifdef QUANTFLOW_CHECK /* a debug build: what Python promises is looked at once a call, and a broken promise ends the process */
-#define CHECK(CONDITION) ((CONDITION) ? (void)0 : (fprintf(stderr, "kernels.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
+/* A debug build checks once a call what Python promises; a broken promise ends the process. */
+#ifdef QUANTFLOW_CHECK
+#define CHECK(CONDITION) \
+    ((CONDITION) ? (void)0 \
+                 : (fprintf(stderr, "kernels.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
 #else
 #define CHECK(CONDITION) ((void)0)
 #endif
 
-enum kind { W4, W8, F8 };            /* weights: 4-bit, int8, e4m3 */
-enum input { ASIS, INT8, E4M3 };     /* what happens to the input */
-enum math { INTEGER, FLOAT, BFLOAT }; /* what is multiplied */
+enum kind { W4, W8, F8 };             /* a weight: 4 bits, int8, e4m3 */
+enum input { ASIS, INT8, E4M3 };      /* dtype to which inputs are quantized; ASIS: none */
+enum math { INTEGER, FLOAT, BFLOAT }; /* dtype of the products */
 
+/* A weight. kernels.py has the same fields in `_Weight` and compares their places with
+ * `structure_fields`. */
 struct weight {
-    int64_t rows, columns;   /* of the linear, unpadded */
-    int64_t group, groups;   /* columns of a group, a multiple of 16; how many of them */
+    int64_t rows, columns; /* of the linear, unpadded */
+    int64_t group, groups; /* columns of a group, a multiple of 16; number of groups */
     const uint8_t *data;
-    const void *scale;       /* float, or the upper half of one (wide == 0) */
-    const uint8_t *zero;     /* [16 rows, groups, 16] zero_point + 8 of W4; NULL: 8 */
-    const int32_t *offset;   /* [16 rows, groups, 16] what a sum of W8 by int8 begins with: -(128 + input_zero) * sum(w) */
-    float input_scale;       /* of a static input; 0: from each token, or each of its groups */
-    float input_largest;     /* what a dynamic scale maps the largest magnitude to */
+    const void *scale;     /* float, or the upper half of one (wide == 0) */
+    const uint8_t *zero;   /* [16 rows, groups, 16] zero_point + 8 of W4; NULL: 8 */
+    const int32_t *offset; /* [16 rows, groups, 16] -(128 + input_zero) * sum(w), at which a sum of
+                              W8 by int8 begins */
+    /* of a static input; 0: computed from each token, or each of its groups */
+    float input_scale;
+    float input_largest;   /* value to which a dynamic scale maps the largest magnitude */
     int32_t input_zero, input_grouped, kind, input, wide;
-    int32_t bf16;            /* inputs that are not quantized are multiplied as bfloat16, where the CPU can */
+    /* multiply inputs that are not quantized as bfloat16, where the CPU can */
+    int32_t bf16;
 };
 
-/* The columns of 16 words of floats, and of 8 words of two bfloat16, as `part_of` takes them from a weight. */
+/* The order in which `part_of` takes columns from a weight: those of 16 words of a float each,
+ * and of 8 words of two bfloat16. Inputs are arranged in the same order. */
 static const int32_t orders[3][3][16] = {
     [W4][FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
     [W4][BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
@@ -49,13 +64,15 @@ static const int32_t orders[3][3][16] = {
     [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
 };
 
-struct tokens { /* inputs as the products want them */
-    int64_t words; /* of a token: 4 int8, 2 int16, 2 bfloat16 or 1 float in each, in the order of the weight's columns */
+/* Inputs, arranged for the products. */
+struct tokens {
+    int64_t words; /* words of a token, each of 4 int8, 2 int16, 2 bfloat16 or 1 float, in the order
+                      of the weight's columns */
     uint32_t *x;   /* tile after tile [words, tokens of the tile] */
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
-    int32_t *sum;  /* [tokens, groups], of int8 */
+    int32_t *sum;  /* [tokens, groups] sums of int8 inputs */
     enum math math;
-    int bf16; /* x, bias and y are bfloat16 instead of float */
+    int bf16;      /* x, bias and y are bfloat16 instead of float */
 };
 
 #ifdef __AVX512VNNI__
@@ -64,8 +81,10 @@ struct tokens { /* inputs as the products want them */
 #include "avx2.h"
 #endif
 
-/* The scale of columns [begin, end); what it cannot scale (NaN; without a static scale Inf too) becomes NaN, in `unscaled`. */
-static float scale_of(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end, int *unscaled) {
+/* The scale of columns [begin, end). `unscaled` is set where they have no scale: they hold NaN, or
+ * Inf without a static scale. */
+static float scale_of(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end,
+                      int *unscaled) {
     floats most = splat(0);
     int nan = 0;
     for (int64_t i = begin; i < end; i += LANES) {
@@ -80,7 +99,9 @@ static float scale_of(const struct weight *w, const void *x, int bf16, int64_t b
     return amax / w->input_largest > smallest ? amax / w->input_largest : smallest;
 }
 
-static void prepare(const struct weight *w, const void *x, int64_t token, int64_t tile, int size, const struct tokens *to) {
+/* Quantize and arrange a token of the tile of `size` tokens that begins at token `tile`. */
+static void prepare(const struct weight *w, const void *x, int64_t token, int64_t tile, int size,
+                    const struct tokens *to) {
     const void *row = (const char *)x + token * w->columns * (to->bf16 ? 2 : 4);
     uint32_t *out = to->x + tile * to->words + token - tile;
     int32_t *sums = to->sum + token * w->groups;
@@ -90,27 +111,39 @@ static void prepare(const struct weight *w, const void *x, int64_t token, int64_
         int unscaled = 0;
         float scale = w->input == ASIS ? 1 : scale_of(w, row, to->bf16, begin, end, &unscaled);
         to->scale[token * parts + p] = unscaled ? NAN : scale;
-        if (to->math == INTEGER) arrange(w, row, to->bf16, begin, end, begin + width, scale, INTEGER, out, size, sums);
-        else if (to->math == FLOAT) arrange(w, row, to->bf16, begin, end, begin + width, scale, FLOAT, out, size, sums);
-        else arrange(w, row, to->bf16, begin, end, begin + width, scale, BFLOAT, out, size, sums);
+        /* `arrange` is inlined, with its math a constant */
+#define ARRANGE(MATH) \
+    arrange(w, row, to->bf16, begin, end, begin + width, scale, MATH, out, size, sums)
+        if (to->math == INTEGER) ARRANGE(INTEGER);
+        else if (to->math == FLOAT) ARRANGE(FLOAT);
+        else ARRANGE(BFLOAT);
     }
 }
 
-#define PLACE const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, floats *total
+#define GROUP_OF_TILE \
+    const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, \
+        floats *total
 
-/* Add group `g` to total [R, T]: R registers of rows from 16-row block `block` on, T tokens from `token` on. */
-INLINE void add(PLACE, const enum kind kind, const enum math math, const int T) {
+/* Add the products of group `g` to total [R, T]: R registers of rows from 16-row block `block`
+ * on, T tokens from `token` on. */
+INLINE void add_group(GROUP_OF_TILE, const enum kind kind, const enum math math, const int T) {
     const int R = blocks_of(T) * 16 / LANES, parts = words_of(kind, math);
-    const int64_t lines = w->group / (kind == W4 ? 8 : 4), pair = lines * w->groups * 128, at = (block * w->groups + g) * 16;
-    const uint8_t *data = w->data + block / 2 * pair + (blocks_of(T) == 1 ? block % 2 * 64 : 0) + g * lines * 128;
+    const int64_t lines = w->group / (kind == W4 ? 8 : 4), pair = lines * w->groups * 128;
+    const int64_t at = (block * w->groups + g) * 16;
+    const uint8_t *data = w->data + block / 2 * pair;
+    data += (blocks_of(T) == 1 ? block % 2 * 64 : 0) + g * lines * 128;
     const uint32_t *x = in->x + token * in->words + g * lines * parts * T;
     ints sum[4][MOST], zero[4];
     UNROLL for (int r = 0; r < R; r++) {
         const int64_t row = at + r * LANES / 16 * w->groups * 16 + r * LANES % 16;
         zero[r] = w->zero ? load_bytes(w->zero + row) : splat_int(8);
         UNROLL for (int t = 0; t < T; t++) {
-            const ints other = splat_int(math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
-            sum[r][t] = math == INTEGER && kind == W8 ? load_ints(w->offset + row) : times_int(zero[r], other);
+            /* integer sums begin at what takes out the offset of the inputs (W8), or the zero
+             * points of the weight: -zero * sum(inputs) (W4); float sums begin at 0 */
+            const ints other =
+                splat_int(math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
+            sum[r][t] = math == INTEGER && kind == W8 ? load_ints(w->offset + row)
+                                                      : times_int(zero[r], other);
         }
         zero[r] = zeros_of(math, zero[r]);
     }
@@ -119,63 +152,90 @@ INLINE void add(PLACE, const enum kind kind, const enum math math, const int T) 
         UNROLL for (int r = 0; r < R; r++) {
             const uint8_t *at = data + r * LANES / 32 * pair + r * LANES % 32 * 4;
             line[r] = load_ints(at);
-            if (r * LANES % 16) continue; /* its line of the cache was fetched */
-            if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* past a page, where the CPU itself stops */
-            else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);        /* of the next 32 rows, for the second cache */
+            if (r * LANES % 16) continue; /* its cache line was fetched with the register before */
+            /* One token: fetch beyond the page, where the CPU's own prefetching stops. Several:
+             * fetch the next 32 rows, into the second-level cache. */
+            if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0);
+            else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);
         }
         UNROLL for (int v = 0; v < parts; v++) {
             ints part[4];
             UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
             UNROLL for (int t = 0; t < T; t++) {
                 const ints word = splat_int((int)x[v * T + t]);
-                UNROLL for (int r = 0; r < R; r++) sum[r][t] = multiply(kind, math, sum[r][t], part[r], word);
+                UNROLL for (int r = 0; r < R; r++)
+                    sum[r][t] = multiply(kind, math, sum[r][t], part[r], word);
             }
         }
         data += 128;
         x += parts * T;
     }
     UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t])); /* else gcc keeps some of them in memory */
-        const floats scale = load(w->scale, at + r * LANES / 16 * w->groups * 16 + r * LANES % 16, !w->wide, ALL);
+        /* keeps the sums in registers: gcc puts some of them in memory otherwise */
+        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t]));
+        const int64_t row = at + r * LANES / 16 * w->groups * 16 + r * LANES % 16;
+        const floats scale = load(w->scale, row, !w->wide, ALL);
         UNROLL for (int t = 0; t < T; t++) {
             floats whole = sum_of(math, sum[r][t]);
-            if (w->input_grouped) whole = times(whole, splat(in->scale[(token + t) * w->groups + g]));
+            if (w->input_grouped)
+                whole = times(whole, splat(in->scale[(token + t) * w->groups + g]));
             total[r * T + t] = times_plus(whole, scale, total[r * T + t]);
         }
     }
 }
 
+/* One function for each kind, math and size of a tile: they are constants in it, so that its loops
+ * are unrolled and its sums stay in registers. */
 #define ADDER(KIND, MATH, T) \
-    static __attribute__((noinline)) void KIND##_##MATH##_##T(PLACE) { add(w, in, block, token, g, total, KIND, MATH, T); }
+    static __attribute__((noinline)) void KIND##_##MATH##_##T(GROUP_OF_TILE) { \
+        add_group(w, in, block, token, g, total, KIND, MATH, T); \
+    }
 #define ADDERS(KIND, MATH) TILES(ADDER, KIND, MATH)
-ADDERS(W4, INTEGER) ADDERS(W4, FLOAT) ADDERS(W4, BFLOAT) ADDERS(W8, INTEGER) ADDERS(W8, FLOAT) ADDERS(W8, BFLOAT)
-ADDERS(F8, FLOAT) ADDERS(F8, BFLOAT)
-static void (*const adders[3][3][4])(PLACE) = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
-                                               NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
+ADDERS(W4, INTEGER)
+ADDERS(W4, FLOAT)
+ADDERS(W4, BFLOAT)
+ADDERS(W8, INTEGER)
+ADDERS(W8, FLOAT)
+ADDERS(W8, BFLOAT)
+ADDERS(F8, FLOAT)
+ADDERS(F8, BFLOAT)
+static void (*const adders[3][3][4])(GROUP_OF_TILE) = {
+    NAMES(W4, INTEGER), NAMES(W4, FLOAT), NAMES(W4, BFLOAT),
+    NAMES(W8, INTEGER), NAMES(W8, FLOAT), NAMES(W8, BFLOAT),
+    NAMES(F8, FLOAT),   NAMES(F8, BFLOAT),
+};
 
 /* The outputs of some rows, from 16-row block `block` on, and T tokens. */
-static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, const void *bias, void *y, int T) {
+static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token,
+                 const void *bias, void *y, int T) {
     const int R = blocks_of(T) * 16 / LANES;
     floats total[2 * MOST] = {0};
-    for (int i = 0; i < R * T; i++) /* the outputs' lines, which are not in a cache */
-        __builtin_prefetch((char *)y + ((token + i % T) * w->rows + block * 16 + i / T * LANES) * (in->bf16 ? 2 : 4), 1);
-    for (int64_t g = 0; g < w->groups; g++) adders[w->kind][in->math][place_of(T)](w, in, block, token, g, total);
+    for (int i = 0; i < R * T; i++) /* fetch the outputs' cache lines, before they are written */
+        __builtin_prefetch((char *)y + ((token + i % T) * w->rows + block * 16 + i / T * LANES)
+                                           * (in->bf16 ? 2 : 4), 1);
+    for (int64_t g = 0; g < w->groups; g++)
+        adders[w->kind][in->math][place_of(T)](w, in, block, token, g, total);
     for (int r = 0; r < R; r++) {
         int64_t row = block * 16 + r * LANES;
         some mask = first(w->rows - row);
         floats offset = bias ? load(bias, row, in->bf16, mask) : splat(0);
         for (int t = 0; t < T; t++) {
             floats scale = splat(w->input_grouped ? 1 : in->scale[token + t]);
-            store(y, (token + t) * w->rows + row, in->bf16, mask, times_plus(total[r * T + t], scale, offset));
+            store(y, (token + t) * w->rows + row, in->bf16, mask,
+                  times_plus(total[r * T + t], scale, offset));
         }
     }
 }
 
-/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float. Returns 0, or 1 without memory. */
-int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y, int bf16) {
+/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float.
+ * Returns 0, or 1 where there was no memory. */
+int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias,
+                     void *y, int bf16) {
     CHECK(w && x && y && tokens >= 0 && w->data && w->scale && w->rows > 0 && w->columns > 0);
-    CHECK(w->group > 0 && w->group % 16 == 0 && w->groups == (w->columns + w->group - 1) / w->group);
-    CHECK(w->kind >= W4 && w->kind <= F8 && w->input >= ASIS && w->input <= E4M3 && !(w->kind == F8 && w->input == INT8));
+    CHECK(w->group > 0 && w->group % 16 == 0);
+    CHECK(w->groups == (w->columns + w->group - 1) / w->group);
+    CHECK(w->kind >= W4 && w->kind <= F8 && w->input >= ASIS && w->input <= E4M3);
+    CHECK(!(w->kind == F8 && w->input == INT8));
     CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
     struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};
@@ -187,20 +247,44 @@ int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, cons
     in.scale = (float *)(in.x + tokens * in.words);
     in.sum = (int32_t *)(in.scale + tokens * w->groups);
     _Pragma("omp parallel") {
-        _Pragma("omp for schedule(static)") for (int64_t t = 0; t < tokens; t++) {
+        /* a token's tile is found from the token alone, so that threads prepare them in any
+         * order */
+        _Pragma("omp for schedule(static)")
+        for (int64_t t = 0; t < tokens; t++) {
             int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
             while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
             prepare(w, x, t, begin, tile_of(tokens - begin), &in);
         }
-        const int64_t piece = tokens == 1 ? 4 : 2; /* small pieces, so that no thread waits long for the others' last one */
-        _Pragma("omp for schedule(static)") for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += piece) {
+        /* small pieces, so that no thread waits long for another's last one */
+        const int64_t piece = tokens == 1 ? 4 : 2;
+        _Pragma("omp for schedule(static)")
+        for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += piece) {
             for (int64_t t = 0, size; t < tokens; t += size) {
                 size = tile_of(tokens - t);
-                int many = blocks_of((int)size); /* a token that is left over: of every other piece, for its neighbour too */
-                for (int64_t b = block; b < block + piece; b += many) if (b % many == 0) tile(w, &in, b, t, bias, y, (int)size);
+                /* a tile of one token spans more blocks than a piece of several tokens: every other
+                 * piece computes it for its neighbour too */
+                int many = blocks_of((int)size);
+                for (int64_t b = block; b < block + piece; b += many)
+                    if (b % many == 0) tile(w, &in, b, t, bias, y, (int)size);
             }
         }
     }
     free(in.x);
     return 0;
+}
+
+/* The places of the structure's fields, which Python compares with its own; field NULL: the end of
+ * the structure, structure NULL: the end of the list. */
+struct field { const char *structure, *field; int64_t offset, bytes; };
+#define FIELD(FIELD) \
+    {"Weight", #FIELD, offsetof(struct weight, FIELD), sizeof(((struct weight *)0)->FIELD)}
+
+const struct field *structure_fields(void) {
+    static const struct field fields[] = {
+        FIELD(rows), FIELD(columns), FIELD(group), FIELD(groups), FIELD(data), FIELD(scale),
+        FIELD(zero), FIELD(offset), FIELD(input_scale), FIELD(input_largest), FIELD(input_zero),
+        FIELD(input_grouped), FIELD(kind), FIELD(input), FIELD(wide), FIELD(bf16),
+        {"Weight", NULL, sizeof(struct weight), 0}, {NULL, NULL, 0, 0},
+    };
+    return fields;
 }

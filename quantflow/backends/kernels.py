@@ -1,11 +1,12 @@
-"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
+"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them.
 
-A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in
-4, one of 5 or 6 bits in 8, its zero points taken out. Scales that bfloat16 holds, which those of
-most layouts are, are read as such.
+own_kernels.py says which linears run here. A linear of 4 bits is stored as qvalue + 8 and may have
+zero points. One of 2 or 3 bits is stored in 4. One of 5 or 6 bits is stored in 8, with its zero
+points subtracted. Scales that bfloat16 holds exactly, as those of most layouts are, are kept so.
 """
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,15 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
-NEEDS = ("avx2", "fma")  # kernels.c takes AVX512-VNNI where there is that
+CPU_FLAGS = ("avx2", "fma")  # kernels.c needs them; it uses AVX512-VNNI too where there is that
 
 _W4, _W8, _F8 = 0, 1, 2
 _ASIS, _INT8, _E4M3 = 0, 1, 2
-_LANES, _ROWS = 16, 64  # rows of a register; rows are padded to this
-COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
-# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what
-# it begins with included.
+_LANES = 16  # rows of a register
+_ROWS = 64  # rows are padded to a multiple of this
+COLUMNS = 16  # columns are padded to a multiple of this; a group's columns must be one
+# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, the
+# offset that it begins with included.
 MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
 
 
@@ -51,8 +53,8 @@ class Prepared:
     """A weight as kernels.c reads it.
 
     Attributes:
-        dtype: of the inputs.
-        tensors: what `weight` points to, by its field: data, scale, zero, offset.
+        dtype: dtype of the inputs.
+        tensors: tensors that `weight` points to, by its field: data, scale, zero, offset.
         weight: `struct weight`; its rows and columns are out_features and in_features. It lives as
             long as this record.
         call: `quantflow_linear`(address of weight, x, tokens, bias or None, y, 1 for bfloat16 or 0
@@ -66,12 +68,12 @@ class Prepared:
     call: Any
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the record itself: nothing changes it, and a copy would point to the tensors of this one."""
+        """The record itself: nothing changes it, and a copy would point to this one's tensors."""
         return self
 
 
 def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
-    """Arrange a weight that the backend's needs let pass; the linear is not kept.
+    """Arrange a weight that meets the backend's requirements; the linear is not kept.
 
     Raises:
         UnsupportedError: the library cannot be had.
@@ -110,7 +112,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 
 
 def dump(prepared: Prepared) -> dict[str, Tensor]:
-    """Return what `restore` makes the record from again: its tensors, and the bytes of `struct weight`."""
+    """The tensors of a record and the bytes of its `struct weight`, for `restore`."""
     return {
         "weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8),
         **prepared.tensors,
@@ -118,11 +120,11 @@ def dump(prepared: Prepared) -> dict[str, Tensor]:
 
 
 def restore(parts: Mapping[str, Tensor], dtype: torch.dtype, *, shape: tuple[int, int]) -> Prepared:
-    """Return the record that `dump` was given, with these tensors.
+    """The record that `dump` was given, with these tensors.
 
     Args:
         parts: what `dump` returned, from wherever it was kept.
-        dtype: that it was prepared for.
+        dtype: dtype of the inputs that it was prepared for.
         shape: (out_features, in_features).
 
     Raises:
@@ -141,7 +143,7 @@ def restore(parts: Mapping[str, Tensor], dtype: torch.dtype, *, shape: tuple[int
 
 
 def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
-    """Return why kernels.c must not be given a record and these tensors, or None."""
+    """Why kernels.c must not be given a record and these tensors, or None."""
     if (
         (weight.rows, weight.columns) != shape
         or not 0 < weight.rows < 1 << 31
@@ -173,30 +175,43 @@ def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, in
         sizes["zero"] = (torch.uint8, scales)
     if weight.kind == _W8 and weight.input == _INT8:
         sizes["offset"] = (torch.int32, scales)
-    found = {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
-    return None if found == sizes else f"tensors {found} where {sizes} belong"
+    actual = {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+    return None if actual == sizes else f"tensors {actual} where {sizes} belong"
 
 
 def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
-    # all of them: what was restored has addresses of another process
+    # all four are set: a restored record has addresses of another process
     for field in ("data", "scale", "zero", "offset"):
         setattr(weight, field, native.address(tensors.get(field)))
-    call = native.library(SOURCE).quantflow_linear
+    return Prepared(
+        dtype=dtype, tensors=tensors, weight=weight, call=_function(native.library(SOURCE))
+    )
+
+
+@functools.cache
+def _function(library: ctypes.CDLL) -> Any:
+    """`quantflow_linear` of a library of kernels.c; its structure is compared with `_Weight` once.
+
+    Raises:
+        IntegrityError: they have other fields.
+    """
+    native.require_same_fields(SOURCE, _Weight)
+    call = library.quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
-    return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=call)
+    return call
 
 
 def linear(
     x: Tensor, prepared: Prepared, bias: Tensor | None, *, order: Tensor | None = None
 ) -> Tensor:
-    """Return x @ W.T + bias in x's dtype, [..., O].
+    """The product x @ W.T + bias in x's dtype, [..., O].
 
     Args:
         x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs
             that the scheme does not quantize are then rounded to it, outputs are not.
         prepared: the weight.
         bias: [O] in x's dtype, or None.
-        order: int64 [I], which input each column of the weight multiplies; None where column i
+        order: int64 [I], input that each column of the weight multiplies; None where column i
             multiplies input i.
 
     Raises:
@@ -205,7 +220,10 @@ def linear(
     """
     rows, columns, dtype = prepared.weight.rows, prepared.weight.columns, prepared.dtype
     if x.dtype not in (dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
-        cause = f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {dtype} [..., {columns}] on cpu"
+        cause = (
+            f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for "
+            f"{dtype} [..., {columns}] on cpu"
+        )
         raise UsageError(cause, "give inputs of that dtype and shape")
     if bias is not None and (
         bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()
@@ -228,13 +246,13 @@ def linear(
 
 
 def _lanes(values: Tensor, *, padding: int) -> Tensor:
-    """Return values of rows and groups, [O, G], as [B, G, 16] of whole 64 rows."""
+    """Values of rows and groups, [O, G], as [B, G, 16] of whole 64 rows."""
     padded = functional.pad(values, (0, 0, 0, -len(values) % _ROWS), value=padding)
     return padded.view(-1, _LANES, values.shape[1]).transpose(1, 2).contiguous()  # [B, G, 16]
 
 
 def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
-    """Return the lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
+    """The lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
     codes = (
         weight.qvalue.view(torch.int8)
         if kind == _F8
@@ -242,7 +260,7 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
         if kind == _W4
         else weight.qvalue
     )
-    # of 6 bits or fewer: the differences are int8
+    # a weight with zero points has 6 bits or fewer here, so the differences fit into int8
     if kind == _W8 and weight.zero_point is not None:
         codes = (
             groups.to_groups(codes, codes.shape[1] // weight.scale.shape[1])
@@ -258,6 +276,6 @@ def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
 
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:
-    """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
+    """The offset at which a sum of 8-bit weights by int8 inputs + 128 begins, [B, G, 16] int32."""
     split = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
     return _lanes(split.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)

@@ -1,7 +1,7 @@
-"""C sources of this package, compiled for the machine they run on when they are first used.
+"""Compiled C: the sources of this package, built for the machine they run on when first used.
 
-A library is compiled once, kept in a cache folder under the hash of all that it depends on
-(sources, compiler, flags, CPU), and carries the hash of its own bytes at its end, which is checked
+A library is compiled once. It is kept in a cache folder under the hash of all that it depends on
+(sources, compiler, flags, CPU). It carries the hash of its own bytes at its end, which is checked
 before it is loaded: a damaged one is compiled again. Processes that need it at once each compile
 their own, and the last renames over the others. It shares torch's OpenMP runtime, so
 `torch.set_num_threads` says how many threads it takes.
@@ -10,6 +10,7 @@ their own, and the last renames over the others. It shares torch's OpenMP runtim
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 # loads torch's OpenMP runtime, which the library then shares instead of bringing another
 from torch import Tensor
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import IntegrityError, UnsupportedError
 from quantflow.files.disk import writable_by_others
 
 _FLAGS = (
@@ -46,7 +47,7 @@ _FOLDER = "set QUANTFLOW_CACHE to a folder of your own that can be written"
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """Return the library of a C source, compiled if the cache does not hold it; one per process.
+    """The library of a C source, compiled if the cache does not hold it; one per process.
 
     The compiler is the environment's CC, else gcc. The cache is QUANTFLOW_CACHE, else quantflow/ in
     XDG_CACHE_HOME or ~/.cache. QUANTFLOW_NATIVE=checked makes a debug build, which looks at its
@@ -56,34 +57,83 @@ def library(source: Path) -> ctypes.CDLL:
     Raises:
         UnsupportedError: no compiler, one that fails, or a cache folder that cannot be used.
     """
-    found = _attempt(source)
-    if isinstance(found, UnsupportedError):
-        raise found
-    return found
+    outcome = _attempt(source)
+    if isinstance(outcome, UnsupportedError):
+        raise outcome
+    return outcome
 
 
-def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
-    """Return why the library of a C source cannot be had here, in a sentence, or None when it can.
+def why_not(source: Path, *, cpu_flags: tuple[str, ...]) -> str | None:
+    """Why the library of a C source cannot be had here, in a sentence; None when it can.
 
     Args:
-        source: compiled if need be.
-        needs: instruction sets by the kernel's names, such as `avx2`.
+        source: C source, which is compiled if need be.
+        cpu_flags: CPU flags by the kernel's names, such as `avx2`.
     """
-    for name in needs:
+    for name in cpu_flags:
         if name not in _cpu().get("flags", "").split():
             return f"this CPU has no {name}"
-    found = _attempt(source)
-    return str(found) if isinstance(found, UnsupportedError) else None
+    outcome = _attempt(source)
+    return str(outcome) if isinstance(outcome, UnsupportedError) else None
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return where the elements of a contiguous CPU tensor begin, as a C function takes it; None for NULL."""
+    """The address of a contiguous CPU tensor's elements, for a C function; None for NULL."""
     return None if tensor is None else tensor.data_ptr()
+
+
+class _Field(ctypes.Structure):
+    """`struct field` of the C sources."""
+
+    _fields_ = [
+        ("structure", ctypes.c_char_p),
+        ("field", ctypes.c_char_p),
+        ("offset", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+    ]
+
+
+def require_same_fields(source: Path, *structures: type[ctypes.Structure]) -> None:
+    """Compare structures with those of a C source, field by field.
+
+    ctypes knows a structure from its Python declaration alone: a field that C has at another place
+    would be written into its neighbour.
+
+    Args:
+        source: C source that lists its fields in `structure_fields`.
+        structures: Python's structures, called as C calls them, with an underscore before.
+
+    Raises:
+        IntegrityError: a field is at another place, or one of the two has a field more.
+        UnsupportedError: the library cannot be had.
+    """
+    function = library(source).structure_fields
+    function.restype = ctypes.POINTER(_Field)
+    entries = itertools.takewhile(lambda entry: entry.structure, function())
+    in_c = {(entry.structure, entry.field): (entry.offset, entry.bytes) for entry in entries}
+    in_python: dict[tuple[bytes, bytes | None], tuple[int, int]] = {}
+    for structure in structures:
+        name = structure.__name__.removeprefix("_").encode()
+        for field, *_ in structure._fields_:
+            place = getattr(structure, field)
+            in_python[name, field.encode()] = (place.offset, place.size)
+        in_python[name, None] = (ctypes.sizeof(structure), 0)
+    for key in sorted({*in_c, *in_python}, key=str):
+        if in_c.get(key) != in_python.get(key):
+            structure_name, field_name = (b"its end" if part is None else part for part in key)
+            raise IntegrityError(
+                f"{source.name}: structure {structure_name.decode()}, {field_name.decode()}: "
+                f"(byte, size) is {in_c.get(key)} in C and {in_python.get(key)} in Python",
+                "install quantflow again: its files are of two versions",
+            )
 
 
 @functools.cache
 def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
-    """Return the library or why there is none: a compiler that failed is not asked again for every linear."""
+    """The library, or the error that says why there is none.
+
+    A compiler that failed is not asked again for every linear.
+    """
     try:
         return _load(source)
     except UnsupportedError as error:
@@ -91,7 +141,8 @@ def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
 
 
 def _load(source: Path) -> ctypes.CDLL:
-    compiler, machine = _compiler(), "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
+    compiler = _compiler()
+    machine = "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
     texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     parts = (*texts, _identity(compiler), " ".join(_flags()).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
@@ -112,29 +163,32 @@ def _build(source: Path, compiler: str, path: Path) -> None:
             write to.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *_flags(), "-o", str(made), str(source), "-lm"]
+        library = Path(folder) / path.name
+        command = [compiler, *_flags(), "-o", str(library), str(source), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            said = next(
+            message = next(
                 (line for line in result.stderr.splitlines() if "error" in line),
                 result.stderr.strip()[:200],
             )
-            cause = f"{source.name}: {compiler} exits {result.returncode}: {said}"
+            cause = f"{source.name}: {compiler} exits {result.returncode}: {message}"
             raise UnsupportedError(cause, "set CC to a gcc of version 11 or later")
-        body = made.read_bytes()
-        # the loader reads what the headers name, not the end
-        made.write_bytes(body + hashlib.sha256(body).digest())
-        made.replace(path)
+        body = library.read_bytes()
+        # the loader reads the parts that the ELF headers name, so bytes after them do no harm
+        library.write_bytes(body + hashlib.sha256(body).digest())
+        library.replace(path)
 
 
 def _flags() -> tuple[str, ...]:
-    """Return the compiler's flags: fast code, or code that is checked."""
+    """The compiler's flags: for fast code, or for code that is checked."""
     return (*_FLAGS, *(_CHECKED if os.environ.get("QUANTFLOW_NATIVE") == "checked" else _FAST))
 
 
 def _intact(path: Path) -> bool:
-    """Return whether the library is there and ends in its own hash: loading a truncated one would kill the process."""
+    """Whether the library is there and ends in its own hash.
+
+    Loading a truncated library would kill the process.
+    """
     if not path.is_file():
         return False
     content = path.read_bytes()
@@ -142,30 +196,30 @@ def _intact(path: Path) -> bool:
 
 
 def _compiler() -> str:
-    """Return the compiler's path.
+    """The compiler's path.
 
     Raises:
         UnsupportedError: there is none.
     """
     wanted = os.environ.get("CC")
     for name in (wanted,) if wanted else _COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
+        path = shutil.which(name)
+        if path:
+            return path
     raise UnsupportedError(
         f"no C compiler ({wanted or ', '.join(_COMPILERS)})", "install gcc, or set CC to a compiler"
     )
 
 
 def _identity(compiler: str) -> bytes:
-    """Return what tells a compiler from its other versions, without running it."""
+    """Bytes that tell a compiler from its other versions, without running it."""
     status = os.stat(compiler)
     return f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}".encode()
 
 
 @functools.cache
 def _cpu() -> dict[str, str]:
-    """Return what the kernel tells of the first CPU; -march=native looks at some of it."""
+    """The kernel's fields of the first CPU, some of which decide what -march=native makes."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -175,15 +229,16 @@ def _cpu() -> dict[str, str]:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of compiled libraries, made if need be.
+    """The folder of compiled libraries, made if need be.
 
     Raises:
         UnsupportedError: it cannot be made, others may write to it, or the user has no home.
     """
-    named, shared = os.environ.get("QUANTFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    own = os.environ.get("QUANTFLOW_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(named or Path(shared or Path.home() / ".cache") / "quantflow")
-    except RuntimeError as error:  # a container's user of a number that /etc/passwd lacks
+        folder = Path(own or Path(caches or Path.home() / ".cache") / "quantflow")
+    except RuntimeError as error:  # a container's user whose number is not in /etc/passwd
         raise UnsupportedError(
             f"compiled kernels: HOME is not set and user {os.getuid()} has no home folder", _FOLDER
         ) from error

@@ -1,4 +1,4 @@
-"""The oracle: dequantize the weight once, fake-quantize the input, multiply. Runs every scheme anywhere."""
+"""The oracle, which runs every scheme anywhere: dequantize, fake-quantize the input, multiply."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from quantflow.core import affine
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 
-# A dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the input.
-# The qvalues are not kept.
+# The dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the
+# inputs. The qvalues are not kept.
 Prepared = tuple[Tensor, TensorScheme | None, Tensor | None, Tensor | None]
 
 
@@ -25,7 +25,7 @@ def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 
 
 def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
+    """The product x @ W.T + bias. x: [..., I] in the prepared dtype; returns [..., O]."""
     weight, scheme, scale, zero_point = prepared
     return functional.linear(affine.fake_quantize_input(x, scheme, scale, zero_point), weight, bias)
 

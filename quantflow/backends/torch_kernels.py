@@ -10,11 +10,12 @@ rescaling rounds; with bfloat16 inputs that is more exact than the oracle, which
 dequantized input. A GPU wants more than 16 tokens and both features in eights: tokens are padded,
 features are refused.
 
-int4_pack: int4 in groups, inputs as they are. The kernel's weight is (q - 8) * scale + zero with q in 0..15 and `zero` in units
-of the real weight. Ours is scale * (qvalue - zero_point) with qvalue in -8..7, so q = qvalue + 8 and zero = -scale * zero_point
-(0 when symmetric). A CPU (`aten._weight_int4pack_mm_for_cpu`) packs int32; a GPU (`aten._weight_int4pack_mm`, tensor cores, so
-bfloat16 alone) packs bytes of two columns, the even one in the upper half, in tiles of 8 rows by 16 columns, up to 8 side by
-side.
+int4_pack: int4 in groups, inputs as they are. The kernel's weight is (q - 8) * scale + zero with q
+in 0..15 and `zero` in units of the real weight. Ours is scale * (qvalue - zero_point) with qvalue
+in -8..7, so q = qvalue + 8 and zero = -scale * zero_point (0 when symmetric). A CPU
+(`aten._weight_int4pack_mm_for_cpu`) packs int32. A GPU (`aten._weight_int4pack_mm`, tensor cores,
+so bfloat16 alone) packs bytes of two columns, the even one in the upper half, in tiles of 8 rows by
+16 columns, up to 8 side by side.
 
 int8_pack (`aten._weight_int8pack_mm`): int8, inputs as they are; a GPU multiplies the codes in the
 dtype of the inputs. All but int8_mm keep scales in that dtype. Source: torch 2.13,
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.backends import backend
-from quantflow.backends.backend import is_int, need
+from quantflow.backends.backend import is_int, requirement
 from quantflow.core.qtensor import QuantizedLinear
 
 # |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the
@@ -35,25 +36,27 @@ from quantflow.core.qtensor import QuantizedLinear
 _MOST = (2**31 - 1) // (255 * 128)
 _GROUP_SIZES = (32, 64, 128, 256)
 _IN_GROUPS = "needs in_features that group_size {c.weights.group_size} divides, not {c.shape[1]}"
-# of int4's out_features and int8's in_features; torch does not check: wrong numbers, or a crash
+# Divides int4's out_features and int8's in_features; torch does not check it: other features give
+# wrong numbers or a crash.
 _MULTIPLE = 16
-# packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
+# Rows that are packed at once, so that their int32 copy stays small: a multiple of the kernel's
+# tiles, which have at most 64 rows.
 _ROWS = 128
 _INNER_TILES = 1  # read by the GPU's packing only, but the CPU's has the argument as well
 _TOKENS = 32  # a GPU multiplies more than 16, and the rows of the product stay aligned
 
 
 # A weight whose inputs stay as they are. int4: two qvalues a byte in the kernel's own tile order,
-# [O, I / 2] uint8 of a CPU and [O / 8, I / (16 * tiles), 32, tiles / 2] int32 of a GPU; scale and
-# zero, [I / group_size, O, 2]; group_size. int8: [O, I]; the scale, [O]; None. Scales are in the
-# dtype of the inputs.
+# [O, I / 2] uint8 on a CPU and [O / 8, I / (16 * tiles), 32, tiles / 2] int32 on a GPU; scale and
+# zero, [I / group_size, O, 2]; group_size. int8: qvalues [O, I]; the scale, [O]; None. Scales are
+# in the dtype of the inputs.
 Packed = tuple[Tensor, Tensor, int | None]
 
 
 def _int8_prepare(
     linear: QuantizedLinear, dtype: torch.dtype
 ) -> tuple[QuantizedLinear, Tensor | None]:
-    """Return the linear, and what an input's zero point puts into each sum, [O] int32; `dtype` is not needed."""
+    """The linear, and what its input's zero point adds to each sum, [O] int32."""
     del dtype
     zero = linear.input_zero_point
     return linear, None if zero is None else zero.int() * linear.weight.qvalue.sum(
@@ -99,7 +102,7 @@ def _int4_of_cpu(qvalue: Tensor) -> Tensor:
 def _tiles(qvalue: Tensor) -> Tensor:
     """Pack a weight for a GPU.  qvalue: [O, I] int8."""
     codes = (qvalue + 8).to(torch.uint8)
-    # groups of 32 leave 2 at least
+    # 2 always fits: in_features is a multiple of the group size, which is 32 or more
     side_by_side = next(tiles for tiles in (8, 4, 2) if codes.shape[1] % (16 * tiles) == 0)
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(
         codes[:, ::2] << 4 | codes[:, 1::2], side_by_side
@@ -130,12 +133,12 @@ def _packed_linear(x: Tensor, prepared: Packed, bias: Tensor | None) -> Tensor:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the GPU's kernels take a tensor."""
+    """Whether the GPU's kernels take a tensor."""
     return tensor.is_cuda
 
 
-def _on_gpu(need: backend.Need) -> backend.Need:
-    return lambda case: None if case.device.type == "cpu" else need(case)
+def _on_gpu(requirement: backend.Requirement) -> backend.Requirement:
+    return lambda case: None if case.device.type == "cpu" else requirement(case)
 
 
 _DEVICES = backend.on("cpu", "cuda")
@@ -144,7 +147,7 @@ _INT8_MM = (
     backend.INT8_WEIGHTS,
     backend.weights_per("per_channel", "per_tensor"),
     backend.INT8_INPUTS,
-    need(
+    requirement(
         "needs 2 or more input features, torch's kernel returns wrong sums for 1",
         lambda c: c.shape[1] > 1,
     ),
@@ -156,14 +159,14 @@ _INT4_PACK = (
     _DEVICES,
     backend.FLOATS,
     _on_gpu(backend.BFLOAT16),
-    need("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
+    requirement("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
     backend.INPUTS_AS_THEY_ARE,
-    need(
+    requirement(
         "needs group_size 32, 64, 128, 256, not {c.weights.group_size}",
         lambda c: c.weights.group_size in _GROUP_SIZES,
     ),
     backend.divides(_MULTIPLE, 0),
-    need(_IN_GROUPS, lambda c: c.shape[1] % (c.weights.group_size or 1) == 0),
+    requirement(_IN_GROUPS, lambda c: c.shape[1] % (c.weights.group_size or 1) == 0),
 )
 _INT8_PACK = (
     _DEVICES,
@@ -174,11 +177,13 @@ _INT8_PACK = (
     backend.divides(_MULTIPLE, 1),
 )
 BACKENDS = (
-    backend.Backend(name="int8_mm", needs=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear),
     backend.Backend(
-        name="int4_pack", needs=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear
+        name="int8_mm", requirements=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear
     ),
     backend.Backend(
-        name="int8_pack", needs=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear
+        name="int4_pack", requirements=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear
+    ),
+    backend.Backend(
+        name="int8_pack", requirements=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear
     ),
 )

@@ -1,4 +1,4 @@
-"""What bench may be asked for: an artifact that is timed as generate runs it, or the kernels on linears of their own.
+"""Jobs of bench: an artifact that is timed as generate runs it, or kernels on linears of their own.
 
 The records are plain, so that a command line knows them without torch. A field says of itself which
 option it is (quantflow/settings.py).
@@ -29,16 +29,16 @@ from quantflow.runtime.generate_job import (
 from quantflow.settings import check_numbers, device_flag, setting
 
 BENCH = ("bench",)
-PERCENTILES = (50, 90, 99)  # of what is timed
+PERCENTILES = (50, 90, 99)  # of the times of a batch size
 
 
 def words_flag(text: str) -> tuple[str, ...]:
-    """Return the words in `W4A16,W8A8`."""
+    """The words in `W4A16,W8A8`."""
     return tuple(word for word in text.split(",") if word)
 
 
 def tokens_flag(text: str) -> tuple[int, ...]:
-    """Return the numbers in `1,8,256`.
+    """The numbers in `1,8,256`.
 
     Raises:
         UsageError: something else stands there.
@@ -51,7 +51,7 @@ def tokens_flag(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchJob:
-    """What is timed.
+    """The settings of a timing.
 
     Attributes:
         artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a
@@ -59,12 +59,12 @@ class BenchJob:
         baseline: a model that is timed with the same settings, in a process of its own, as the
             artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
-        input_tokens: of each sequence; several lengths have tables of their own.
-        new_tokens: of each sequence.
+        input_tokens: tokens of each prompt; several lengths have tables of their own.
+        new_tokens: tokens added to each sequence.
         prompts, source, column: texts in place of random tokens, as `generate` takes them. Each is
             cut at the length, or repeated up to it; a batch takes them in turn, and every run has
             the same.
-        runs, warmups: of each batch size.
+        runs, warmups: timed and untimed batches of each size.
         ordered: percentiles are taken from the sorted times.
         ignore_eos: go on after an end token.
         beams: beam search with so many; None takes one token after the other.
@@ -81,8 +81,8 @@ class BenchJob:
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
         trust_network: the ranks may meet at the address of somebody's torchrun.
-        revision: of an artifact on the hub.
-        signature: whom the artifact has to be signed by.
+        revision: revision of an artifact on the hub.
+        signature: signature that the artifact has to have.
     """
 
     artifact: Path
@@ -267,18 +267,18 @@ class BenchJob:
         """
         check_numbers(self)
         ways = {"beams": self.beams, "lookup": self.lookup, "draft": self.draft}
-        given = [f"{name}={value}" for name, value in ways.items() if value is not None]
-        if len(given) > 1:
+        chosen_ways = [f"{name}={value}" for name, value in ways.items() if value is not None]
+        if len(chosen_ways) > 1:
             raise UsageError(
-                f"bench: {' and '.join(given)} together", "time one way to generate at a time"
+                f"bench: {' and '.join(chosen_ways)} together", "time one way to generate at a time"
             )
-        if given and self.beams is None and self.batch_sizes != (1,):
+        if chosen_ways and self.beams is None and self.batch_sizes != (1,):
             raise UsageError(
-                f"bench: {given[0]} with batch sizes {list(self.batch_sizes)}",
+                f"bench: {chosen_ways[0]} with batch sizes {list(self.batch_sizes)}",
                 "give -b 1: it is for one sequence",
             )
         drawn = self.sampling
-        if self.profile is not None and (given or drawn is not None):
+        if self.profile is not None and (chosen_ways or drawn is not None):
             raise UsageError(
                 "bench: a profile of another way than the likeliest token",
                 "leave --profile out, or the way",
@@ -314,8 +314,8 @@ class KernelJob:
         schemes: names of presets with dynamic inputs or none.
         shapes: as `OUTxIN`.
         tokens: rows of the input, each timed.
-        dtype: of the inputs.
-        rounds: timed calls of each.
+        dtype: dtype of the inputs.
+        rounds: timed calls of each backend.
     """
 
     schemes: tuple[str, ...] = setting(

@@ -1,7 +1,7 @@
-"""Joules that the processors of this machine used, by Intel's RAPL counters, which Linux has for AMD too.
+"""Energy of this machine's processors, by Intel's RAPL counters, which Linux has for AMD too.
 
 Everything that the machine did meanwhile is in them. A counter is in microjoules and begins anew at
-its own maximum; the kernel lets root alone read it, unless somebody allows more.
+its own maximum. The kernel lets only root read it, unless somebody allows more.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class EnergyReading:
     """The counters at one moment.
 
     Attributes:
-        microjoules: of each processor, by the folder of its counter.
+        microjoules: count of each processor, by the folder of its counter.
     """
 
     microjoules: dict[Path, int]
 
     def since(self) -> float | None:
-        """Return joules from then until now; None where a counter cannot be read any more."""
+        """The joules from then until now; None where a counter cannot be read any more."""
         total = 0
         for folder, before in self.microjoules.items():
             now, most = _number(folder / "energy_uj"), _number(folder / "max_energy_range_uj")
@@ -32,15 +32,18 @@ class EnergyReading:
 
 
 def package_joules(powercap: Path = _POWERCAP) -> EnergyReading | None:
-    """Return the counters of all processors, without those of their parts; None where there is none that can be read."""
-    found = {}
+    """The counters of all processors, without those of their parts.
+
+    None where there is no counter, or one that cannot be read.
+    """
+    counters = {}
     for folder in sorted(powercap.glob("intel-rapl:*")):
         if folder.name.count(":") == 1:  # intel-rapl:0 is a processor, intel-rapl:0:1 a part of it
             value = _number(folder / "energy_uj")
             if value is None:
                 return None
-            found[folder] = value
-    return EnergyReading(microjoules=found) if found else None
+            counters[folder] = value
+    return EnergyReading(microjoules=counters) if counters else None
 
 
 def _number(path: Path) -> int | None:

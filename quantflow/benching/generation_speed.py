@@ -1,4 +1,4 @@
-"""How long a decoder takes for the first token and for each further one: greedily, or by another way to generate.
+"""Seconds that a decoder takes for the first token and for each further one, by any method.
 
 Random prompts are others in every run, so that nothing that was computed before can answer them.
 """
@@ -25,9 +25,9 @@ class TimedRun:
     """One batch, from its prompts to its last tokens.
 
     Attributes:
-        first_seconds: until the first token of every sequence is known.
-        step_seconds: of each further token of a sequence; 0 for one that was confirmed together
-            with the one before it.
+        first_seconds: seconds until the first token of every sequence is known.
+        step_seconds: seconds of each further token of a sequence; 0 for one that was confirmed
+            together with the one before it.
         requested: tokens that were asked for, over all sequences.
         produced: tokens up to the first end token of each sequence, that one included; all where
             ends are ignored.
@@ -40,18 +40,18 @@ class TimedRun:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         return self.first_seconds + sum(self.step_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """What several measurements of the same thing are.
+    """The spread of several measurements of the same thing.
 
     Attributes:
-        average, lowest, highest: of all.
-        percentiles: those of PERCENTILES: element int(n * p / 100) of the n measurements in the
-            order they are given in.
+        average, lowest, highest: average and bounds of all measurements.
+        percentiles: the PERCENTILES: element int(n * p / 100) of the n measurements, in the order
+            in which they were given.
     """
 
     average: float
@@ -61,10 +61,10 @@ class Spread:
 
 
 def spread(values: Sequence[float], *, ordered: bool = True) -> Spread | None:
-    """Return the spread of measurements, or None of none.
+    """The spread of measurements, or None without any.
 
     Args:
-        values: in the order in which they were taken.
+        values: measurements in the order in which they were taken.
         ordered: sort them for the percentiles. Without it these are what text-generation-benchmark
             prints, which takes elements of the unsorted list: with 10 runs its p90 and p99 are the
             last run.
@@ -79,7 +79,7 @@ def spread(values: Sequence[float], *, ordered: bool = True) -> Spread | None:
 
 
 def random_prompts(rows: int, length: int, *, vocab_size: int, seed: int) -> Tensor:
-    """Return token ids [rows, length] int64, uniform over the vocabulary."""
+    """Token ids [rows, length] int64, uniform over the vocabulary."""
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -96,9 +96,9 @@ def time_run(
     Args:
         decoder: its cache is emptied first, which is not timed.
         prompts: [B, S] int64.
-        new_tokens: of each sequence, 1 or more.
-        ends: tokens at which a sequence ends; the run ends when all have. None are looked for where
-            it is empty.
+        new_tokens: tokens added to each sequence, 1 or more.
+        ends: tokens at which a sequence ends; the run ends when all have. Empty: none is looked
+            for.
         span: entered around the prompt and around each token, with their names; for a profiler.
 
     Raises:
@@ -145,36 +145,36 @@ def time_generation(
 ) -> TimedRun:
     """Continue prompts by a way to generate and time every token, choosing and proposing included.
 
-    The clock starts with the first forward. A token of a single sequence is known when it is told;
-    of several sequences, and of beams, when the next forward begins.
+    The clock starts with the first forward. A token of a single sequence is known when it is
+    streamed; one of several sequences or of beams is known when the next forward begins.
 
     Args:
         decoder: its cache is emptied first, which is not timed.
         prompts: [B, S] int64; speculation continues one after the other, so that B has to be 1.
-        new_tokens: of each sequence, 1 or more.
-        method: as for `quantflow.runtime.decoding.generate`; None takes one token after the other.
+        new_tokens: tokens added to each sequence, 1 or more.
+        method: a method of `quantflow.runtime.decoding`; None takes one token after the other.
         sampling: None takes the most likely token, or the best beams.
         ends: tokens at which a sequence ends.
 
     Raises:
-        UsageError: what cannot be decoded so.
+        UsageError: the prompts cannot be decoded by this method.
     """
     rows, length = prompts.shape
-    timed, told = Timed(decoder), list[float]()
+    timed, arrivals = Timed(decoder), list[float]()
     alone = rows == 1 and not isinstance(method, Beams)
-    found = generate(
+    outputs = generate(
         timed,
         prompts.to(decoder.device),
         max_new_tokens=new_tokens,
         method=method,
         sampling=sampling,
         eos_token_id=tuple(ends),
-        stream=(lambda _: told.append(time.perf_counter())) if alone else None,
+        stream=(lambda _: arrivals.append(time.perf_counter())) if alone else None,
     )
-    known = told if alone else [*timed.starts[1:], time.perf_counter()]
-    first, *further = [after - before for before, after in pairwise([timed.starts[0], *known])]
-    stop = torch.tensor(sorted(ends), device=found.device)
-    ended = torch.isin(found[:, length:], stop).long()  # [B, n]
+    stamps = arrivals if alone else [*timed.starts[1:], time.perf_counter()]
+    first, *further = [after - before for before, after in pairwise([timed.starts[0], *stamps])]
+    stop = torch.tensor(sorted(ends), device=outputs.device)
+    ended = torch.isin(outputs[:, length:], stop).long()  # [B, n]
     produced = int((ended.cumsum(dim=1) - ended == 0).sum())
     return TimedRun(
         first_seconds=first,

@@ -1,4 +1,4 @@
-"""How long the backends take for one linear, beside a plain read of as many bytes.
+"""Seconds of the backends for one linear, beside a plain read of as many bytes.
 
 Before every timed call a buffer larger than any cache is read, so that the weight comes from
 memory, as it does when a model decodes. Backends and the plain read take turns; medians are
@@ -38,10 +38,10 @@ class KernelTiming:
         backend, scheme: their names.
         out_features, in_features: the linear's shape.
         tokens: rows of the input.
-        weight_bytes: of the weight as the backend holds it, scales included.
-        seconds: the median.
-        read_seconds: the median of a plain read of weight_bytes; None where our own kernels cannot
-            be had.
+        weight_bytes: bytes of the weight as the backend holds it, scales included.
+        seconds: median of the calls.
+        read_seconds: median of plain reads of weight_bytes; None where our own kernels cannot be
+            had.
     """
 
     backend: str
@@ -55,7 +55,12 @@ class KernelTiming:
 
 
 def run(job: KernelJob) -> dict[str, Any]:
-    """Return the machine's share of the result (threads, why our own kernels cannot run) and a row per timing."""
+    """The timings as rows, and what they depend on.
+
+    Returns:
+        `threads`, `dtype`, `rounds`, `why_not` (why our own kernels cannot run; None when they can)
+        and `timings`, a row per timing.
+    """
     if job.rounds < 1 or min(job.tokens, default=0) < 1:
         raise UsageError(
             f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each"
@@ -90,7 +95,7 @@ def run(job: KernelJob) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": job.dtype,
         "rounds": job.rounds,
-        "why_not": native.why_not(kernels.SOURCE, needs=kernels.NEEDS),
+        "why_not": native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS),
         "timings": rows,
     }
 
@@ -104,25 +109,25 @@ def kernel_timings(
     rounds: int,
     seed: int = 0,
 ) -> Iterator[KernelTiming]:
-    """Yield the timings of every backend that can run such a linear on the CPU, for every number of tokens.
+    """Yield the timings of every backend that can run such a linear on the CPU.
 
     Args:
-        scheme: without a static input, whose scale only calibration knows.
+        scheme: scheme without a static input, whose scale only calibration knows.
         shape: (out_features, in_features); the weight is random.
-        tokens: rows of the input.
-        dtype: of the inputs.
-        rounds: timed calls of each.
-        seed: of weight and inputs.
+        tokens: rows of the input, each number timed.
+        dtype: dtype of the inputs.
+        rounds: timed calls of each backend.
+        seed: seed of weight and inputs.
 
     Raises:
         SchemeError: the scheme has a static input, or its groups do not divide in_features.
     """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
-    found = rtn.quantize_group(
+    rounded = rtn.quantize_group(
         {"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16
     )
-    linear = QuantizedLinear(weight=found["weight"].weight, scheme=scheme)
+    linear = QuantizedLinear(weight=rounded["weight"].weight, scheme=scheme)
     able = {
         n: b
         for n, b in BACKENDS.items()
@@ -130,7 +135,7 @@ def kernel_timings(
     }
     prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
     sizes = {name: weight_bytes(value) for name, value in prepared.items()}
-    reads = native.why_not(_READ, needs=kernels.NEEDS) is None
+    reads = native.why_not(_READ, cpu_flags=kernels.CPU_FLAGS) is None
     cache = torch.zeros(_CACHE_BYTES // 8, dtype=torch.int64)
     plain = torch.zeros(max(sizes.values()), dtype=torch.uint8)
     for count in tokens:
@@ -155,7 +160,7 @@ def kernel_timings(
 
 
 def read(data: Tensor) -> int:
-    """Read a contiguous tensor once and do nothing else with it: what a kernel that is bound by memory could reach at best.
+    """Read a contiguous tensor once, as fast as memory allows: the bound of a kernel.
 
     Returns:
         A sum that means nothing; it keeps the compiler from leaving the reads out.
@@ -169,7 +174,7 @@ def read(data: Tensor) -> int:
 
 
 def weight_bytes(prepared: Any) -> int:
-    """Return the bytes of the tensors that a backend made of a weight: a record, a tuple, or what they hold."""
+    """The bytes of all tensors in what a backend prepared: a record, a tuple, a table, a tensor."""
     if isinstance(prepared, Tensor):
         return prepared.nbytes
     if is_dataclass(prepared):
@@ -187,7 +192,7 @@ def weight_bytes(prepared: Any) -> int:
 def _medians(
     calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: int
 ) -> dict[str, float]:
-    """Return the median seconds of each call; the first round is not counted."""
+    """The median seconds of each call; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -199,7 +204,7 @@ def _medians(
 
 
 def _shape(text: str) -> tuple[int, int]:
-    """Return (out_features, in_features) of `OUTxIN`.
+    """The shape (out_features, in_features) that `OUTxIN` names.
 
     Raises:
         UsageError: it is not two positive numbers.

@@ -1,10 +1,10 @@
-"""`quantflow bench ARTIFACT|MODEL`: first and next token, per batch size, in the tables that people compare.
+"""`quantflow bench ARTIFACT|MODEL`: seconds of the first and of each next token, per batch size.
 
 Reads    the artifact; files of prompts
 Writes   the trace of --profile, a file in --results-dir
 Resumes  nothing
-Fails    2 counts that cannot be decoded, 3 prompts that cannot be read, 5 no batch fits into memory, 7 the artifact is damaged;
-         what loading raises
+Fails    2 counts that cannot be decoded, 3 prompts that cannot be read, 5 no batch fits into
+         memory, 7 the artifact is damaged; what loading raises
 """
 
 import json
@@ -45,15 +45,16 @@ from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.runtime.ranks import processes as rank_processes
 from quantflow.sources.models import model_folder
 
-# Of the job: what stands beside the settings, or is nothing that times depend on.
-UNTOLD = ("artifact", "baseline", "draft", "profile", "results_dir")
+# Fields of the job that stand beside the settings in a result, or do not influence its times.
+NOT_SETTINGS = ("artifact", "baseline", "draft", "profile", "results_dir")
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
-    """Time every batch size and return settings, the machine's share, and a record per batch size.
+    """Time every batch size.
 
     Returns:
-        None on a rank that is not the first.
+        Settings, the machine's share, and a record per batch size. None on a rank that is not the
+        first.
     """
     job = _with_folders(job, progress)
     job.signature.check(job.artifact)
@@ -112,7 +113,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         return None
     result = {
         "artifact": str(job.artifact),
-        "settings": {key: value for key, value in asdict(job).items() if key not in UNTOLD},
+        "settings": {key: value for key, value in asdict(job).items() if key not in NOT_SETTINGS},
         "ranks": world,
         "method": _called(job),
         "decoder": loaded.name,
@@ -145,7 +146,7 @@ def _with_folders(job: BenchJob, progress: Progress) -> BenchJob:
 
 
 def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result, with its file in the folder that is asked for: whole, or not there."""
+    """The result, with its file in the folder that is asked for: whole, or not there."""
     if job.results_dir is None:
         return result
     make_folder(job.results_dir)
@@ -158,7 +159,7 @@ def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
         try:
             write_file(temporary, (json.dumps(kept, indent=2, default=str) + "\n").encode())
             link_or_copy(temporary, path)
-        except FileExistsError:  # of a run beside this one
+        except FileExistsError:  # a run beside this one took the number
             continue
         finally:
             remove(temporary)
@@ -167,8 +168,11 @@ def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]:
-    """Return the result for the artifact with that for the baseline in it, each of a process of its own, and their ratios."""
-    found, base = (
+    """The results for the artifact and for the baseline, and their ratios.
+
+    Each is timed in a process of its own.
+    """
+    result, base = (
         launch(
             "bench",
             replace(job, artifact=folder, baseline=None, profile=profile, results_dir=None),
@@ -180,19 +184,19 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
         )
         for folder, profile in ((job.artifact, job.profile), (baseline, None))
     )
-    return {**found, "baseline": base, "ratios": ratios(found, base)}
+    return {**result, "baseline": base, "ratios": ratios(result, base)}
 
 
-def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how many times as good a result is as another one: above 1 is faster, or smaller.
+def ratios(result: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """How many times as good a result is as another one: above 1 is faster, or smaller.
 
     Returns:
-        `memory` and `weights`, of bytes; `batches`, for each that fits on both sides the length,
-        the size, `first_token` of seconds and `next_token` of tokens per second, None where no
-        further token was made.
+        `memory` and `weights`, ratios of bytes; `batches`, for each that fits on both sides the
+        length, the size, `first_token` (ratio of seconds) and `next_token` (ratio of tokens per
+        second), None where no further token was made.
     """
     batches = []
-    for ours, theirs in zip(found["batches"], base["batches"], strict=True):
+    for ours, theirs in zip(result["batches"], base["batches"], strict=True):
         if "failed" in ours or "failed" in theirs:
             continue
         rates = [batch["decode_per_second"] for batch in (ours, theirs)]
@@ -206,15 +210,15 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "batches": batches,
-        "memory": base["memory"]["peak_bytes"] / found["memory"]["peak_bytes"],
-        "weights": base["weight_bytes"] / found["weight_bytes"],
+        "memory": base["memory"]["peak_bytes"] / result["memory"]["peak_bytes"],
+        "weights": base["weight_bytes"] / result["weight_bytes"],
     }
 
 
 def _timed(
     job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool
 ) -> list[dict[str, Any]]:
-    """Return a record per length and batch size, and write the trace that was asked for.
+    """A record per length and batch size; the trace that was asked for is written.
 
     Where no other rank takes part, `alone`, a batch that does not fit into memory ends nothing but
     itself.
@@ -258,7 +262,7 @@ def _timed(
 
 
 def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
-    """Return the tokens of the job's own texts; none for random ones.
+    """The tokens of the job's own texts; none for random ones.
 
     Raises:
         InputError: texts without a tokenizer, or a file that holds none.
@@ -278,7 +282,7 @@ def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
 
 
 def _method(job: BenchJob) -> Method | None:
-    """Return the way to generate, with what it needs loaded."""
+    """The method to generate by, with what it needs loaded."""
     if job.beams is not None:
         return Beams(count=job.beams)
     if job.lookup is not None:
@@ -299,7 +303,7 @@ def _method(job: BenchJob) -> Method | None:
 
 
 def _called(job: BenchJob) -> str:
-    """Return the way to generate, for people."""
+    """The method to generate by, in words."""
     how = "the likeliest token" if job.sampling is None else "drawn tokens"
     if job.beams is not None:
         return f"{job.beams} beams" if job.sampling is None else f"{job.beams} beams, drawn"
@@ -329,18 +333,18 @@ def _batch(
         prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=index)
         before = package_joules()
         if method is None and job.sampling is None:
-            found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
+            timed = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
         else:
             drawn = None if job.sampling is None else replace(job.sampling, seed=job.seed + index)
-            words: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "new_tokens": job.new_tokens,
                 "method": method,
                 "sampling": drawn,
                 "ends": ends,
             }
-            found = time_generation(loaded.decoder, prompts, **words)
+            timed = time_generation(loaded.decoder, prompts, **arguments)
         if index >= job.warmups:
-            runs.append(found)
+            runs.append(timed)
             joules.append(None if before is None else before.since())
     steps = [seconds for run in runs for seconds in run.step_seconds]
     decode = [sum(run.step_seconds) for run in runs if run.step_seconds]
@@ -370,21 +374,26 @@ def _batch(
 
 
 def _total(joules: Sequence[float | None]) -> float | None:
-    """Return a sum; None where a part of it is not known."""
-    known = [value for value in joules if value is not None]
-    return sum(known) if len(known) == len(joules) else None
+    """The sum; None where a part of it is not known."""
+    counted = [value for value in joules if value is not None]
+    return sum(counted) if len(counted) == len(joules) else None
 
 
 def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
-    found: Spread | None = spread(values, ordered=job.ordered)
-    if found is None:
+    measured: Spread | None = spread(values, ordered=job.ordered)
+    if measured is None:
         return None
-    shares = {f"p{p}": value for p, value in zip(PERCENTILES, found.percentiles, strict=True)}
-    return {"average": found.average, "lowest": found.lowest, "highest": found.highest, **shares}
+    shares = {f"p{p}": value for p, value in zip(PERCENTILES, measured.percentiles, strict=True)}
+    return {
+        "average": measured.average,
+        "lowest": measured.lowest,
+        "highest": measured.highest,
+        **shares,
+    }
 
 
 def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path: Path) -> TimedRun:
-    """Write a trace of one run of the first length and batch size, the functions of Python in it."""
+    """Write a trace of one run of the first length and batch size, Python functions included."""
     rows, length = job.batch_sizes[0], job.input_tokens[0]
     prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=job.warmups + job.runs)
     tokens = min(job.new_tokens, job.profile_skip + job.profile_tokens)
@@ -424,9 +433,9 @@ def _prompts(
     length: int,
     index: int,
 ) -> Tensor:
-    """Return the prompts of a run [rows, length] int64.
+    """Prompts of a run, [rows, length] int64.
 
-    Random ones are others in each run, so that nothing that was computed before can answer them.
+    Random prompts are others in each run, so that nothing that was computed before can answer them.
     Texts are taken in turn, each cut at the length or repeated up to it.
     """
     if not texts:

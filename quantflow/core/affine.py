@@ -1,8 +1,8 @@
 """The equation, both ways:  real = scale * (qvalue - zero_point).
 
-`scale` is the step, in units of the real tensor, float32, positive, never its inverse; that of a
-symmetric integer weight may be negative, and its qvalues then have the sign of -real. `zero_point`
-is an integer in the range of qvalue, or None when symmetric. Rounding is half to even. Everything
+`scale` is the step, in units of the real tensor, float32, positive, never its inverse. The scale of
+a symmetric integer weight may be negative; its qvalues then have the sign of -real. `zero_point` is
+an integer in the range of qvalue, or None when symmetric. Rounding is half to even. Everything
 broadcasts; nothing here knows about groups or layers.
 
 The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4),
@@ -12,11 +12,11 @@ scale reproduces it, and 1 is readable. Where zero is no point, as in IQ4_NL, su
 smallest scale.
 
 A scale in e8m0 is the power of two that OCP's rule gives: 2^(floor(log2 amax) - floor(log2
-largest)). amax is rounded to one bit of mantissa before, so that e2m1's largest, 6, cuts what
-rounds to 6 anyway (up to 7). Source: compressed-tensors 0.20, `quantization/utils/mxfp_utils.py`,
-which is vLLM's rule; Rouhani et al. 2023, arXiv:2310.10537. Scales in e4m3 are divided by a
-global_scale, which puts the largest of them in the top binade of e4m3. Source: Jacob et al. 2018,
-arXiv:1712.05877, section 2.1.
+largest)). amax is rounded to one bit of mantissa before, so that e2m1's largest value, 6, clips
+only values that round to 6 anyway (up to 7). Source: compressed-tensors 0.20,
+`quantization/utils/mxfp_utils.py`, which is vLLM's rule; Rouhani et al. 2023, arXiv:2310.10537.
+Scales in e4m3 are divided by a global scale, which puts the largest of them in the top binade of
+e4m3. Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
 """
 
 import math
@@ -32,7 +32,7 @@ _SMALLEST_E4M3 = 2.0**-9
 
 
 def half_range(scheme: TensorScheme) -> float:
-    """Return what a symmetric scale maps the largest magnitude to."""
+    """The qvalue, before rounding, to which a symmetric scale maps the largest magnitude."""
     return (
         float8.FLAVOURS[scheme.float8].largest
         if scheme.kind == "float"
@@ -41,10 +41,10 @@ def half_range(scheme: TensorScheme) -> float:
 
 
 def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
+    """The symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
 
-    With `scale_rounding` pow2 it is the smallest power of two that is not below that. With a
-    `scale_rule` it is what that says.
+    With `scale_rounding` pow2 it is the smallest power of two that is not below that scale. With a
+    `scale_rule` the rule sets it.
 
     Raises:
         StatisticsError: amax is NaN, infinite or negative, and the scheme has a rule.
@@ -63,14 +63,14 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     scale = torch.where(amax <= 0, of_zeros, (amax / half_range(scheme)).clamp_min(smallest))
     if scheme.scale_rounding == "none":
         return scale
-    mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
+    mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).where(
         scale.isfinite(), scale
     )
 
 
 def _power_of_two(amax: Tensor, scheme: TensorScheme) -> Tensor:
-    mantissa, exponent = torch.frexp(amax)  # of [0.5, 1)
+    mantissa, exponent = torch.frexp(amax)  # mantissa in [0.5, 1)
     reach = math.frexp(half_range(scheme))[1]
     exponent = (exponent + (mantissa >= 0.875).int() - reach).clamp(-127, 127)
     scale = torch.ldexp(torch.ones_like(amax), exponent)
@@ -78,10 +78,10 @@ def _power_of_two(amax: Tensor, scheme: TensorScheme) -> Tensor:
 
 
 def global_scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the global_scale of a tensor, [1] float32: what the scales of its groups are multiplied with to be stored in e4m3.
+    """The global scale of a tensor, [1] float32: the factor of its groups' scales in e4m3.
 
-    A power of two, the largest by which the scale of a group that reaches amax stays within e4m3:
-    products and quotients with it are exact. 1 for a tensor of zeros.
+    It is a power of two, so products and quotients with it are exact: the largest one by which the
+    scale of a group that reaches amax stays within e4m3. It is 1 for a tensor of zeros.
 
     Args:
         amax: [], the tensor's largest magnitude.
@@ -95,14 +95,19 @@ def global_scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
 
 
 def local_scales(scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return scales of groups as e4m3 codes, to nearest and never zero.  scale: float32, any shape; global_scale: [1]."""
+    """Scales of groups as e4m3 codes, to nearest and never zero.
+
+    Args:
+        scale: float32, any shape.
+        global_scale: [1].
+    """
     return float8.cast((scale * global_scale).clamp_min(_SMALLEST_E4M3), "e4m3fn")
 
 
 def scale_and_zero_point_from_range(
     min_val: Tensor, max_val: Tensor, scheme: TensorScheme
 ) -> tuple[Tensor, Tensor]:
-    """Return the asymmetric (scale, zero_point) for a range, each of its shape; the range is widened to hold zero.
+    """The asymmetric scale and zero point of a range widened to hold zero, of the range's shape.
 
     Raises:
         SchemeError: the scheme is symmetric or not int.
@@ -120,10 +125,10 @@ def scale_and_zero_point_from_range(
 
 
 def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the zero_point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`.
+    """The zero point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`.
 
-    Where the scheme has minima it is the float32 that maps the minimum to 0, as its block stores
-    that; both are [O, G] then.
+    Where the scheme has minima it is the float32 that maps the minimum, as its block stores that,
+    to 0; both are [O, G] then.
     """
     if scheme.minima and scheme.block is not None:
         return blocks.stored_minima(-min_val, scheme.block) / scale
@@ -131,9 +136,9 @@ def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tens
 
 
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `scale` as it reads back after being stored in `dtype`; float32, its sign kept.
+    """The scale as it reads back after being stored in `dtype`; float32, its sign kept.
 
-    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a
+    A layout stores its scales in a dtype of its own, and qvalues are chosen with the scale that a
     loader will see. A scale that would be stored as zero becomes the dtype's smallest value of its
     sign. One too large for the dtype becomes Inf, which `QTensor.validate` refuses.
     """
@@ -145,16 +150,16 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def stored_scale(
     scale: Tensor, scheme: TensorScheme, dtype: torch.dtype, *, global_scale: Tensor | None = None
 ) -> Tensor:
-    """Return the scales of a weight as they read back: `stored` in the layout's dtype, or such as a block can have.
+    """The scales of a weight as they read back from the layout's dtype, or from its blocks.
 
     Args:
         scale: [O, G] float32; whole rows, since the scales of a block depend on each other.
-        scheme: of the weight; with scale_format e8m0 the nearest powers of two are returned.
-        dtype: in which the layout stores scales.
+        scheme: scheme of the weight; with scale_format e8m0 the nearest powers of two are returned.
+        dtype: dtype in which the layout stores scales.
         global_scale: [1], beside scales in e4m3.
     """
     if scheme.scale_format == "e8m0":
-        mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
+        mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
         exponent = (exponent - (mantissa < math.sqrt(0.5)).int()).clamp(-127, 127)
         return torch.ldexp(torch.ones_like(scale), exponent).where(scale.isfinite(), scale)
     if scheme.scale_format == "e4m3":
@@ -164,10 +169,10 @@ def stored_scale(
 
 
 def moved_zero_point(zero_point: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the zero points of a weight whose scales have become `scale`, both [O, G].
+    """The zero points of a weight whose scales have become `scale`, both [O, G].
 
-    Integers stay as they are. A minimum grows and shrinks with its scale, and is then stored as its
-    block stores it.
+    Integers stay as they are. A minimum grows and shrinks with its scale, and is then rounded to a
+    value that its block can hold.
     """
     if not scheme.minima or scheme.block is None:
         return zero_point
@@ -175,21 +180,24 @@ def moved_zero_point(zero_point: Tensor, scale: Tensor, scheme: TensorScheme) ->
 
 
 def is_scale(scale: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return where the scale of a weight is one: finite and positive, or, of symmetric integers, of either sign; bool."""
+    """Whether each scale of a weight is valid, bool of its shape.
+
+    A valid scale is finite and positive; that of symmetric integers may have either sign.
+    """
     size = scale.abs() if scheme.kind == "int" and scheme.symmetric else scale
     return torch.isfinite(scale) & (size > 0)
 
 
 def sign_of_scales(scheme: TensorScheme) -> str:
-    """Return in words what `is_scale` asks of the sign."""
+    """The condition of `is_scale` on the sign, in words."""
     return "not zero" if scheme.kind == "int" and scheme.symmetric else "positive"
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
-    """Return the qvalues of `x`: int8 (of fewer bits too) or the flavour's float8 dtype, saturating.
+    """The qvalues of `x`: int8 (of fewer bits too) or the flavour's float8 dtype, saturating.
 
-    NaN stays NaN in float8; integers have no code for it, so whoever quantizes to int refuses NaN
-    first.
+    NaN stays NaN in float8. Integers have no code for it, so a caller that quantizes to int refuses
+    NaN first.
 
     Args:
         x: float, any shape.
@@ -223,7 +231,7 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
 
 
 def dequantize(qvalue: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Return scale * (qvalue - zero_point), float32."""
+    """The real values scale * (qvalue - zero_point), float32."""
     real = float8.widen(qvalue) if zero_point is None else qvalue - zero_point.float()
     return real * scale
 
@@ -231,31 +239,31 @@ def dequantize(qvalue: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tens
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme
 ) -> Tensor:
-    """Return what is left of `x` after quantize and dequantize, in x's dtype; NaN stays NaN, so that it is noticed."""
+    """`x` after quantize and dequantize, in x's dtype; NaN stays NaN, so that it is noticed."""
     rounded = dequantize(quantize(x, scale, zero_point, scheme), scale, zero_point).to(x.dtype)
     return torch.where(x.isnan(), x, rounded)
 
 
 def fake_quantize_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
-    """Fake-quantize each row of `x` with a symmetric scale of its own.  x: [..., features]."""
+    """Each row of `x` [..., features], fake-quantized with a symmetric scale of its own."""
     return fake_quantize(x, scale_per_token(x, scheme), None, scheme)
 
 
 def scale_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the symmetric scale of each row of `x`, [..., 1] float32.  x: [..., features]."""
+    """The symmetric scale of each row of `x` [..., features], [..., 1] float32."""
     return scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
 
 
 def fake_quantize_input(
     x: Tensor, scheme: TensorScheme | None, scale: Tensor | None, zero_point: Tensor | None
 ) -> Tensor:
-    """Return the input of a linear as the quantized linear sees it, in x's dtype.
+    """The input of a linear as the quantized linear sees it, in x's dtype.
 
     Args:
         x: [..., features].
-        scheme: of the input; None leaves it as it is.
-        scale: [1], of a static input; the global_scale of one whose scales are e4m3.
-        zero_point: [1], of a static asymmetric input.
+        scheme: scheme of the input; None leaves it as it is.
+        scale: [1], scale of a static input; the global scale where scales are e4m3; else None.
+        zero_point: [1], zero point of a static asymmetric input; else None.
     """
     if scheme is None:
         return x
@@ -264,10 +272,10 @@ def fake_quantize_input(
         split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)
         of_groups = scale_per_token(split, scheme)
         if scheme.scale_format == "e4m3":
-            assert scale is not None  # its global_scale, likewise
+            assert scale is not None  # QuantizedLinear refuses such an input without it
             local = float8.widen(float8.cast(of_groups * scale, "e4m3fn"))
-            # A group whose scale rounds to zero becomes zeros, as on hardware: any scale as large
-            # as this makes them.
+            # A group whose scale rounds to zero becomes zeros, as on hardware: any scale of at
+            # least this size does that.
             of_groups = local.masked_fill(local == 0, 0.125) / scale
         return fake_quantize(split, of_groups, None, scheme).flatten(-2)
     if scheme.dynamic:

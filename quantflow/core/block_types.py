@@ -1,18 +1,19 @@
-"""The records of llama.cpp's types of blocks; quantflow/core/blocks.py rounds scales to what they hold.
+"""Records of llama.cpp's block types; quantflow/core/blocks.py rounds scales to their values.
 
-A block has so many neighbouring elements of a row. In the types of 32 elements a scale, and a
+A block is a number of neighbouring elements of a row. In the types of 32 elements a scale, and a
 minimum where there is one, is a float16 of its own. In the types of 256 elements a block has one
 float16 d, and each scale is d times a small integer; a minimum is likewise dmin times a small
 integer.
 
     real = scale * qvalue                        qvalue from -2^(b-1) to 2^(b-1) - 1
-    real = scale * qvalue - minimum              qvalue from 0 to 2^b - 1; minimum = scale * zero_point, zero_point a float32
+    real = scale * qvalue - minimum              qvalue from 0 to 2^b - 1
+                                                 minimum = scale * zero_point, zero_point a float32
 
 The points of IQ4_NL lie unevenly, closer around zero, and zero is none of them. A qvalue there is
-the point itself, an int8; a block stores its number.
+the point itself, an int8; a block stores the point's number.
 
-Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which say what the bytes of a
-block mean.
+Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which define the bytes of a
+block.
 """
 
 from collections.abc import Mapping
@@ -22,19 +23,19 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """How a block is laid out.
+    """The layout of a block.
 
     Attributes:
-        name: llama.cpp's.
-        num_bits: of a qvalue, as an artifact holds it.
+        name: llama.cpp's name.
+        num_bits: bits of a qvalue, as an artifact holds it.
         group_size: elements that share a scale.
-        elements: of a block.
+        elements: elements of a block.
         minima: whether a group has a minimum too.
-        scale_bits: of the integers that scales are multiples of d by; None where a scale is a
+        scale_bits: bits of the integers that scales are multiples of d by; None where a scale is a
             float16 itself.
         signed: whether these integers may be negative; the largest magnitude is then the most
             negative one.
-        points: what a qvalue can be, ascending, where that is not every integer of its bits; else
+        points: values of a qvalue, ascending, where these are not all integers of its bits; else
             empty.
     """
 
@@ -59,12 +60,15 @@ class BlockType:
 
     @property
     def scale_dtype(self) -> str:
-        """The dtype that holds every scale of the type exactly, by the name that safetensors has for it."""
+        """The dtype that holds every scale of the type exactly, by safetensors' name."""
         return "F16" if self.scale_bits is None else "F32"
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The smallest and the largest integer that a scale is a multiple of d by; of a type whose blocks have a d."""
+        """The smallest and the largest integer by which a scale is a multiple of d.
+
+        Only types whose blocks have a d have one.
+        """
         assert self.scale_bits is not None
         if self.signed:
             return -(1 << (self.scale_bits - 1)), (1 << (self.scale_bits - 1)) - 1
@@ -102,8 +106,8 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     }
 )
 
-# What llama.cpp's quantizer takes for rows that are no whole blocks of 256; for 2 and 3 bits it has
-# IQ4_NL, as large as Q4_0.
+# The type that llama.cpp's quantizer takes instead for rows that are no whole blocks of 256. For 2
+# and 3 bits it takes IQ4_NL, which is as large as Q4_0.
 SMALLER: Mapping[str, str] = MappingProxyType(
     {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 )

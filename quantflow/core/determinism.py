@@ -1,4 +1,4 @@
-"""What decides the bits of a result besides its inputs: one thread inside torch, the libraries, the instruction set."""
+"""Causes of a result's bits besides its inputs: threads, libraries, instruction set."""
 
 import platform
 from collections.abc import Iterator
@@ -22,10 +22,11 @@ def single_threaded() -> Iterator[None]:
 
 
 def products(device: Device = HOST) -> torch.dtype:
-    """Return the dtype of products that need not be exact: bfloat16 where the device multiplies it faster than float32.
+    """The dtype of products that need not be exact.
 
-    Those are CPUs with AVX512-BF16 or AMX, on which it takes half of the time, and every GPU. What
-    is computed so names it in its key.
+    It is bfloat16 where the device multiplies it faster than float32: on CPUs with AVX512-BF16 or
+    AMX, where it takes half of the time, and on every GPU. A result computed with it names it in
+    its key.
     """
     if not device.is_host:
         return torch.bfloat16
@@ -34,7 +35,7 @@ def products(device: Device = HOST) -> torch.dtype:
 
 
 def tools() -> dict[str, str]:
-    """Return what else decides the bits: library versions and the instruction set."""
+    """Library versions and the instruction set, which decide the bits of a result too."""
     return {
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -1,41 +1,46 @@
 """The device that runs layers: the CPU, or an accelerator with a memory of its own.
 
-What is on the device, and what is not:
+| on the device                                  | in host memory                               |
+|------------------------------------------------|----------------------------------------------|
+| weights of the layer that runs                 | files, the next layer as stored, output      |
+| masks and position embeddings, once each       | hidden states between layers, or on disk     |
+| one sequence's activations and gradients       | embedding, token ids, drawn labels           |
+| statistics and Hessians while a layer runs     | the same once the layer is done              |
+| results of transforms and algorithms           | algorithms without `ON_DEVICE`: yaqa         |
+| rows of weights that are rounded file to file  | scales of static inputs; contents of a file  |
+| logits of one window, and its tokens' scores   | scores of all windows, and their bounds      |
 
-| on the device                                         | in host memory                                                     |
-|-------------------------------------------------------|--------------------------------------------------------------------|
-| the weights of the layer that runs                    | files, the next layer as it is stored, and what is written          |
-| masks and position embeddings, once each              | hidden states between two layers, on disk or in the page cache      |
-| one sequence's activations, and its gradients         | embedding and token ids; labels that are drawn for gradients        |
-| statistics and Hessians while a layer runs, float32   | the same once the layer is done                                    |
-| what transforms and algorithms compute of a layer     | algorithms that do not compute on a device (`ON_DEVICE`): yaqa      |
-| rows of weights that are rounded file to file         | static inputs' scales; what a layer's file holds                    |
-| logits of one window, and the scores of its tokens     | scores of all windows, and the bounds that follow from them        |
+Statistics and Hessians on the device are float32.
 
 A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized
 weight by its own `to`:
 
-1. `models/load.py`, `rotated.py`, `capture.py`    weights of a layer as stored; `placed`: buffers, last norm, head
-2. `models/stand_ins.py`       masks and position embeddings, once each
-3. `models/hidden.py`          a sequence's hidden state, there when it is taken and back when it is kept
-4. `models/backward.py`        logits of some tokens, whose labels are drawn in host memory, and the labels
-5. `calibration/observe.py`, `gradients.py`        statistics, once per layer
-6. `quantization/layer.py`     what a layer became; groups of algorithms that compute in host memory
-7. `quantization/layer_by_layer.py`, `tuning.py`   measured statistics, what was written and is read back, the canary's outputs
-8. `quantization/file_to_file.py`                  rows of weights, and what they became
-9. `core/kv.py`                scales of the caches that an artifact rounds to (`KVScales.to`)
-10. `runtime/artifact.py`      quantized linears, before they are dequantized (`Artifact.linears_device`)
-11. `exporting/canary.py`      outputs of the layers that are proved
-12. `evaluation/layerwise.py`  token ids of a window that is scored, and its scores back
-13. `models/transformers_split.py`       a rank's slices of a layer that several share
-14. `distributed/team.py`      what goes from one device to another, where torch has no backend for that
-15. `planning/probe.py`        a layer, and pieces of its weights, that are timed
+1. `models/load.py`, `models/capture.py`, `quantizing/rotated.py`: weights of a layer as stored;
+   `placed`: buffers, last norm, head
+2. `models/stand_ins.py`: masks and position embeddings, once each
+3. `models/hidden.py`: a sequence's hidden state, to the device when it is taken and back when it
+   is kept
+4. `measuring/backward.py`: logits of some tokens, whose labels are drawn in host memory, and the
+   labels
+5. `measuring/observe.py`, `measuring/gradients.py`: statistics, once per layer
+6. `quantizing/layer.py`: results of a layer; groups of algorithms that compute in host memory
+7. `quantizing/layer_by_layer.py`, `quantizing/tuning.py`: measured statistics, written weights that
+   are read back, the canary's outputs
+8. `quantizing/file_to_file.py`: rows of weights, and their results
+9. `core/kv.py`: scales of the caches that an artifact rounds to (`KVScales.to`)
+10. `runtime/artifact.py`: quantized linears, before they are dequantized
+    (`Artifact.linears_device`)
+11. `exporting/canary.py`: outputs of the layers that are proved
+12. `validating/layerwise.py`: token ids of a window that is scored, and its scores back
+13. `distributed/transformers_split.py`: a rank's slices of a layer that several share
+14. `distributed/team.py`: tensors between devices, where torch has no backend for that
+15. `planning/probe.py`: a layer, and pieces of its weights, that are timed
 
 Everything between runs where its inputs are. Code that makes a tensor beside others names their
-device. On the CPU `put` and `fetch` return what they are given, so the same code makes no copy
-there and the bits of its results are those it always had. Tests measure, quantize, prove and
-validate on a device that is simulated, which refuses an operator that mixes the two, and any other
-way across (tests/simulated_gpu.py).
+device. On the CPU `put` and `fetch` return their argument, so the same code makes no copy there and
+the bits of its results are those it always had. Tests measure, quantize, prove and validate on a
+simulated device, which refuses an operator that mixes the two, and any other way across
+(tests/simulated_gpu.py).
 
 One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are
 deterministic (`deterministic`), so one model of device, one driver and one version of the libraries
@@ -57,20 +62,20 @@ from torch import Tensor, nn
 
 from quantflow.errors import ResourceError, UnsupportedError, first_line
 
-# With other workspaces the sums of a product may have another order in each run; the first is what
-# is set where nothing is.
+# With other workspaces the sums of a product may have another order in each run. The first is the
+# default.
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8"))
-WORKSPACE_BYTES = 8 * 4096 * 1024  # of the first, which cuBLAS takes at its first product
+WORKSPACE_BYTES = 8 * 4096 * 1024  # the first one's, which cuBLAS allocates at its first product
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where layers run.
+    """The device that runs layers.
 
     Attributes:
-        kind: as torch knows it.
-        model: what the maker calls it; empty for the CPU.
-        capability: of its kernels, such as `9.0`; empty for the CPU.
+        kind: torch's device.
+        model: maker's name of the model; empty for the CPU.
+        capability: version of its kernels, such as `9.0`; empty for the CPU.
     """
 
     kind: torch.device
@@ -79,7 +84,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The name as the command line takes it: `cpu`, `cuda:0`."""
+        """The name on the command line: `cpu`, `cuda:0`."""
         return str(self.kind)
 
     @property
@@ -88,7 +93,10 @@ class Device:
         return self.kind.type == "cpu"
 
     def key(self) -> dict[str, dict[str, str]]:
-        """Return what the key of a result says of the device; nothing of the CPU, whose instruction set `tools` names."""
+        """The device's part of a result's key.
+
+        It is empty for the CPU, whose instruction set `tools` names.
+        """
         if self.is_host:
             return {}
         made_for = {}
@@ -107,52 +115,61 @@ class Device:
         }
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device; itself where it is there. From pinned memory the copy waits for nobody."""
+        """A tensor on the device; itself where it is there already.
+
+        A copy from pinned memory is asynchronous.
+        """
         return tensor.to(self.kind, non_blocking=True) if tensor.device != self.kind else tensor
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in host memory, in memory that is pinned while it crosses; itself where it is there."""
+        """A tensor in host memory, pinned while it crosses; itself where it is there already."""
         if tensor.device.type == "cpu":
             return tensor
-        # returns when it is there
+        # `copy_` to host memory returns when the data has arrived
         return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in host memory that holds anything, pinned where the device is a GPU."""
+        """An uninitialized tensor in host memory, pinned where the device is a GPU."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.kind.type == "cuda")
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes of its memory nobody has; None where it does not say, as the CPU's is the host's."""
+        """Free bytes of the device's memory.
+
+        None where the device does not say, as the CPU, whose memory is the host's.
+        """
         return int(torch.cuda.mem_get_info(self.kind)[0]) if self.kind.type == "cuda" else None
 
     def wait(self) -> None:
-        """Return when everything is done that the device was asked for; a clock is read before and after."""
+        """Return when the device has done all its work, before and after a clock is read."""
         if self.kind.type == "cuda":
             torch.cuda.synchronize(self.kind)
 
     def begin_peak(self) -> None:
-        """Let `peak_bytes` count from here on."""
+        """Start the count of `peak_bytes` anew."""
         if self.kind.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.kind)
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that tensors had at once since `begin_peak`; None where it does not say."""
+        """The most bytes that tensors had at once since `begin_peak`.
+
+        None where the device does not say.
+        """
         return int(torch.cuda.max_memory_allocated(self.kind)) if self.kind.type == "cuda" else None
 
     def current(self) -> AbstractContextManager[object]:
-        """Return a context in which the calling thread speaks to this one of several GPUs, such as when it pins memory."""
+        """A context in which the calling thread uses this GPU of several, such as to pin memory."""
         return torch.cuda.device(self.kind) if self.kind.type == "cuda" else nullcontext()
 
     def factories(self) -> AbstractContextManager[object]:
-        """Return a context in which a tensor that is made without a named device is made on this one."""
+        """A context in which tensors made without a named device are made on this one."""
         return nullcontext() if self.is_host else self.kind
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """Let only deterministic kernels run, and products be those of float32, until the block ends; on the CPU all are.
+        """Let only deterministic kernels run, with products in float32, until the block ends.
 
-        What the allocator keeps is given back then: the process that proves an artifact shares the
-        device.
+        On the CPU all kernels are deterministic. The allocator's cache is released at the end,
+        since the process that proves an artifact shares the device.
 
         Raises:
             ResourceError: the memory of the device ended inside the block.
@@ -160,17 +177,16 @@ class Device:
         if self.is_host:
             yield
             return
-        before, warns = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        before = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         memory: Any = torch.utils.deterministic
-        precision, filled = torch.get_float32_matmul_precision(), memory.fill_uninitialized_memory
+        precision = torch.get_float32_matmul_precision()
+        filled = memory.fill_uninitialized_memory
         products = torch.backends.cuda.matmul
         halved = products.allow_bf16_reduced_precision_reduction
         try:
             torch.use_deterministic_algorithms(True)
-            # it would write all memory that files are read into
+            # filling would write all memory that files are read into
             memory.fill_uninitialized_memory = False
             torch.set_float32_matmul_precision("highest")
             # parts of a sum are float32, as the whole is
@@ -196,7 +212,7 @@ HOST = Device(kind=torch.device("cpu"))
 
 
 def open_device(name: str) -> Device:
-    """Return the device of a name.
+    """The device of a name.
 
     Args:
         name: `cpu`, `cuda`, `cuda:N` or `hpu`.
@@ -223,7 +239,8 @@ def open_device(name: str) -> Device:
             f"--device {name}: torch {torch.__version__} {built} and finds no device",
             "use --device cpu, or install a driver and a torch for CUDA",
         )
-    index, count = kind.index or 0, torch.cuda.device_count()
+    index = kind.index or 0
+    count = torch.cuda.device_count()
     if index >= count:
         raise UnsupportedError(
             f"--device {name}: torch finds {count}, numbered from 0",
@@ -236,10 +253,12 @@ def open_device(name: str) -> Device:
 
 
 def _settle_workspace(name: str) -> None:
-    """Give cuBLAS workspaces with which the sums of its products have one order; it reads the variable at its first product.
+    """Give cuBLAS workspaces with which the sums of its products have one order.
+
+    cuBLAS reads the variable at its first product.
 
     Raises:
-        UnsupportedError: the variable says something else.
+        UnsupportedError: the variable has another value already.
     """
     variable, allowed = _WORKSPACE
     given = os.environ.setdefault(variable, allowed[0])
@@ -252,9 +271,10 @@ def _settle_workspace(name: str) -> None:
 
 @contextmanager
 def placed(module: nn.Module, device: Device) -> Iterator[None]:
-    """Have a module's parameters and buffers on the device until the block ends; buffers are in host memory again then.
+    """Keep a module's parameters and buffers on the device until the block ends.
 
-    Parameters stay there: they are let go of by whoever read them. What is on meta stays on meta.
+    Buffers are in host memory again then. Parameters stay on the device: the caller that read them
+    releases them. Tensors on meta stay on meta.
     """
     if device.is_host:
         yield
@@ -278,5 +298,5 @@ def placed(module: nn.Module, device: Device) -> Iterator[None]:
 
 
 def fetched(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
-    """Return tensors in host memory, by their names."""
+    """Tensors in host memory, by their names."""
     return {name: device.fetch(tensor) for name, tensor in tensors.items()}

@@ -1,8 +1,9 @@
-"""Gaudi's float8: what each device holds, and the scales that Intel Neural Compressor derives for it.
+"""Gaudi's float8: its values on each device, and the scales that Intel's toolkit derives for them.
 
     raw scale   s = amax / (largest * backoff)
     POW2        2 ** ceil(log2 s)
-    HW          the smallest scale that the device applies for free and that is not below POW2(s), or its largest
+    HW          the smallest scale that the device applies for free and that is not below POW2(s),
+                or its largest
 
 | device | float8            | largest | scales that cost nothing      |
 |--------|-------------------|---------|-------------------------------|
@@ -10,9 +11,9 @@
 | gaudi3 | e4m3fn            | 448     | every power of 2, 2^-55..2^7  |
 | cpu    | e4m3fn, emulated  | 448     | none: hardware scales refused |
 
-The toolkit evaluates all of this in its high-precision dtype, bfloat16 unless told otherwise, and
-log2 in bfloat16 can round down: one maximum in seventy gets half the exact scale. So the arithmetic
-has a name: `exact`, or the dtype (`BF16`, `FP16`, `FP32`) as the toolkit's `hp_dtype` spells it.
+The toolkit evaluates all of this in its high-precision dtype, bfloat16 by default, and log2 in
+bfloat16 can round down: one maximum in seventy gets half the exact scale. So the arithmetic has a
+name: `exact`, or the dtype (`BF16`, `FP16`, `FP32`) as the toolkit's `hp_dtype` spells it.
 Scales are steps, never their inverse. Source: neural_compressor.torch.algorithms.fp8_quant, release
 3.10.
 """
@@ -31,7 +32,7 @@ from quantflow.errors import SchemeError, StatisticsError, UnsupportedError
 ARITHMETICS: Mapping[str, torch.dtype] = MappingProxyType(
     {"exact": torch.float64, "BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 )
-# of a channel's scale: an all-zero channel divides by it, not by zero
+# smallest scale of a channel: an all-zero channel divides by it, not by zero
 _SMALLEST_NORMAL = torch.finfo(torch.bfloat16).tiny
 
 
@@ -71,7 +72,7 @@ DEVICES = tuple(dict.fromkeys(device for device, _ in _TARGETS))
 
 
 def target(device: str, fp8: str = "E4M3") -> Target:
-    """Return the device with that float8 format.
+    """The device with that float8 format.
 
     Raises:
         UnsupportedError: the device or the format is unknown.
@@ -85,10 +86,12 @@ def target(device: str, fp8: str = "E4M3") -> Target:
 
 
 def target_of(flavour: str) -> Target:
-    """Return the device whose hardware scales go with a flavour of float8: gaudi2 of its own, gaudi3 of the others.
+    """The device whose hardware scales go with a flavour of float8.
+
+    It is gaudi2 for the flavour of that name and gaudi3 for the others.
 
     Raises:
-        UnsupportedError: no device of DEVICES has it.
+        UnsupportedError: no device of DEVICES has the flavour.
     """
     for found in (
         _TARGETS["gaudi2", "E4M3"],
@@ -105,16 +108,16 @@ def target_of(flavour: str) -> Target:
 def scale_from_amax(
     amax: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact"
 ) -> Tensor:
-    """Return the scale for a largest magnitude, of its shape, float32, positive.
+    """The scale for a largest magnitude, of its shape, float32, positive.
 
     A maximum of zero has scale 1 where nothing else decides: any positive scale reproduces it. The
-    toolkit divides by zero there. With hardware scales it is the smallest of them, as it is in the
+    toolkit divides by zero there. With hardware scales it is the smallest of them, as in the
     toolkit.
 
     Args:
         amax: any shape, float, finite, not negative.
         rule: MAXABS or FIXED_VALUE.
-        target: the device.
+        target: device of the scale.
         arithmetic: a key of ARITHMETICS.
 
     Raises:
@@ -147,15 +150,15 @@ def scale_from_amax(
 def weight_scale(
     weight: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact"
 ) -> Tensor:
-    """Return the scale of a weight: [] for PTS, [O] for PCS, float32.
+    """The scale of a weight: [] for PTS, [O] for PCS, float32.
 
-    OPT takes the candidate with the smallest squared error; of equal ones the later per tensor, the
-    earlier per channel, where a candidate multiplies the channel's MAXABS scale.
+    OPT takes the candidate with the smallest squared error. Of equal ones it takes the later per
+    tensor, the earlier per channel, where a candidate multiplies the channel's MAXABS scale.
 
     Args:
         weight: [O, I], any float dtype.
-        rule: of the weights.
-        target: the device.
+        rule: rule of the weights.
+        target: device of the scale.
         arithmetic: a key of ARITHMETICS, for the scales; errors are float64 sums.
 
     Raises:
@@ -171,10 +174,8 @@ def weight_scale(
         return scale_from_errors(candidate_errors(weight, rule, target=target), rule, target=target)
     maxabs = Rule(granularity="PCS", value="MAXABS", rounding=rule.rounding, backoff=rule.backoff)
     reference = scale_from_amax(amax, maxabs, target=target, arithmetic=arithmetic)  # [O]
-    best, least = (
-        torch.ones_like(reference),
-        torch.full_like(reference, torch.inf, dtype=torch.float64),
-    )
+    best = torch.ones_like(reference)
+    least = torch.full_like(reference, torch.inf, dtype=torch.float64)
     for multiple in _candidates(rule, target=target):
         scale = reference * multiple
         error = _squared_errors(weight.float(), scale.reshape(-1, 1), target=target)  # [O]
@@ -184,7 +185,7 @@ def weight_scale(
 
 
 def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
-    """Return the squared error of some rows of a weight under each candidate of a search per tensor, [C] float64.
+    """The squared error of some rows of a weight per candidate of a search per tensor, [C] float64.
 
     The errors of all rows of all weights that share a scale are added up; `scale_from_errors`
     chooses by them.
@@ -192,7 +193,7 @@ def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
     Args:
         weight: [O, I], any float dtype.
         rule: PTS, OPT.
-        target: the device.
+        target: device of the scale.
 
     Raises:
         StatisticsError: the weight holds NaN or Inf.
@@ -209,12 +210,12 @@ def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
 
 
 def scale_from_errors(errors: Tensor, rule: Rule, *, target: Target) -> Tensor:
-    """Return the candidate of the smallest error, the last of equal ones; [] float32.
+    """The candidate of the smallest error, the last of equal ones; [] float32.
 
     Args:
-        errors: [C] float64, of the candidates in the order in which `candidate_errors` has them.
+        errors: [C] float64, in the order of the candidates in `candidate_errors`.
         rule: PTS, OPT.
-        target: the device.
+        target: device of the scale.
     """
     best = int((errors == errors.min()).nonzero()[-1])
     return _round(
@@ -223,13 +224,13 @@ def scale_from_errors(errors: Tensor, rule: Rule, *, target: Target) -> Tensor:
 
 
 def _candidates(rule: Rule, *, target: Target) -> tuple[float, ...]:
-    """Return what a search tries, in its order: scales of a tensor, or multiples of a channel's."""
+    """The candidates of a search, in its order: scales of a tensor, or multiples of a channel's."""
     exponents = tuple(reversed(_hw_exponents(target))) if rule.exponents is None else rule.exponents
     return tuple(2.0**exponent for exponent in exponents)
 
 
 def _squared_errors(weight: Tensor, scale: Tensor | float, *, target: Target) -> Tensor:
-    """Return the squared error of each row of a weight [O, I] under one scale or scales [O, 1], [O] float64."""
+    """The squared error of each row of a weight [O, I], [O] float64; scale is one or [O, 1]."""
     return (
         (float8.widen(float8.cast_(weight / scale, target.flavour)) * scale - weight)
         .double()
@@ -247,7 +248,7 @@ def _raw(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str) -> Tensor
 
 
 def _round(raw: Tensor, rounding: Rounding, *, target: Target) -> Tensor:
-    """Return the rounded scale, float32; the arithmetic is that of raw's dtype."""
+    """The rounded scale, float32; the arithmetic is that of raw's dtype."""
     if rounding == "IDENTITY":
         return raw.float()
     exponent = _ceil_log2(raw)
@@ -261,10 +262,10 @@ def _round(raw: Tensor, rounding: Rounding, *, target: Target) -> Tensor:
 
 
 def _ceil_log2(scale: Tensor) -> Tensor:
-    """Return the exponent of the smallest power of 2 that is not below `scale`, float64; of zero it is -inf.
+    """The exponent of the smallest power of 2 that is not below `scale`, float64; -inf of zero.
 
-    In float64 it is exact, whatever the machine's log2 does; in other dtypes it is what the
-    toolkit's log2 makes of it.
+    In float64 it is exact, whatever the machine's log2 does. In other dtypes it is the result of
+    the toolkit's log2.
     """
     if scale.dtype != torch.float64:
         return torch.ceil(torch.log2(scale)).double()

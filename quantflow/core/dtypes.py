@@ -16,6 +16,6 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# Of layers that run, as `--dtype` says them.
+# Dtypes of layers that run, by their names in `--dtype`.
 RUNNING: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

@@ -8,7 +8,7 @@
 | gaudi2   | e4m3fn's codes     | 240     | not used   | 0x7f, 0xff    | Gaudi2: top binade unused |
 | e2m1     | 2, 1, bias 1       | 6       | none       | none          | NVFP4, MXFP4              |
 
-The 15 values of e2m1 are values of e4m3fn too. They are computed with as such;
+The 15 values of e2m1 are values of e4m3fn too, and are held as such in memory;
 `quantflow.core.microscaling` packs them.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; Noune et al. 2022, arXiv:2206.02915 (fnuz).
@@ -22,16 +22,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Flavour:
-    """A float format: the torch dtype that holds its values, its largest finite value, and how far apart its values are."""
+    """A float format: its torch dtype, its largest finite value, and the spacing of its values."""
 
     dtype: torch.dtype
     largest: float
     tiny: float  # the smallest normal number
-    eps: float  # between 1 and the next
+    eps: float  # distance of 1 and the next value
 
     @classmethod
     def of(cls, dtype: torch.dtype, largest: float) -> "Flavour":
-        """Return the flavour that has all codes of a torch dtype up to its largest value."""
+        """The flavour that has all codes of a torch dtype up to its largest value."""
         return cls(dtype, largest, torch.finfo(dtype).tiny, torch.finfo(dtype).eps)
 
 
@@ -48,7 +48,7 @@ _EXPONENT = 0x7F800000  # the bits of a float32 that hold its exponent
 
 
 def cast(x: Tensor, flavour: str) -> Tensor:
-    """Return `x` rounded to the nearest float8 value, ties to even mantissa.
+    """`x` rounded to the nearest float8 value, ties to even mantissa.
 
     Args:
         x: any shape, float32.
@@ -63,9 +63,12 @@ def cast(x: Tensor, flavour: str) -> Tensor:
 
 
 def cast_(x: Tensor, flavour: str) -> Tensor:
-    """Return what `cast` does, in another tensor, and leave `x` saturated: it is memory that the caller has done with."""
+    """The result of `cast`, in another tensor; `x` is overwritten with saturated values.
+
+    The caller no longer needs `x`, whose memory serves as scratch.
+    """
     kind = FLAVOURS[flavour]
-    # the dtype holds values that are none of the flavour's
+    # a finer dtype than the flavour: its own cast would give values that are none of the flavour's
     if kind.eps != torch.finfo(kind.dtype).eps:
         return round_(x, flavour).to(kind.dtype)
     return x.clamp_(-kind.largest, kind.largest).to(kind.dtype)
@@ -74,8 +77,8 @@ def cast_(x: Tensor, flavour: str) -> Tensor:
 def round_(x: Tensor, flavour: str) -> Tensor:
     """Replace every value by the one that `cast` takes for it, still as float32; return x.
 
-    In float32, since torch converts to float8 and back one element after another: six times as
-    fast.
+    It computes in float32, since torch converts to float8 and back one element after another: six
+    times as fast.
 
     Args:
         x: any shape, float32.
@@ -83,19 +86,19 @@ def round_(x: Tensor, flavour: str) -> Tensor:
     """
     kind = FLAVOURS[flavour]
     x.clamp_(-kind.largest, kind.largest)
-    # the largest power of two that is not above |x|
+    # the exponent's bits alone are the largest power of two that is not above |x|
     binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
     step = binade.clamp_min_(kind.tiny).mul_(kind.eps)
     return x.div_(step).round_().mul_(step)
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return the float32 values of float8 codes, exactly; any shape.
+    """The float32 values of float8 codes, exactly; any shape.
 
     torch converts float8 to float32 one element after another. A code of e4m3fn, shifted, is the
     float16 of a 256th of its value, subnormals included, and that conversion is vectorised: fifteen
-    times as fast. On a device torch's own is used, which does not wait for a number; a step that is
-    captured as a graph must not.
+    times as fast. On other devices torch's own conversion is used. It does not wait for a number,
+    as the check for NaN does, which a step that is captured as a graph must not.
     """
     if x.device.type != "cpu" or x.dtype != torch.float8_e4m3fn or not x.numel():
         return x.float()
@@ -108,7 +111,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def largest_magnitude(x: Tensor) -> float:
-    """Return the largest magnitude among float8 codes, NaN where one is NaN; not empty."""
+    """The largest magnitude among float8 codes, at least one; NaN where one is NaN."""
     if x.dtype == torch.float8_e4m3fnuz:  # its NaN is the code that would be -0
         return x.float().abs().max().item()
     # magnitudes are in the order of their codes, NaN last

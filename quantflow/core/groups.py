@@ -1,4 +1,4 @@
-"""Groups of input features that share a scale, and spans of rows that are worked on at once."""
+"""Groups of input features that share a scale, and units of rows that are processed at once."""
 
 import torch
 from torch import Tensor
@@ -6,42 +6,45 @@ from torch import Tensor
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
-# what elementwise work takes at once: 1 MiB of float32, which a core's cache holds
+# elements of a unit of elementwise work: 1 MiB of float32, which a core's cache holds
 UNIT_ELEMENTS = 1 << 18
-# units that a device other than the CPU takes as one: it is parallel inside, and a small one leaves
-# it idle
+# Units that a device other than the CPU takes as one. It is parallel inside, and a small unit
+# leaves it idle.
 AT_ONCE = 16
 
 
 def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
-    """Cut start..stop into pieces of `length`, the last one shorter."""
+    """The range start..stop in pieces of `length`, the last one shorter."""
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
 def row_units(weight: Tensor, *, multiple: int = 1) -> list[slice]:
-    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least `multiple` rows each.  weight: [O, I].
+    """The rows of a weight [O, I] in units of about UNIT_ELEMENTS elements.
 
-    Off the CPU a unit is as large as `AT_ONCE` of these.
+    A unit has at least `multiple` rows. Off the CPU it is as large as `AT_ONCE` of these.
     """
     elements = UNIT_ELEMENTS * at_once(weight.device)
     return spans(weight.shape[0], max(1, elements // weight.shape[1] // multiple) * multiple)
 
 
 def at_once(device: torch.device) -> int:
-    """Return how many units a device takes as one: AT_ONCE, the CPU one, whose workers take one each."""
+    """The number of units that a device takes as one.
+
+    It is AT_ONCE, and 1 on the CPU, whose workers take one each.
+    """
     return 1 if device.type == "cpu" else AT_ONCE
 
 
 def unit_bytes(columns: int) -> int:
-    """Return the most memory that one unit of elementwise work takes: its float32 values, and five like them on the way."""
+    """The bytes of one unit of elementwise work: its float32 values, and five copies of them."""
     return 6 * 4 * max(UNIT_ELEMENTS, columns)
 
 
-COMMON_SIZES = (128, 64, 32)  # that kernels of runtimes know
+COMMON_SIZES = (128, 64, 32)  # group sizes that runtimes have kernels for
 
 
 def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weight") -> int:
-    """Return how many input features of a row share a scale.
+    """The number of input features of a row that share a scale.
 
     Raises:
         SchemeError: the scheme's group_size does not divide in_features.
@@ -52,7 +55,8 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
         fitting = [str(size) for size in COMMON_SIZES if in_features % size == 0]
         choice = f"use {' or '.join(fitting)}" if fitting else f"choose a divisor of {in_features}"
         raise SchemeError(
-            f"{name}: in_features={in_features} is not a multiple of group_size={scheme.group_size}",
+            f"{name}: in_features={in_features} is not a multiple of "
+            f"group_size={scheme.group_size}",
             f"{choice}, or list the layer under `ignore`",
         )
     if scheme.block is not None and in_features % scheme.block.elements:
@@ -65,17 +69,20 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
 
 
 def to_groups(weight: Tensor, group_size: int) -> Tensor:
-    """Split the columns of a weight into groups; a view.  [O, I] -> [O, G, g]."""
+    """The columns of a weight [O, I] in groups, [O, G, g]; a view."""
     return weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)  # [O, G, g]
 
 
 def expand_rows(per_block: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Repeat a value per block over its rows, of which the last block may have fewer.  [ceil(O / block_rows), G] -> [O, G]."""
+    """A value per block, repeated over the block's rows: [ceil(O / block_rows), G] -> [O, G].
+
+    The last block may have fewer rows.
+    """
     return per_block.repeat_interleave(block_rows, dim=0)[:rows]  # [O, G]
 
 
 def expand(per_group: Tensor, in_features: int) -> Tensor:
-    """Repeat a value per group over the columns of its group.
+    """A value per group, repeated over the columns of its group.
 
     Args:
         per_group: [O or 1, G].

@@ -1,11 +1,11 @@
-"""What a quantized cache keeps of keys and values: 8 bits, with scales that were measured.
+"""A quantized KV cache: 8 bits for keys and values, with measured scales.
 
     qvalue = round(clamp(k / scale)),   k' = qvalue * scale
 
-and the same for values; keys as they are after the rotation of positions, which is how a cache
-stores them. One scale per tensor, or one per key/value head. The scale is that of any symmetric
-tensor (quantflow.core.affine): amax / 448 of e4m3fn, amax / 127.5 of int8, 1 where nothing but
-zeros was seen. What is larger than what was measured saturates.
+and the same for values. Keys are those after rotary embedding, which is how a cache stores them.
+There is one scale per tensor, or one per kv head. It is that of any symmetric tensor
+(quantflow.core.affine): amax / 448 of e4m3fn, amax / 127.5 of int8, 1 where only zeros were
+measured. Values beyond the measured amax saturate.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ class KVScales:
 
     Attributes:
         scheme: one of SCHEMES.
-        keys, values: [1], or per head [kv_heads]; float32, positive, where the keys and values are.
+        keys, values: [1], or per head [kv_heads]; float32, positive, on the device of the keys and
+            values.
     """
 
     scheme: TensorScheme
@@ -35,15 +36,24 @@ class KVScales:
     values: Tensor
 
     def round_keys(self, keys: Tensor) -> Tensor:
-        """Return keys as the cache gives them back, in their dtype.  keys: [..., kv_heads, T, D], rotated."""
+        """Keys as the cache returns them, in their dtype.
+
+        keys are [..., kv_heads, T, D], after rotary embedding.
+        """
         return self._round(keys, self.keys)
 
     def round_values(self, values: Tensor) -> Tensor:
-        """Return values as the cache gives them back, in their dtype.  values: [..., kv_heads, T, D]."""
+        """Values as the cache returns them, in their dtype.
+
+        values are [..., kv_heads, T, D].
+        """
         return self._round(values, self.values)
 
     def to(self, device: torch.device) -> "KVScales":
-        """Return the scales on a device, once, so that none crosses for every token; themselves where they are there."""
+        """The scales on a device; themselves where they are there.
+
+        They are moved once, so that none crosses for every token.
+        """
         if self.keys.device == device:
             return self
         return replace(self, keys=self.keys.to(device), values=self.values.to(device))
@@ -53,12 +63,12 @@ class KVScales:
 
 
 def kv_scales(scheme: TensorScheme, *, keys: Tensor, values: Tensor) -> KVScales:
-    """Return the scales for the largest magnitudes that were measured.
+    """The scales for measured largest magnitudes.
 
     Args:
         scheme: one of SCHEMES.
-        keys: amax of the keys after their rotation, [1] or per head [kv_heads].
-        values: of the values, likewise.
+        keys: amax of the keys after rotary embedding, [1] or per head [kv_heads].
+        values: amax of the values, [1] or per head [kv_heads].
 
     Raises:
         SchemeError: a magnitude is negative or not finite.

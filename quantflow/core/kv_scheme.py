@@ -1,9 +1,9 @@
-"""The ways to keep keys and values in 8 bits, as plain data; what they compute is quantflow.core.kv's."""
+"""Schemes of a quantized KV cache, as plain data; quantflow.core.kv computes with them."""
 
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
-NAMES = {"FP8": "float", "INT8": "int"}  # in recipes -> TensorScheme.kind
+NAMES = {"FP8": "float", "INT8": "int"}  # name in recipes -> TensorScheme.kind
 GRANULARITIES = ("per_tensor", "per_head")
 SCHEMES = tuple(
     TensorScheme(kind=kind, num_bits=8, granularity=granularity)  # type: ignore[arg-type]
@@ -13,10 +13,10 @@ SCHEMES = tuple(
 
 
 def kv_scheme(name: str, granularity: str) -> TensorScheme:
-    """Return the scheme that a recipe spells with a key of NAMES and one of GRANULARITIES.
+    """The scheme of a key of NAMES and one of GRANULARITIES.
 
     Raises:
-        SchemeError: there is none of these words.
+        SchemeError: one of the two is unknown.
     """
     for scheme in SCHEMES:
         if (scheme.kind, scheme.granularity) == (NAMES.get(name), granularity):
@@ -28,7 +28,7 @@ def kv_scheme(name: str, granularity: str) -> TensorScheme:
 
 
 def kv_words(scheme: TensorScheme) -> str:
-    """Return what people call a scheme: `FP8 per_head`."""
+    """A scheme's name and granularity, for people: `FP8 per_head`."""
     return (
         f"{next(name for name, kind in NAMES.items() if kind == scheme.kind)} {scheme.granularity}"
     )

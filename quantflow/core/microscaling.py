@@ -1,6 +1,6 @@
 """The codes of microscaled formats: e2m1 values two to a byte, and scales as exponents.
 
-| code  | 0 | 1   | 2 | 3   | 4 | 5 | 6 | 7 |   with 8 added the negative ones, -0 among them
+| code  | 0 | 1   | 2 | 3   | 4 | 5 | 6 | 7 |   8 more: the negative values, -0 among them
 |-------|---|-----|---|-----|---|---|---|---|
 | value | 0 | 0.5 | 1 | 1.5 | 2 | 3 | 4 | 6 |
 
@@ -22,7 +22,7 @@ _NONE = 255
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return e4m3fn's codes of e2m1's values, uint8 [16] by code, and e2m1's codes by e4m3fn's, uint8 [256]."""
+    """Codes of e4m3fn by e2m1's, uint8 [16], and codes of e2m1 by e4m3fn's, uint8 [256]."""
     number = torch.arange(8, device=device)
     exponent, half = number // 2, number % 2 / 2
     magnitudes = torch.where(exponent == 0, half, torch.ldexp(1 + half, exponent - 1))
@@ -33,13 +33,19 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def holds_e2m1(values: Tensor) -> bool:
-    """Return whether all values are e2m1's.  values: any shape, float8_e4m3fn."""
+    """Whether all values, float8_e4m3fn of any shape, are e2m1's."""
     _, codes = _tables(values.device)
     return not bool((codes[values.view(torch.uint8).int()] == _NONE).any())
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Pack each row.  values: [O, I] float8_e4m3fn, all of them e2m1's, I even; returns [O, I / 2] uint8.
+    """Two values of e2m1 to a byte, row by row.
+
+    Args:
+        values: [O, I] float8_e4m3fn, all of them e2m1's, I even.
+
+    Returns:
+        [O, I / 2] uint8.
 
     Raises:
         SchemeError: I is odd, or a value is between those of e2m1.
@@ -56,16 +62,16 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Undo `pack_e2m1`; every byte has a meaning.  packed: [O, I / 2] uint8; returns [O, I] float8_e4m3fn."""
+    """Undo `pack_e2m1`: [O, I / 2] uint8 to [O, I] float8_e4m3fn; every byte has a meaning."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)  # [O, I]
     return _tables(packed.device)[0][pairs.int()].view(torch.float8_e4m3fn)
 
 
 def pack_e8m0(scale: Tensor) -> Tensor:
-    """Return the codes of scales that are powers of two from 2^-127 to 2^127; uint8 of scale's shape.
+    """The codes of scales that are powers of two from 2^-127 to 2^127; uint8 of scale's shape.
 
     Raises:
-        SchemeError: a scale is none.
+        SchemeError: a scale is no such power.
     """
     mantissa, exponent = torch.frexp(scale)
     code = exponent + 126

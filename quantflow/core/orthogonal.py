@@ -1,7 +1,7 @@
-"""Hadamard rotations with random signs, of any size, applied without ever being written out as a matrix.
+"""Hadamard rotations with random signs, of any size, applied without writing out a matrix.
 
-A Hadamard matrix has entries of 1 and -1 and orthogonal rows: what is multiplied with it spreads
-evenly over all channels. Of size 2^k it is made by doubling (Sylvester); other orders are made from
+A Hadamard matrix has entries of 1 and -1 and orthogonal rows, so a product with it spreads each
+channel evenly over all. One of size 2^k is made by doubling (Sylvester); other orders are made from
 quadratic residues (Paley), and products of the two kinds are Hadamard again. Where no matrix of a
 size is known here, blocks of a power of two are rotated by themselves. Sources: Sylvester 1867;
 Paley 1933, "On orthogonal matrices", constructions I and II; Ashkboos et al. 2024,
@@ -16,12 +16,12 @@ from torch import Tensor
 from quantflow.core import groups
 from quantflow.errors import InputError
 
-_LARGEST_CORE = 512  # beyond it a core would be slower than what it is to be part of
+_LARGEST_CORE = 512  # a larger core would dominate the time of the rotation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """An orthogonal matrix Q = diag(signs) (core (x) H_block) / sqrt(rows of core that mix * block).
+    """An orthogonal matrix Q = diag(signs) (core (x) H_block) / sqrt(mixes).
 
     Attributes:
         signs: [n] float32, 1 or -1.
@@ -35,22 +35,22 @@ class Rotation:
 
     @property
     def size(self) -> int:
-        """How many channels are rotated: n."""
+        """The number of rotated channels: n."""
         return self.signs.numel()
 
     @property
     def mixes(self) -> int:
-        """How many channels each channel is spread over: n, or the block where it is by itself."""
+        """The number of channels that each one is spread over: n, or the block with no core."""
         return self.block * int((self.core[0] != 0).sum())
 
 
 def rotation(size: int, *, seed: int, sequence: int = 0) -> Rotation:
-    """Return a rotation of `size` channels whose signs come from a seed.
+    """A rotation of `size` channels whose signs come from a seed.
 
     Args:
         size: n, at least 1.
-        seed: of the model's rotations.
-        sequence: which of them, so that rotations of one size differ.
+        seed: seed of the model's rotations.
+        sequence: number of the rotation, so that rotations of one size differ.
 
     Raises:
         InputError: size is less than 1.
@@ -73,11 +73,11 @@ def rotation(size: int, *, seed: int, sequence: int = 0) -> Rotation:
 
 
 def rotated(x: Tensor, by: Rotation) -> Tensor:
-    """Return x Q, float32, of x's shape.
+    """Product x Q, float32, of x's shape.
 
     Args:
         x: [..., k * n], any float dtype; each n channels are rotated by themselves.
-        by: of n channels.
+        by: rotation of n channels.
 
     Raises:
         InputError: n does not divide the last dimension.
@@ -95,10 +95,10 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
 
 
 def mixed(x: Tensor, block: int) -> Tensor:
-    """Return x H, in x's dtype, where H is Sylvester's matrix of `block` channels over sqrt(block), its own inverse.
+    """Product x H in x's dtype, with H Sylvester's matrix over sqrt(block), its own inverse.
 
-    Without signs, so that a file needs to say no more than `block`: what a model computes on its
-    way, not what is folded away.
+    It has no signs, so that a file needs to hold no more than `block`. The model computes it while
+    it runs; it is not folded into weights.
 
     Args:
         x: [..., k * block], any float dtype; each `block` channels are mixed by themselves, in
@@ -122,7 +122,7 @@ def mixed(x: Tensor, block: int) -> Tensor:
 
 
 def _butterfly(y: Tensor, block: int) -> Tensor:
-    """Return the Walsh-Hadamard transform of each `block` channels, unscaled.  y: [r, n]."""
+    """The unscaled Walsh-Hadamard transform of each `block` channels of y [r, n]."""
     half, size = 1, y.shape[-1]
     while half < block:  # sums and differences at distance `half`
         pairs = y.reshape(-1, 2, half)
@@ -141,33 +141,34 @@ def rotate_rows_(target: Tensor, source: Tensor, by: Rotation) -> Tensor:
 
 
 def rotate_columns_(target: Tensor, source: Tensor, by: Rotation) -> Tensor:
-    """Fill `target` [O, I] with Q^T source, a few columns at a time, rounded to its dtype; return it."""
+    """Fill `target` [O, I] with Q^T source, a few columns at a time, in its dtype; return it."""
     for columns in groups.spans(source.shape[1], max(1, groups.UNIT_ELEMENTS // source.shape[0])):
         target[:, columns] = rotated(source[:, columns].T, by).T.to(target.dtype)
     return target
 
 
 def paley(order: int) -> Tensor | None:
-    """Return a Hadamard matrix of `order` by Paley's constructions, [order, order] float32; None where neither makes one."""
+    """A Hadamard matrix of `order` by Paley's constructions, [order, order] float32.
+
+    None where neither construction makes one.
+    """
     prime = order - 1
-    if order % 4 == 0 and _is_prime(prime):  # then it leaves 3 when divided by 4
+    if order % 4 == 0 and _is_prime(prime):  # construction I: prime % 4 == 3
         core = torch.zeros(order, order)
         core[0, 1:], core[1:, 0], core[1:, 1:] = 1, -1, _residues(prime)
         return core + torch.eye(order)
-    prime = order // 2 - 1
+    prime = order // 2 - 1  # construction II
     if order % 4 == 0 and prime % 4 == 1 and _is_prime(prime):
         conference = torch.zeros(prime + 1, prime + 1)
         conference[0, 1:], conference[1:, 0], conference[1:, 1:] = 1, 1, _residues(prime)
-        both, alone = (
-            torch.tensor([[1.0, 1.0], [1.0, -1.0]]),
-            torch.tensor([[1.0, -1.0], [-1.0, -1.0]]),
-        )
+        both = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        alone = torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
         return torch.kron(conference, both) + torch.kron(torch.eye(prime + 1), alone)
     return None
 
 
 def _residues(prime: int) -> Tensor:
-    """Return Jacobsthal's matrix, [p, p]: entry i, j is 1 where i - j is a square modulo p, -1 where not, 0 at i = j."""
+    """Jacobsthal's matrix, [p, p]: 1 where i - j is a square modulo p, -1 where not, 0 at i = j."""
     character = torch.full((prime,), -1.0)
     character[[i * i % prime for i in range(1, prime)]] = 1.0
     character[0] = 0.0

@@ -1,13 +1,16 @@
-"""Bit packing: rows of small integers into rows of 32-bit words, as the pack-quantized layout stores them.
+"""Bit packing: rows of small integers into rows of 32-bit words, as pack-quantized stores them.
 
 Element i of a row stands at bits i * num_bits of the row, lowest bits first, as the unsigned number
 qvalue + 2 ** (num_bits - 1). The last word of a row is filled up with zero bits.
 
     num_bits 2:   word = e0 | e1 << 2 | e2 << 4 | ... | e15 << 30
-    num_bits 3:   word = e0 | e1 << 3 | e2 << 6 | ... | e10 << 30, of which e10's top bit is the next word's lowest
-    num_bits 5:   word = e0 | e1 << 5 | e2 << 10 | ... | e6 << 30, of which e6's top three bits are the next word's lowest
-    num_bits 6:   word = e0 | e1 << 6 | e2 << 12 | ... | e5 << 30, of which e5's top four bits are the next word's lowest
+    num_bits 3:   word = e0 | e1 << 3 | e2 << 6 | ... | e10 << 30
+                  (e10's top bit is the next word's lowest)
     num_bits 4:   word = e0 | e1 << 4 | e2 << 8 | ... | e7 << 28
+    num_bits 5:   word = e0 | e1 << 5 | e2 << 10 | ... | e6 << 30
+                  (e6's top three bits are the next word's lowest)
+    num_bits 6:   word = e0 | e1 << 6 | e2 << 12 | ... | e5 << 30
+                  (e5's top four bits are the next word's lowest)
     num_bits 8:   word = e0 | e1 << 8 | e2 << 16 | e3 << 24
 
 Bytes are put side by side and read as words, lowest byte first: torch runs on little-endian
@@ -24,7 +27,7 @@ from quantflow.errors import SchemeError
 
 
 def elements_of_whole_words(num_bits: int) -> int:
-    """Return the fewest elements that fill whole words: 32 of 3 bits fill three.
+    """The fewest elements that fill whole words: 32 of 3 bits fill three.
 
     Raises:
         SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8.
@@ -35,7 +38,14 @@ def elements_of_whole_words(num_bits: int) -> int:
 
 
 def pack(qvalue: Tensor, num_bits: int) -> Tensor:
-    """Pack each row.  qvalue: [O, I] int8 in the range of num_bits; returns [O, ceil(I * num_bits / 32)] int32.
+    """The rows of qvalues, packed into words.
+
+    Args:
+        qvalue: [O, I] int8 in the range of num_bits.
+        num_bits: 2, 3, 4, 5, 6 or 8.
+
+    Returns:
+        [O, ceil(I * num_bits / 32)] int32.
 
     Raises:
         SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or a qvalue does not fit.
@@ -51,11 +61,11 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
             )
     rows, columns = qvalue.shape
     width = columns + -columns % count
-    # flat: bytes of any shape read as words
+    # one dimension, since a view as words needs contiguous bytes
     unsigned = torch.zeros(rows * width, dtype=torch.int8, device=qvalue.device)
     filled = unsigned.view(rows, width)[:, :columns]
     if num_bits == 8:
-        # wraps to the same byte as adding 128, which no int8 holds
+        # int8 has no 128; adding -128 wraps to the same byte
         torch.add(qvalue, -128, out=filled)
         return unsigned.view(torch.int32).view(rows, width // count)  # [O, words]
     torch.add(qvalue, offset, out=filled)
@@ -72,19 +82,21 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
-    """Undo `pack`.  words: [O, W] int32; returns [O, in_features] int8.
+    """Undo `pack`: words [O, W] int32 to qvalues [O, in_features] int8.
 
     Raises:
         SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or W words do not hold in_features
             elements.
     """
-    count, needed = elements_of_whole_words(num_bits), -(-in_features * num_bits // 32)
+    count = elements_of_whole_words(num_bits)
+    needed = -(-in_features * num_bits // 32)
     if words.shape[1] != needed:
         raise SchemeError(
             f"{words.shape[1]} words, in_features={in_features} of {num_bits} bits need {needed}",
             "the packed tensor and its recorded shape disagree; the file is damaged",
         )
-    rows, width = words.shape[0], in_features + -in_features % count
+    rows = words.shape[0]
+    width = in_features + -in_features % count
     if num_bits == 8:
         stored = words.flatten().view(torch.int8)
     elif num_bits == 4:
@@ -99,7 +111,10 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
 
 
 def _eights(words: Tensor, num_bits: int, width: int) -> Tensor:
-    """Return the unsigned elements of rows of `width`, one a byte, as flat int64.  num_bits: at most 6."""
+    """The unsigned elements of rows of `width`, one a byte, as flat int64.
+
+    num_bits is at most 6.
+    """
     rows = words.shape[0]
     whole = torch.zeros(rows, width * num_bits // 32, dtype=torch.int32, device=words.device)
     whole[:, : words.shape[1]] = words
@@ -112,7 +127,10 @@ def _eights(words: Tensor, num_bits: int, width: int) -> Tensor:
 
 
 def _squeeze_(eights: Tensor, num_bits: int) -> None:
-    """Move eight elements of at most 6 bits, one a byte of an int64, to its lowest bits: neighbours, then pairs, then fours."""
+    """Move eight elements of at most 6 bits, one a byte of an int64, to its lowest bits.
+
+    Neighbours are joined first, then pairs, then fours.
+    """
     for half in (8, 16, 32):
         used = half // 8 * num_bits
         upper = eights & _mask(2 * half, used) << half
@@ -130,5 +148,5 @@ def _spread_(eights: Tensor, num_bits: int) -> None:
 
 
 def _mask(lane: int, used: int) -> int:
-    """Return 64 bits of which the lowest `used` of every `lane` are set."""
+    """A mask of 64 bits in which the lowest `used` of every `lane` are set."""
     return sum(((1 << used) - 1) << start for start in range(0, 64, lane))

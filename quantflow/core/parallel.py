@@ -2,9 +2,8 @@
 
 torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call and
 each thread of the workers repeats), because GEMM, Cholesky and reductions give other bits on two.
-What is split into units, and how large they are, never depends on how many workers there are: so
-neither do the results. Threads suffice, since torch and the hashes let go of the interpreter's
-lock.
+The units and their sizes never depend on the number of workers, so neither do the results. Threads
+suffice, since torch and the hashes release the interpreter's lock.
 """
 
 from collections import deque
@@ -20,19 +19,21 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """`count` threads; 1 runs everything in the caller's thread. A unit must not use the workers that run it.
+    """A pool of `count` threads; 1 runs everything in the caller's thread.
+
+    A unit must not use the workers that run it.
 
     Attributes:
-        count: how many units run at once, at least 1.
+        count: number of units that run at once, at least 1.
     """
 
     def __init__(self, count: int = 1) -> None:
-        """Start no thread yet."""
+        """Begin without a thread."""
         self.count = max(1, count)
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Self:
-        """Return the workers."""
+        """The workers."""
         return self
 
     def __exit__(
@@ -51,25 +52,25 @@ class Workers:
             self._pool = None
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return what `function` makes of every item, in order; the first error ends the rest."""
+        """Results of `function` for every item, in order; the first error ends the rest."""
         return list(self.stream(function, items))
 
     def stream(
         self, function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int | None = None
     ) -> Iterator[Result]:
-        """Yield what `function` makes of every item, in order, while later items are worked on.
+        """Yield the results of `function` for every item, in order, while later items run.
 
         Args:
             function: one unit.
-            items: taken lazily.
-            ahead: how many units may be begun or finished but not yet yielded; None means `count`.
+            items: arguments of the units, taken lazily.
+            ahead: most units that are begun or finished but not yet yielded; None means `count`.
         """
         if self.count == 1:
             yield from map(function, items)
             return
         if self._pool is None:
-            # How many threads a product takes is said in each thread anew; unsaid, it is one per
-            # core.
+            # The number of threads of a product is a setting of each thread; its default is one
+            # per core.
             self._pool = ThreadPoolExecutor(
                 self.count, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
             )

@@ -1,4 +1,4 @@
-"""The two values that the rest of quantflow passes around: a quantized weight, and a linear that has one."""
+"""The quantized weight and the linear that has one: values that all stages pass on."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from quantflow.errors import SchemeError
 
 
 def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:
-    """Return the dtype of a weight's qvalues: int8 for integers, the flavour's for float8."""
+    """The dtype of a weight's qvalues: int8 for integers, the flavour's for float8."""
     return float8.FLAVOURS[scheme.float8].dtype if scheme.kind == "float" else torch.int8
 
 
@@ -19,13 +19,19 @@ def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:
 class QTensor:
     """A quantized two-dimensional weight.
 
-    Invariants (shapes and dtypes are checked when it is made, values by `validate`):
-        real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group
-        qvalue      [O, I]           int8 for integers of any num_bits, unpacked; the flavour's dtype for float8
-        scale       [O or 1, G]      float32, finite, positive, or of either sign for symmetric integers; G divides I;
-                                     [1, 1] when per_tensor; per_block, equal rows
-        zero_point  as scale, int8   None exactly when the scheme is symmetric; float32 where it has minima (scale * zero_point)
-        global_scale [1]             float32; with scale_format e4m3, scale = (an e4m3 value) / global_scale; else None
+    real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group. Shapes and
+    dtypes are checked when it is made, values by `validate`.
+
+    Attributes:
+        qvalue: [O, I], int8 for integers of any num_bits, unpacked; else the flavour's dtype.
+        scale: [O or 1, G] float32, finite, positive, or of either sign for symmetric integers; G
+            divides I. It is [1, 1] when per_tensor, and has equal rows within a block when
+            per_block.
+        zero_point: int8 of scale's shape; None exactly when the scheme is symmetric; float32 where
+            the scheme has minima (minimum = scale * zero_point).
+        scheme: scheme of the weight.
+        global_scale: [1] float32 with scale_format e4m3, where scale = (an e4m3 value) /
+            global_scale; else None.
     """
 
     qvalue: Tensor
@@ -80,7 +86,13 @@ class QTensor:
             )
 
     def validate(self, name: str) -> None:
-        """Check the values: scale (`affine.is_scale`) and equal in a block, qvalue and zero_point within the scheme's range.
+        """Check the values of scale, qvalue and zero point.
+
+        A scale is valid (`affine.is_scale`) and equal within a block; qvalue and zero point are
+        within the scheme's range.
+
+        Args:
+            name: weight's name, for messages.
 
         Raises:
             SchemeError: naming `name` and the first value that is out of range.
@@ -101,7 +113,8 @@ class QTensor:
                 "quantize the rows of a block together",
             )
         if self.scheme.kind == "float":
-            flavour, magnitude = self.scheme.float8, float8.largest_magnitude(self.qvalue)
+            flavour = self.scheme.float8
+            magnitude = float8.largest_magnitude(self.qvalue)
             if not magnitude <= float8.FLAVOURS[flavour].largest:  # NaN is not <= anything
                 raise SchemeError(
                     f"{name}: qvalue {magnitude}, the largest of {flavour} is "
@@ -135,7 +148,7 @@ class QTensor:
                 )
 
     def rows(self, rows: slice) -> "QTensor":
-        """Return some of the rows, as views; of scales per block those of the rows, which need not be whole blocks."""
+        """Some of the rows, as views; they need not be whole blocks."""
 
         def cut(values: Tensor) -> Tensor:
             return values if self.scheme.granularity == "per_tensor" else values[rows]
@@ -144,7 +157,7 @@ class QTensor:
         return replace(self, qvalue=self.qvalue[rows], scale=cut(self.scale), zero_point=zero_point)
 
     def to(self, device: torch.device) -> "QTensor":
-        """Return the weight on a device, itself where it is there already."""
+        """The weight on a device; itself where it is there already."""
         if self.qvalue.device == device:
             return self
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
@@ -158,8 +171,8 @@ class QTensor:
         )
 
     def dequantize(self) -> Tensor:
-        """Return the float32 approximation, [O, I]."""
-        # a tensor of its own, changed in place: no second float32 copy is made
+        """The float32 approximation, [O, I]."""
+        # `real` is new memory and is changed in place, so no second float32 copy is made
         real = float8.widen(self.qvalue)
         split = groups.to_groups(real, real.shape[1] // self.scale.shape[1])  # [O, G, g]
         minimum = self.minimum
@@ -174,7 +187,10 @@ class QTensor:
 
     @property
     def minimum(self) -> Tensor | None:
-        """What is subtracted from scale * qvalue, exactly as a block holds it, [O, G]; None where the scheme has no minima."""
+        """The minimum that is subtracted from scale * qvalue, exactly as a block holds it, [O, G].
+
+        None where the scheme has no minima.
+        """
         if self.zero_point is None or self.scheme.block is None or not self.scheme.minima:
             return None
         return blocks.stored_minima(self.scale * self.zero_point, self.scheme.block)
@@ -187,11 +203,11 @@ class QuantizedLinear:
     Attributes:
         weight: the QTensor, [out_features, in_features].
         scheme: the whole scheme; `scheme.weights` equals `weight.scheme`.
-        input_scale: [1] float32, only for a static input; the global_scale of one with scale_format
+        input_scale: [1] float32, only for a static input; the global scale of one with scale_format
             e4m3.
         input_zero_point: [1] int8, only for a static asymmetric input.
-        order: [in_features] int64, which input each column of the weight multiplies; None where
-            column i multiplies input i.
+        order: [in_features] int64, the input that each column of the weight multiplies (act-order);
+            None where column i multiplies input i.
     """
 
     weight: QTensor
@@ -201,7 +217,7 @@ class QuantizedLinear:
     order: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check that the weight has the scheme's, and that the input's scale is there exactly when the scheme needs it.
+        """Check the weight's scheme, and that the input's scale is there exactly when it is needed.
 
         Raises:
             SchemeError: the weight has another scheme; the input's scale is missing, superfluous or
@@ -237,7 +253,7 @@ class QuantizedLinear:
                 )
 
     def mixed_input(self, x: Tensor) -> Tensor:
-        """Return the input as the weight was made for it: in its order, and mixed where the scheme says so.
+        """The input in the order of the weight's columns, and mixed where the scheme says so.
 
         Args:
             x: [..., in_features].
@@ -246,20 +262,33 @@ class QuantizedLinear:
         return x if self.scheme.rotation is None else orthogonal.mixed(x, self.scheme.rotation)
 
     def dequantize(self) -> Tensor:
-        """Return the float32 weight whose column i multiplies input i, [O, I], of inputs that are mixed already."""
+        """The float32 weight whose column i multiplies input i, [O, I].
+
+        Inputs are mixed already.
+        """
         real = self.weight.dequantize()
         return real if self.order is None else real[:, torch.argsort(self.order)]
 
     def fake_quantize_input(self, x: Tensor) -> Tensor:
-        """Return the input, mixed already, as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
+        """The input as the quantized linear sees it, in x's dtype.
+
+        Args:
+            x: [..., in_features], mixed already.
+        """
         return affine.fake_quantize_input(
             x, self.scheme.input, self.input_scale, self.input_zero_point
         )
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the qvalues of an input, and their scale: [..., 1], one per token, or the stored [1].  x: [..., in_features].
+        """The qvalues of an input and their scale.
 
         The scheme quantizes inputs, statically or per token.
+
+        Args:
+            x: [..., in_features].
+
+        Returns:
+            qvalues: [..., in_features]; scale: [..., 1], one per token, or the stored [1].
         """
         assert self.scheme.input is not None
         scale = (
@@ -270,7 +299,7 @@ class QuantizedLinear:
         return affine.quantize(x, scale, self.input_zero_point, self.scheme.input), scale
 
     def to(self, device: torch.device) -> "QuantizedLinear":
-        """Return the linear on a device, itself where it is there already."""
+        """The linear on a device; itself where it is there already."""
         parts = (self.weight.qvalue, self.input_scale, self.input_zero_point, self.order)
         if all(part is None or part.device == device for part in parts):
             return self

@@ -1,4 +1,4 @@
-"""What an algorithm hands back for one linear: its quantized weight and what was decided on the way."""
+"""Results of an algorithm for one linear: its quantized weight and the decisions behind it."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ class GroupResult:
     """The result for one linear of a group.
 
     Attributes:
-        weight: the quantized weight, [out_features, in_features].
-        decisions: what the manifest records about it, plain JSON values; the same inputs give the
+        weight: quantized weight, [out_features, in_features].
+        decisions: entries of the manifest about it, plain JSON values; the same inputs give the
             same values.
     """
 

@@ -1,4 +1,4 @@
-"""Scale methods: how a stored scale of float8 follows from what it is the scale of, as plain data.
+"""Scale methods: rules that derive a stored scale of float8, as plain data.
 
 A rule is of one tensor, a method has one for weights and one for inputs.
 `quantflow.core.device_scales` computes by them. Names and rows are those of Gaudi's toolkit.
@@ -13,24 +13,24 @@ from typing import Any, Literal
 Granularity = Literal["PTS", "PCS"]
 Value = Literal["MAXABS", "FIXED_VALUE", "OPT", "DUMMY_SCALES"]
 Rounding = Literal["IDENTITY", "POW2", "HW_ALIGNED", "HW_ALIGNED_FIXED", "SCALE_UNIT"]
-ARITHMETIC_NAMES = ("exact", "BF16", "FP16", "FP32")  # in which a scale is derived
+ARITHMETIC_NAMES = ("exact", "BF16", "FP16", "FP32")  # dtypes in which a scale is derived
 ACTIVATION_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How one side of a linear, its activations or its weights, gets a scale.
+    """The rule for the scale of one side of a linear, its activations or its weights.
 
     Attributes:
         granularity: PTS is one scale per tensor, PCS one per output channel (weights) or per token
             (activations).
         value: MAXABS from the maximum, FIXED_VALUE from nothing, OPT by search, DUMMY_SCALES is 1
             for loading.
-        rounding: what happens to the raw scale.
-        backoff: part of the range that is used; 1 all of it.
-        exponents: of the candidates of OPT, in the order in which they are tried; None takes the
-            hardware's scales.
-        dynamic: the scale is computed from each input at run time.
+        rounding: rounding of the raw scale.
+        backoff: used share of the range; 1 is all of it.
+        exponents: exponents of OPT's candidates, in the order in which they are tried; None takes
+            the hardware's scales.
+        dynamic: whether the scale is computed from each input at run time.
     """
 
     granularity: Granularity
@@ -43,7 +43,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleMethod:
-    """One row: how activations and weights get their scales; `name` is the toolkit's."""
+    """One row: the rules of activations and weights, by the toolkit's name."""
 
     name: str
     activation: Rule
@@ -61,7 +61,7 @@ class ScaleMethod:
 
     @property
     def needs_measurement(self) -> bool:
-        """Whether anything that was measured is read."""
+        """Whether a measurement is read."""
         return "MAXABS" in (self.activation.value, self.weight.value) and not self.dynamic
 
 

@@ -1,9 +1,9 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
-The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these
-exceptions. W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has a scale
-per channel, as kernels for it want; compressed-tensors 0.20 has one per 128 columns. A scheme
-validates itself and computes nothing.
+The names in PRESETS are the field's and have compressed-tensors' meaning, with these exceptions.
+W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has a scale per
+channel, as kernels for it want; compressed-tensors 0.20 has one per 128 columns. A scheme validates
+itself and computes nothing.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -40,32 +40,32 @@ def _known(field: str, value: object, words: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorScheme:
-    """How one tensor is quantized.
+    """The scheme of one tensor.
 
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the flavour named by `float8`).
-        num_bits: one of INT_BITS; of float those of its flavour, 8 or 4.
-        granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of
+        num_bits: one of INT_BITS; for floats the flavour's, 8 or 4.
+        granularity: elements that share a scale; `per_token` needs `dynamic`; `per_head` is for
             keys and values alone.
-        group_size: input features per group; of `per_block` also the rows that share a scale. Only
-            with these two.
-        symmetric: zero_point is None, the range is centred on zero.
-        dynamic: the scale is computed from each input at run time instead of being stored.
+        group_size: input features per group; with `per_block` also the rows that share a scale.
+            Only with these two.
+        symmetric: whether the range is centred on zero and zero_point is None.
+        dynamic: whether the scale is computed from each input at run time instead of being stored.
         float8: one of FLOAT8_FLAVOURS, or FLOAT4; only read when `kind` is `float`.
-        scale_format: what the scales of groups are: `float` as the layout stores them, `e8m0`
-            powers of two (microscaled, MX), or `e4m3` beside one global_scale of the whole tensor
+        scale_format: format of the scales of groups: `float` as the layout stores them, `e8m0`
+            powers of two (microscaled, MX), or `e4m3` beside one global scale of the whole tensor
             (NVFP4), which is measured where the tensor is an input.
         scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware
             that shifts exponents wants it.
-        scale_rule: how a stored scale of float8 follows from what it is the scale of; None is amax
-            / largest, rounded as `scale_rounding` says. Neither is compared: what was stored is a
-            scale like any other.
-        scale_arithmetic: one of ARITHMETIC_NAMES, in which `scale_rule` derives it.
-        observer: of a static input, what its range is: all that was seen (`amax`), or less, by the
-            squared error (`mse`) or up to a `percentile`. Neither of these two is compared: what
-            was stored is a scale like any other, and no layout says how it was chosen.
-        block_type: a type of llama.cpp's (quantflow/core/block_types.py) whose blocks can hold the
-            weight as it is; None asks nothing of the scales but their dtype.
+        scale_rule: rule that derives a stored scale of float8; None is amax / largest, rounded by
+            `scale_rounding`. Neither of the two is compared: a stored scale is a scale like any
+            other.
+        scale_arithmetic: one of ARITHMETIC_NAMES, the dtype in which `scale_rule` derives it.
+        observer: range of a static input: all measured values (`amax`), or a clip by the squared
+            error (`mse`) or at a `percentile`. It is not compared: no layout says how a scale was
+            chosen.
+        block_type: llama.cpp's type (quantflow/core/block_types.py) whose blocks can hold the
+            weight as it is; None restricts scales by their dtype alone.
     """
 
     kind: Kind
@@ -83,7 +83,7 @@ class TensorScheme:
     block_type: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse words that are unknown and combinations that have no meaning.
+        """Refuse unknown values and combinations that have no meaning.
 
         Raises:
             SchemeError: naming the two fields that disagree.
@@ -182,7 +182,10 @@ class TensorScheme:
 
     @property
     def block_rows(self) -> int:
-        """How many rows of a weight share the scale of a group; 1 but for `per_block`, and not read for `per_tensor`."""
+        """The rows of a weight that share the scale of a group.
+
+        It is 1 except with `per_block`, and not read with `per_tensor`.
+        """
         return (
             self.group_size
             if self.granularity == "per_block" and self.group_size is not None
@@ -196,18 +199,24 @@ class TensorScheme:
 
     @property
     def minima(self) -> bool:
-        """Whether zero points are float32 and qvalues begin at 0: a group has a minimum, which is a real number."""
+        """Whether groups have a minimum, a real number.
+
+        Zero points are then float32 and qvalues begin at 0.
+        """
         return self.block is not None and self.block.minima
 
     @property
     def code_bits(self) -> int:
-        """How many bits tell its points apart: fewer than `num_bits` where a block type has points of its own."""
+        """The bits that distinguish the points.
+
+        They are fewer than `num_bits` where a block type has points of its own.
+        """
         points = () if self.block is None else self.block.points
         return (len(points) - 1).bit_length() if points else self.num_bits
 
     @property
     def measured(self) -> bool:
-        """Whether calibration decides a number of an input of this scheme: its scale, or the global_scale beside others."""
+        """Whether calibration decides a number of such an input: its scale or global scale."""
         return not self.dynamic or self.scale_format == "e4m3"
 
     @property
@@ -235,15 +244,17 @@ _FLOAT_LAYOUTS: dict[tuple[int, str], Layout] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScheme:
-    """How one linear is quantized: its weight, its input, how it is laid out on disk, and the usual way to get there.
+    """The scheme of one linear: its weight, its input, its layout on disk, and the usual method.
 
     Attributes:
-        name: the preset's name, for people; `replace`d schemes keep it.
-        input: None when the input stays in the model's dtype.
-        algorithm, transforms: what a recipe gets when it names none.
-        rotation: how many neighbouring inputs a Hadamard matrix mixes before anything else happens
-            to them, a power of two (`quantflow.core.orthogonal.mixed`); the weight is that of mixed
-            inputs. None where they come as they are.
+        name: preset's name, for people; `replace`d schemes keep it.
+        weights: scheme of the weight.
+        input: scheme of the input; None when the input stays in the model's dtype.
+        layout: form of the qvalues in a file.
+        algorithm, transforms: methods of a recipe that names none.
+        rotation: number of neighbouring inputs that a Hadamard matrix mixes before anything else, a
+            power of two (`quantflow.core.orthogonal.mixed`); the weight then belongs to mixed
+            inputs. None where inputs are not mixed.
     """
 
     name: str
@@ -255,7 +266,7 @@ class LinearScheme:
     rotation: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
+        """Refuse weights and inputs that no linear here computes; there is no silent substitute.
 
         Raises:
             SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric
@@ -309,7 +320,7 @@ class LinearScheme:
 
 
 def scheme_words(scheme: LinearScheme | TensorScheme) -> dict[str, Any]:
-    """Return a scheme as plain data, for state keys and manifests; a field that most schemes do not have is there where it is.
+    """A scheme as plain data, for state keys and manifests; rare fields only where they are set.
 
     `quantflow.planning.finished_plan.scheme_from` undoes it.
     """
@@ -358,7 +369,7 @@ _NVFP4 = TensorScheme(
 
 
 def _microscaled(name: str, weights: TensorScheme, *, inputs: bool = True) -> LinearScheme:
-    """Return a scheme whose inputs, where they are quantized, are in groups like those of its weights."""
+    """A scheme of microscaled weights; quantized inputs are in the same groups."""
     layout = _FLOAT_LAYOUTS[weights.num_bits, weights.scale_format]
     return LinearScheme(
         name=name,
@@ -435,7 +446,7 @@ def _of_blocks(kind: BlockType) -> LinearScheme:
     return _in_groups(kind.name, weights)
 
 
-# Those that a GGUF file holds without a change of values, by llama.cpp's names.
+# Schemes that a GGUF file holds without a change of values, by llama.cpp's names.
 LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {
     name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()
 }
@@ -449,7 +460,7 @@ SCHEME_NAMES: tuple[str, ...] = (*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS, *MIXTUR
 
 
 def preset(name: str) -> LinearScheme:
-    """Return the scheme of that name.
+    """The scheme of that name.
 
     Raises:
         SchemeError: no preset has that name; the message lists those that exist.
@@ -464,7 +475,9 @@ def preset(name: str) -> LinearScheme:
 
 
 def named(weights: TensorScheme, inputs: TensorScheme | None, layout: Layout) -> LinearScheme:
-    """Return the scheme of these weights and inputs: the preset that it equals, at any group size, else one called `custom`.
+    """The scheme of these weights and inputs, under its preset's name.
+
+    It is the preset that has them, at any group size, else one called `custom`.
 
     Raises:
         SchemeError: no linear has these weights, inputs and layout together.
@@ -487,7 +500,7 @@ def named(weights: TensorScheme, inputs: TensorScheme | None, layout: Layout) ->
 
 
 def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
-    """Return `scheme` with its weights in groups or blocks of `group_size`, and inputs that have groups in such ones too.
+    """The scheme with weights in groups or blocks of `group_size`, and grouped inputs likewise.
 
     Raises:
         SchemeError: the scheme's weights have no groups.
@@ -516,7 +529,7 @@ INPUT_GROUPS = (32, 64, 128)  # features that share the scale of a rounded input
 
 
 def with_rounded_inputs(scheme: LinearScheme) -> LinearScheme | None:
-    """Return a scheme whose inputs are not quantized with them rounded to int8 when it runs, in the groups of the weights.
+    """The scheme with inputs rounded to int8 at run time, in the groups of the weights.
 
     A scale for each 32 to 128 features keeps the error far below that of weights of at most 4 bits,
     and the product of a group is one of integers.
@@ -540,7 +553,7 @@ def with_rounded_inputs(scheme: LinearScheme) -> LinearScheme | None:
 
 
 def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
-    """Return `scheme` with the float8 flavour of its weights and its input replaced.
+    """The scheme with another float8 flavour of its weights and its input.
 
     Raises:
         SchemeError: the scheme holds integers, or the flavour is unknown.
@@ -556,7 +569,7 @@ def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
 
 
 def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
-    """Return `scheme` with the scales that it stores, of its weights and of a static input, rounded.
+    """The scheme with rounded stored scales, those of its weights and of a static input.
 
     Raises:
         SchemeError: the scheme holds integers, or the rounding is unknown.
@@ -576,11 +589,11 @@ def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
 def with_scale_method(
     scheme: LinearScheme, name: str, *, arithmetic: str = "exact"
 ) -> LinearScheme:
-    """Return `scheme` with the scales of its weights and of its static input by a method of SCALE_METHODS.
+    """The scheme with the scales of its weights and its static input by a method of SCALE_METHODS.
 
     Args:
-        scheme: FP8; methods with a scale per channel of the weights give it these.
-        name: of the method.
+        scheme: FP8; methods with a scale per channel give its weights such scales.
+        name: name of the method.
         arithmetic: one of ARITHMETIC_NAMES.
 
     Raises:
@@ -588,7 +601,9 @@ def with_scale_method(
             unknown, or the method computes scales at run time.
     """
     _known("scale_method", name, tuple(SCALE_METHODS))
-    method, weights, inputs = SCALE_METHODS[name], scheme.weights, scheme.input
+    method = SCALE_METHODS[name]
+    weights = scheme.weights
+    inputs = scheme.input
     if method.dynamic:
         raise SchemeError(
             f"scheme {scheme.name}: scale_method {name} computes the scales of inputs at run time",
@@ -612,7 +627,7 @@ def with_scale_method(
 
 
 def with_input_observer(scheme: LinearScheme, observer: str) -> LinearScheme:
-    """Return `scheme` with the range of its static input chosen otherwise.
+    """The scheme with another choice of the range of its static input.
 
     Raises:
         SchemeError: the scheme has no static input, or the observer is unknown.

@@ -1,7 +1,7 @@
-"""What a method goes with: a record that every algorithm and transform has beside its mathematics.
+"""Combinations that a method supports: a record of every algorithm and transform.
 
-A field is None where the method goes with the thing, else a `Refusal` that says why not and what to
-do instead. `quantflow/planning/compatibility.py` reads the records before a weight is read;
+A field is None where the method can be combined with the thing, else a `Refusal` with the reason
+and the remedy. `quantflow/planning/compatibility.py` reads the records before a weight is read;
 docs/recipes.md has them as one table.
 """
 
@@ -13,13 +13,13 @@ from quantflow.errors import QuantflowError, UnsupportedError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why a method does not go with something.
+    """The reason why a method cannot be combined with something.
 
     Attributes:
-        why: follows the two that do not go together in a message, with the mark that it begins
-            with; {family} stands for the model's.
-        remedy: what to do; {others} stands for the algorithms that go with the scheme.
-        unsupported: whether it is for want of an implementation (exit code 6) and not of sense (2).
+        remedy: what to do instead; {others} stands for the algorithms that go with the scheme.
+        why: text that follows the two names in a message, with the mark that it begins with;
+            {family} stands for the model's.
+        unsupported: whether an implementation is missing (exit code 6) rather than sense (2).
     """
 
     remedy: str
@@ -27,32 +27,32 @@ class Refusal:
     unsupported: bool = False
 
     def error(self, what: str, *, family: str = "", others: str = "") -> QuantflowError:
-        """Return the exception for two things that do not go together, which `what` names."""
+        """The exception for two things that cannot be combined, which `what` names."""
         kind = UnsupportedError if self.unsupported else UsageError
         return kind(what + self.why.format(family=family), self.remedy.format(others=others))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """What an algorithm or a transform goes with.
+    """The combinations that an algorithm or a transform supports.
 
     Attributes:
         float8: weights in float8.
         float4: weights in float4.
-        shared_scale: weights whose scale is not theirs to search: rows that share one, and scales
-            that follow a rule.
-        block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that
-            has minima.
+        shared_scale: weights whose scale is not the method's to search: rows that share one, and
+            scales that follow a rule.
+        block_scales: weights of a llama.cpp type whose scales depend on each other, or that has
+            minima.
         quantized_inputs: schemes that quantize inputs as well as weights.
         rotations: transforms that rotate the whole model.
-        mixed_inputs: inputs that a rotation mixes while the model runs.
-        histograms: ranges of static inputs that a histogram cuts short.
+        mixed_inputs: inputs that a Hadamard rotation mixes while the model runs.
+        histograms: ranges of static inputs that are clipped by a histogram.
         chosen_schemes: schemes chosen for each linear by its sensitivity.
-        layer_inputs: the recipe's word on whose outputs a layer is calibrated with, the original's
-            or the quantized model's.
+        layer_inputs: a recipe's choice of the model, original or quantized, whose outputs calibrate
+            the next layer.
         mixtures: mixtures of experts.
         centred_norms: families whose norms subtract the mean.
-        ranks: several cards that share the work.
+        ranks: several ranks that share the work.
     """
 
     float8: Refusal | None = None
@@ -70,7 +70,7 @@ class Supports:
     ranks: Refusal | None = None
 
     def scheme(self, scheme: LinearScheme) -> Refusal | None:
-        """Return why the method does not go with a scheme, None where it does."""
+        """The reason why the method cannot take a scheme; None where it can."""
         weights = scheme.weights
         refusal = self.float4 if weights.num_bits == 4 else self.float8
         if weights.kind == "float" and refusal is not None:
@@ -97,7 +97,7 @@ BLOCK_SCALES = Refusal(why=", whose scales or minima are those of a block", reme
 
 
 def integers_only(method: str, kind: str = "float8") -> Refusal:
-    """Return why a method that chooses integers does not go with a kind of floats."""
+    """The refusal of a kind of floats by a method that chooses integers."""
     return Refusal(remedy=f"{method} chooses integers; use {{others}} for {kind}")
 
 

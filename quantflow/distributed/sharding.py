@@ -1,10 +1,10 @@
-"""How the cards of a tensor-parallel mesh share a model: for each linear, embedding and KV cache, which part is whose.
+"""The part of each linear, embedding and KV cache that a card of a tensor-parallel mesh holds.
 
 Which linears are cut by rows and which by columns comes from transformers' own plan
 (`config.base_model_tp_plan`), and is checked against the shapes of the weights and the numbers of
-heads. Heads go whole. The result is data that goes into measurement.json
-(`quantflow.distributed.placement`), so nothing after measure needs a model to know it. Nothing here
-imports transformers.
+heads. Heads go whole; the rows of the families (`quantflow.models.family`) say in which linear they
+lie. The result is data that goes into measurement.json (`quantflow.distributed.placement`), so no
+stage after measure needs a model to know it. Nothing here imports transformers.
 """
 
 import re
@@ -13,18 +13,27 @@ from typing import Any
 
 from quantflow.distributed.placement import share
 from quantflow.errors import InputError, UnsupportedError, UsageError
-from quantflow.models.graph import FAMILIES, graph_for, text_config
+from quantflow.models.family import FAMILIES, attention_heads
+from quantflow.models.graph import UNTRACED, text_config
+from quantflow.models.open import graph_for
 
 WEIGHT = ".weight"
-# What transformers gives its models beside the configuration's plan: to the embedding where
-# `tp_plan` is made (distributed/mixin.py), to the head in each class's `_tp_plan`. GPT-NeoX calls
-# the head embed_out in its files.
+
+
+def _leaf(name: str) -> str:
+    """The last part of a name."""
+    return name.rpartition(".")[2]
+
+
+# A model whose family has no row is cut by the names that the rows have for the same parts.
+#
+# Styles that transformers adds to the plan of a configuration: to the embedding where `tp_plan` is
+# made (distributed/mixin.py), to the head in each class's `_tp_plan`.
 _OUTSIDE = {
     "embed_tokens": "embedding_rowwise",
-    "lm_head": "colwise_gather_output",
-    "embed_out": "colwise_gather_output",
+    **{_leaf(row.names.head): "colwise_gather_output" for row in FAMILIES.values()},
 }
-# Style -> (kind, what of the output is on each card). Styles that are not here cut fused or
+# Style -> (kind, part of the output on each card). Styles that are not here cut fused or
 # sequence-sharded tensors.
 _STYLES: dict[str, tuple[str | None, str | None]] = {
     "colwise": ("column", None),
@@ -36,26 +45,27 @@ _STYLES: dict[str, tuple[str | None, str | None]] = {
     "replicated_with_grad_allreduce": (None, None),
     "mla_kv_a_proj": (None, None),
 }
-_KEYS = ("k_proj", "query_key_value")  # what makes the keys that the cache holds
-# Linears of an attention -> (which heads lie along the cut axis, how many head_dim each takes).
+# Linear of an attention -> (key that counts the heads along the cut axis, multiple of head_dim).
 _HEADS = {
-    "q_proj": ("num_attention_heads", 1),
-    "k_proj": ("num_key_value_heads", 1),
-    "v_proj": ("num_key_value_heads", 1),
-    "query_key_value": ("num_attention_heads", 3),  # by head: its query, its key, its value
-    "o_proj": ("num_attention_heads", 1),
-    "dense": ("num_attention_heads", 1),
+    _leaf(linear): heads
+    for row in FAMILIES.values()
+    for linear, heads in attention_heads(row).items()
+}
+# Linears that make the keys which the KV cache holds.
+_KEYS = {
+    _leaf(row.names.qkv[1] if len(row.names.qkv) == 3 else row.names.qkv[0])
+    for row in FAMILIES.values()
+    if len(row.names.qkv) == 3 or row.by_head
 }
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<linear>\w+)")
 # A checkpoint has a linear per expert; the plan speaks of the tensors that transformers stacks them
 # into.
 _STACKED = {
-    "w1": "gate_up_proj",
-    "w3": "gate_up_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w2": "down_proj",
-    "down_proj": "down_proj",
+    linear: stacked
+    for mixture in (row.mixture for row in FAMILIES.values() if row.mixture is not None)
+    for linear, stacked in zip(
+        mixture.linears, ("gate_up_proj", "gate_up_proj", "down_proj"), strict=True
+    )
 }
 _STACKED_STYLES = {"packed_colwise": "colwise", "rowwise": "rowwise"}
 
@@ -70,18 +80,18 @@ def placements(
     copy_kv_heads: bool = False,
     row_output: str = "reduced",
 ) -> dict[str, dict[str, Any]]:
-    """Return what one rank holds of every linear, embedding and KV cache.
+    """The part of every linear, embedding and KV cache that one rank holds.
 
     Args:
         config: the model's configuration as transformers has it.
         shapes: source tensor name -> shape, from the shard headers.
-        tp: over how many cards a replica is cut.
-        rank: of the process; its card is rank % tp, its share of the experts that of rank % ep.
-        ep: over how many ranks whole experts are spread; 1 cuts every expert over the cards.
-        copy_kv_heads: let several cards hold the same key and value heads where there are fewer
-            heads than cards, as runtimes do; transformers does not.
-        row_output: what is measured of a linear that is cut by columns: `partial` before the cards'
-            summands are added up, `reduced` after it.
+        tp: number of cards that a replica is cut over.
+        rank: number of the process; its card is rank % tp, its share of the experts rank % ep.
+        ep: number of ranks that whole experts are spread over; 1 cuts every expert over the cards.
+        copy_kv_heads: several cards hold the same kv heads where there are fewer heads than cards,
+            as in runtimes; transformers does not.
+        row_output: output that is measured of a linear that is cut by columns: `partial` before the
+            cards' summands are added up, `reduced` after it.
 
     Returns:
         Source name without `.weight`, or that of an attention for its KV cache -> placement. With
@@ -102,16 +112,16 @@ def placements(
         for name, shape in shapes.items()
         if _is_linear(name, shape)
     }
-    attentions = {name.rpartition(".")[0] for name in linears if name.rpartition(".")[2] in _KEYS}
-    # its layers have heads of different sizes
+    attentions = {name.rpartition(".")[0] for name in linears if _leaf(name) in _KEYS}
+    # layers of a heterogeneous model have heads of different sizes
     uneven = bool(getattr(config, "is_heterogeneous", False))
-    # or heads that hold a gate too
-    if not uneven and tp == 1 and config.model_type not in FAMILIES:
+    # and the heads of a family without a graph in its row may hold a gate too
+    if not uneven and tp == 1 and config.model_type not in UNTRACED:
         inside = {
             name: shape for name, shape in linears.items() if name.rpartition(".")[0] in attentions
         }
         uneven = not all(_by_heads(name, shape, plan, config) for name, shape in inside.items())
-    # the plan speaks of what lies beside the language model too
+    # the plan of a model of more than text speaks of its other parts too
     if tp == 1 and (whole_model is not config or uneven):
         plan = {}
     if not plan and tp > 1:
@@ -122,7 +132,7 @@ def placements(
     if ep > 1 or tp > 1:
         _refuse_stacked_experts(shapes)
     experts = _count_experts(linears) if ep > 1 else {}
-    found: dict[str, dict[str, Any]] = {}
+    held: dict[str, dict[str, Any]] = {}
     for name, shape in linears.items():
         expert = _EXPERT.fullmatch(name)
         if expert is not None and ep > 1:
@@ -134,30 +144,30 @@ def placements(
                 "length": 1,
                 "experts": experts[expert["experts"]],
             }
-            found[name] = share(name, {**whole, "full_shape": shape}, cards=ep, card=rank % ep)
+            held[name] = share(name, {**whole, "full_shape": shape}, cards=ep, card=rank % ep)
             continue
         whole = _whole(name, shape, plan, strict=tp > 1, row_output=row_output)
         parent, _, linear = name.rpartition(".")
         if parent in attentions and "plan" in whole and (tp > 1 or linear in _HEADS):
             whole |= _heads(name, whole, config, copy_kv_heads=copy_kv_heads)
-        found[name] = (
-            _uneven(whole, tp, rank % tp)
+        held[name] = (
+            _vocabulary_share(whole, tp, rank % tp)
             if linear in _OUTSIDE
             else share(name, whole, cards=tp, card=rank % tp)
         )
         if linear in _KEYS and not uneven:
             cache = _cache(config, cut="plan" in whole, copy_kv_heads=copy_kv_heads)
-            found[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
-    # whose attentions call what makes keys what they like
-    if tp == 1 and config.model_type not in FAMILIES:
+            held[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
+    # attentions of these have any name for the linear that makes keys, so the trace says where
+    if tp == 1 and config.model_type not in UNTRACED:
         for layer in graph_for(whole_model).layers:
             shape = [layer.kv_heads, layer.head_dim]
             if layer.attention is not None:
-                found.setdefault(
+                held.setdefault(
                     layer.attention,
                     {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape},
                 )
-    return found
+    return held
 
 
 def _is_linear(name: str, shape: Sequence[int]) -> bool:
@@ -167,7 +177,15 @@ def _is_linear(name: str, shape: Sequence[int]) -> bool:
 def _whole(
     name: str, shape: list[int], plan: Mapping[str, str], *, strict: bool, row_output: str
 ) -> dict[str, Any]:
-    """Return the placement of a linear on a single card, with the plan for several; `strict` refuses an unknown plan."""
+    """The placement of a linear on a single card, with the plan for several.
+
+    Args:
+        name: source name of the linear.
+        shape: [O, I].
+        plan: transformers' plan.
+        strict: refuse a style that is not known here.
+        row_output: see `placements`.
+    """
     style = _style(name, plan)
     if style not in _STYLES and strict:
         raise UnsupportedError(
@@ -183,7 +201,7 @@ def _whole(
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str:
-    """Return how transformers cuts a linear: `replicate` where its plan does not speak of it."""
+    """Style of transformers for a linear: `replicate` where its plan does not speak of it."""
     expert = _EXPERT.fullmatch(name)
     if expert is not None:
         stacked = f".experts.{_STACKED.get(expert['linear'])}"
@@ -194,26 +212,25 @@ def _style(name: str, plan: Mapping[str, str]) -> str:
         ]
     else:
         styles = [style for pattern, style in plan.items() if _matches(pattern, name)]
-        styles += (
-            [_OUTSIDE[name.rpartition(".")[2]]]
-            if plan and name.rpartition(".")[2] in _OUTSIDE
-            else []
-        )
+        styles += [_OUTSIDE[_leaf(name)]] if plan and _leaf(name) in _OUTSIDE else []
     return styles[0] if styles else "replicate"
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of a plan, `layers.*.mlp.up_proj`, means a source name: its end, `*` being a number."""
-    words = pattern.split(".")
-    parts = name.split(".")[-len(words) :]
-    return len(words) == len(parts) and all(
-        part.isdecimal() if word == "*" else part == word
-        for word, part in zip(words, parts, strict=True)
+    """Whether a pattern of a plan, `layers.*.mlp.up_proj`, is the end of a source name."""
+    wanted = pattern.split(".")
+    parts = name.split(".")[-len(wanted) :]
+    return len(wanted) == len(parts) and all(
+        part.isdecimal() if each == "*" else part == each
+        for each, part in zip(wanted, parts, strict=True)
     )
 
 
-def _uneven(whole: Mapping[str, Any], cards: int, card: int) -> dict[str, Any]:
-    """Return a card's share of the vocabulary, the last cards' smaller where it does not divide, as transformers cuts it."""
+def _vocabulary_share(whole: Mapping[str, Any], cards: int, card: int) -> dict[str, Any]:
+    """A card's share of the vocabulary, as transformers cuts it.
+
+    The last cards have fewer rows where the cards do not divide them.
+    """
     if cards == 1 or "plan" not in whole:
         return dict(whole)
     rows = whole["full_shape"][0]
@@ -227,8 +244,8 @@ def _uneven(whole: Mapping[str, Any], cards: int, card: int) -> dict[str, Any]:
 def _heads(
     name: str, whole: Mapping[str, Any], config: Any, *, copy_kv_heads: bool
 ) -> dict[str, Any]:
-    """Return the unit of a linear of an attention, after checking that its weight has the configuration's heads."""
-    linear = name.rpartition(".")[2]
+    """The unit of a linear of an attention, whose weight is checked to have the heads."""
+    linear = _leaf(name)
     if linear not in _HEADS:
         raise UnsupportedError(
             f"{name}: it is not known how heads lie in it", "measure this model with --tp 1"
@@ -246,11 +263,9 @@ def _heads(
 
 
 def _by_heads(name: str, shape: Sequence[int], plan: Mapping[str, str], config: Any) -> bool:
-    """Return whether a linear of an attention has the configuration's heads, as far as it is known how they lie in it."""
-    linear, whole = (
-        name.rpartition(".")[2],
-        _whole(name, list(shape), plan, strict=False, row_output="reduced"),
-    )
+    """Whether a linear of an attention has the configuration's heads; true where none are known."""
+    linear = _leaf(name)
+    whole = _whole(name, list(shape), plan, strict=False, row_output="reduced")
     if linear not in _HEADS or "plan" not in whole:
         return True
     _, heads, width = _heads_of(linear, config)
@@ -258,24 +273,24 @@ def _by_heads(name: str, shape: Sequence[int], plan: Mapping[str, str], config: 
 
 
 def _heads_of(linear: str, config: Any) -> tuple[str, int, int]:
-    """Return the key of the configuration that counts a linear's heads, how many there are, and the rows or columns of each."""
-    field, times = _HEADS[linear]
-    return field, _count(config, field), times * _head_dim(config)
+    """The key that counts a linear's heads, their number, and the rows or columns of each."""
+    field, multiple = _HEADS[linear]
+    return field, _count(config, field), multiple * _head_dim(config)
 
 
 def _cut_size(whole: Mapping[str, Any]) -> int:
-    """Return how long the axis is that a plan cuts."""
+    """The length of the axis that a plan cuts."""
     size: int = whole["full_shape"][0 if whole["plan"] == "column" else 1]
     return size
 
 
 def _cache(config: Any, *, cut: bool, copy_kv_heads: bool) -> dict[str, Any]:
-    """Return the placement of a KV cache on a single card: [heads, head_dim]."""
+    """The placement of a KV cache on a single card: [kv heads, head_dim]."""
     shape = [_count(config, "num_key_value_heads"), _head_dim(config)]
     whole: dict[str, Any] = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape}
-    return (
-        {**whole, "plan": "column", **({"copies": True} if copy_kv_heads else {})} if cut else whole
-    )
+    if not cut:
+        return whole
+    return {**whole, "plan": "column", **({"copies": True} if copy_kv_heads else {})}
 
 
 def _count(config: Any, field: str) -> int:
@@ -289,18 +304,18 @@ def _head_dim(config: Any) -> int:
 
 
 def _count_experts(linears: Iterable[str]) -> dict[str, int]:
-    """Return name of a mixture's experts -> how many there are."""
+    """Name of a mixture's experts -> their number."""
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(_EXPERT.fullmatch, linears)):
         numbers.setdefault(match["experts"], set()).add(int(match["number"]))
-    for name, found in numbers.items():
-        if found != set(range(len(found))):
-            missing = min(set(range(max(found))) - found)
+    for name, present in numbers.items():
+        if present != set(range(len(present))):
+            missing = min(set(range(max(present))) - present)
             raise InputError(
-                f"{name}: {len(found)} experts up to number {max(found)}, {missing} is missing",
+                f"{name}: {len(present)} experts up to number {max(present)}, {missing} is missing",
                 "check the weights",
             )
-    return {name: len(found) for name, found in numbers.items()}
+    return {name: len(present) for name, present in numbers.items()}
 
 
 def _refuse_stacked_experts(shapes: Mapping[str, Sequence[int]]) -> None:

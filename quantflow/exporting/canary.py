@@ -12,9 +12,9 @@ from quantflow.errors import IntegrityError, UnsupportedError
 from quantflow.files.canonical import read_json
 from quantflow.files.safetensors_header import read_header
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRounder
 from quantflow.models.identity import tensor_hash
+from quantflow.models.open import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.lean_check import LeanCheck

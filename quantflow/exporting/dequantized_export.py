@@ -28,7 +28,7 @@ from quantflow.files import stage_folder
 from quantflow.files.outputs import output_folder
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.files.safetensors_writer import Spec
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import parse_size
 from quantflow.progress import Progress

@@ -41,8 +41,9 @@ from quantflow.files.side_files import is_side_file
 from quantflow.files.verify import verify
 from quantflow.formats import FORMATS
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph, graph_for
-from quantflow.models.source import ModelFiles, fingerprint, open_files
+from quantflow.models.graph import Graph
+from quantflow.models.open import ModelFiles, graph_for, open_files
+from quantflow.models.source import fingerprint
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.finished_plan import SUMMARY, float8_of, plan_from, read_summary
 from quantflow.planning.head import FILE

@@ -46,8 +46,9 @@ from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
 from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
 from quantflow.measuring.record import Measurement, read_measurement
+from quantflow.models.open import ModelFiles, open_files
 from quantflow.models.reading import read_tensor
-from quantflow.models.source import ModelFiles, fingerprint, open_files
+from quantflow.models.source import fingerprint
 from quantflow.progress import Progress
 from quantflow.quantizing.gaudi_measurement import are_gaudis, digests, refuse_other_model
 from quantflow.unifying.unify import rank_folders

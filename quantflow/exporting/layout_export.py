@@ -34,7 +34,7 @@ from quantflow.files.safetensors_writer import Spec
 from quantflow.files.torch_file import write_torch_file
 from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED, WHO_READS
 from quantflow.formats.weight_layout import WeightLayout
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
 from quantflow.planning.artifact_config import left_alone, module_names
 from quantflow.planning.recipe import parse_size

@@ -6,7 +6,7 @@ from types import ModuleType
 from quantflow.core.scheme import LinearScheme
 from quantflow.files.ledger import LedgerEntry
 from quantflow.models.graph import Graph
-from quantflow.models.source import ModelFiles
+from quantflow.models.open import ModelFiles
 from quantflow.planning.head import HeadPlan
 
 

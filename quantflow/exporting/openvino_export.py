@@ -32,10 +32,11 @@ from quantflow.exporting.plain_files import write_beside
 from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.files import stage_folder
 from quantflow.formats import openvino_ir
-from quantflow.models.graph import graph_for, moving_rotation, text_config
-from quantflow.models.load import skeleton
+from quantflow.models.graph import moving_rotation, text_config
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import materialize_
+from quantflow.models.skeleton import skeleton
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
 from quantflow.planning.resources import grant

@@ -40,9 +40,8 @@ from quantflow.files.manifest import read_manifest
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.verify import verify
 from quantflow.formats import DEFAULT, FORMATS
-from quantflow.models.graph import graph_for
+from quantflow.models.open import config_of, graph_for
 from quantflow.models.reading import read_into, read_tensor
-from quantflow.models.source import config_of
 from quantflow.quantizing.head_file import record_of
 from quantflow.quantizing.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
 

@@ -23,9 +23,10 @@ from quantflow.core.scheme import with_rounded_inputs
 from quantflow.exporting.canary import rounder
 from quantflow.files.safetensors_header import read_header
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for, text_config
+from quantflow.models.graph import text_config
 from quantflow.models.identity import CANARY_TOKENS
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.models.weights import Weights
 from quantflow.numerics.divergence import token_kld

@@ -1,4 +1,4 @@
-"""The artifact without its numbers: JSON, headers, checkpoint, ledger, manifest, verify, diff, inspect.
+"""Files of models and artifacts: JSON, headers, checkpoints, ledger, manifest, verify, diff.
 
 Nothing here imports torch, numpy or safetensors, so `inspect`, `verify` and `diff` start at once
 and run anywhere.

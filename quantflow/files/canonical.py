@@ -20,48 +20,49 @@ from quantflow.files.folder import reading, refuse_pointer
 HASH_BLOCK = 1024 * 1024
 MAX_DEPTH = 100
 MAX_JSON_BYTES = 128 * 1024 * 1024
-# tables and lists: each takes Python some 64 to 232 bytes, where the file has 2
+# Tables and lists: each takes Python some 64 to 232 bytes, and 2 bytes of the file.
 MAX_CONTAINERS = 4_000_000
 MAX_ITEMS = 24_000_000  # commas
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the one byte form of a JSON value: sorted keys, no spaces, UTF-8.
+    """The canonical bytes of a JSON value: sorted keys, no spaces, UTF-8.
 
     Raises:
-        InputError: the value holds NaN or an infinity, a key that is not a string, or what JSON
-            cannot express.
+        InputError: the value holds NaN or an infinity, a key that is not a string, or a type that
+            JSON does not have.
     """
     return _dump(value, indent=None)
 
 
 def readable_json(value: Any) -> bytes:
-    """Return the one indented byte form of a JSON value, as files on disk have it, with a newline at the end.
+    """The indented bytes of a JSON value, as files on disk have it, with a newline at the end.
 
     Raises:
-        InputError: as `canonical_json`.
+        InputError: see `canonical_json`.
     """
     return _dump(value, indent=1) + b"\n"
 
 
 def digest_of(value: Any) -> str:
-    """Return the sha256 of a value's canonical JSON, 64 hexadecimal digits.
+    """The sha256 of a value's canonical JSON, 64 hexadecimal digits.
 
     Raises:
-        InputError: as `canonical_json`.
+        InputError: see `canonical_json`.
     """
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes, 64 hexadecimal digits, holding 1 MiB of it at a time.
+    """The sha256 of a file's bytes, 64 hexadecimal digits; 1 MiB of the file is held at a time.
 
     Raises:
         InputError: the file cannot be read.
     """
-    # one block for all: fresh pages cost time too
-    digest, block = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK))
+    # one buffer for all blocks: fresh pages would cost time too
+    digest = hashlib.sha256()
+    block = memoryview(bytearray(HASH_BLOCK))
     with reading(path) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
@@ -72,17 +73,18 @@ def read_json(path: Path) -> Any:
     """Read a JSON file strictly; see `parse_json`.
 
     Raises:
-        InputError: naming the file: it cannot be read, is a git-LFS pointer, is over 128 MiB, or is
-            not strict JSON.
+        InputError: the file cannot be read, is a git-LFS pointer, is over 128 MiB, or is not strict
+            JSON; the message names the file.
     """
     return parse_json(json_bytes(path), str(path))
 
 
 def json_bytes(path: Path) -> bytes:
-    """Return the content of a JSON file.
+    """The content of a JSON file.
 
     Raises:
-        InputError: naming the file: it cannot be read, is a git-LFS pointer, or is over 128 MiB.
+        InputError: the file cannot be read, is a git-LFS pointer, or is over 128 MiB; the message
+            names the file.
     """
     with reading(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
@@ -99,12 +101,12 @@ def parse_json(data: bytes, name: str) -> Any:
 
     Args:
         data: UTF-8 without a byte order mark.
-        name: the file, for the message.
+        name: name of the file, for the message.
 
     Raises:
-        InputError: naming the file: not UTF-8, not JSON, a duplicate key, NaN or an infinity (also
-            1e999), a lone surrogate, nested deeper than 100, or more tables, lists and items than
-            MAX_CONTAINERS and MAX_ITEMS.
+        InputError: the text is not UTF-8, not JSON, has a duplicate key, NaN or an infinity (also
+            1e999), a lone surrogate, nesting deeper than 100, or more tables, lists and items than
+            MAX_CONTAINERS and MAX_ITEMS; the message names the file.
     """
     refuse_many_items(data, name)
     try:
@@ -130,19 +132,23 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def refuse_many_items(data: bytes, name: str) -> None:
-    """Refuse JSON that takes many times its size in memory, before any of it is made.
+    """Refuse JSON that takes many times its size in memory, before any of it is parsed.
 
     Args:
         data: JSON; brackets and commas in texts count as well.
-        name: the file, for the message.
+        name: name of the file, for the message.
 
     Raises:
-        InputError: more tables, lists and items than MAX_CONTAINERS and MAX_ITEMS.
+        InputError: there are more tables, lists and items than MAX_CONTAINERS and MAX_ITEMS.
     """
-    counted = (data.count(b"[") + data.count(b"{"), data.count(b","))
-    if counted[0] > MAX_CONTAINERS or counted[1] > MAX_ITEMS:
-        cause = f"{name}: {counted[0]} tables and lists, {counted[1]} items; {MAX_CONTAINERS} and {MAX_ITEMS} are read"
-        raise InputError(cause, "give the file that belongs there")
+    containers = data.count(b"[") + data.count(b"{")
+    items = data.count(b",")
+    if containers > MAX_CONTAINERS or items > MAX_ITEMS:
+        raise InputError(
+            f"{name}: {containers} tables and lists, {items} items; {MAX_CONTAINERS} and "
+            f"{MAX_ITEMS} are read",
+            "give the file that belongs there",
+        )
 
 
 def _dump(value: Any, *, indent: int | None) -> bytes:
@@ -180,7 +186,7 @@ def _dump(value: Any, *, indent: int | None) -> bytes:
 
 
 def _levels(value: Any) -> Iterator[tuple[int, list[Any]]]:
-    """Yield (depth, the containers at that depth), outermost first, one level past MAX_DEPTH at most."""
+    """(depth, the containers at that depth), outermost first, one level past MAX_DEPTH at most."""
     level = [value]
     for depth in range(1, MAX_DEPTH + 2):
         level = [node for node in level if isinstance(node, dict | list | tuple)]

@@ -1,7 +1,8 @@
-"""A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read.
+"""A Hugging Face folder as data: its config, its files, and the place of each tensor.
 
-Weights are safetensors. The one pickle that is taken for weights is IPEX's low-precision
-checkpoint, through a restricted reader (torch_file.py): no other file holds such weights.
+No weight is read. Weights are safetensors. The one pickle that is accepted as weights is IPEX's
+low-precision checkpoint, through a restricted reader (torch_file.py): no other file holds such
+weights.
 """
 
 import re
@@ -20,15 +21,12 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-LOW_PRECISION = (
-    "ipex-low-precision",
-    ".pt",
-    ".packed_weight",
-)  # quant_method, ending of the file, ending of a linear's first tensor
-LOW_PRECISION_NAME = "gptq_checkpoint_g"  # as the programs that write such files begin their names
+# quant_method, ending of the file, ending of a linear's first tensor
+LOW_PRECISION = ("ipex-low-precision", ".pt", ".packed_weight")
+LOW_PRECISION_NAME = "gptq_checkpoint_g"  # beginning of the name that other programs give the file
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Numbers of config.json that decide how much is made before a tensor is read: no more of them than
-# there are tensors, or bytes.
+# Numbers of config.json that decide how much is allocated before a tensor is read. None may be
+# larger than the number of tensors (_COUNTS) or of bytes (_SIZES).
 _COUNTS = frozenset(
     {
         "num_hidden_layers",
@@ -60,17 +58,20 @@ _SIZES = frozenset(
         "rotary_dim",
     }
 )
-_SLACK = 100  # a layer that lacks its tensors is named later
+_SLACK = 100  # a few layers without tensors pass here: a later check names the missing tensor
 _CONVERT = (
     'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, '
-    "AutoTokenizer as T; "
-    "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
+    "AutoTokenizer as T; [X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') "
+    'for X in (M, T)]"'
 )
-_ORIGINAL = "give the model in its original precision, or what `quantflow export {folder} -o DIR --format dequantized` makes"
+_ORIGINAL = (
+    "give the model in its original precision, or what `quantflow export {folder} -o DIR --format "
+    "dequantized` makes"
+)
 _OF_MODELOPT = "hf_quant_config.json"
 QUANTIZATION = "quantization_config"
-_OLDER = "compression_config"  # as compressed-tensors called it
-_NESTED = "text_config"  # of a model that reads images or sound: the language model's
+_OLDER = "compression_config"  # key of older compressed-tensors
+_NESTED = "text_config"  # config of the language model in a model that reads images or sound
 # files of old AutoGPTQ and AutoAWQ -> quant_method
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -80,14 +81,14 @@ class Checkpoint:
     """A folder in Hugging Face's layout whose headers were all read and checked.
 
     Attributes:
-        folder: where it lies.
-        config: the content of config.json.
-        tensors: tensor name -> (file name, where it lies in that file).
-        files: every regular file of the folder, sorted, `/` between sub-folders.
-        quantized_by: where the folder says how it is quantized (`quantization_in`), which `config`
-            then has as `quantization_config`; empty where nothing does.
-        whole: tensors of the files that are read in parts: name -> (file name, where it lies, the
-            names of its parts among `tensors`).
+        folder: path of the folder.
+        config: content of config.json.
+        tensors: tensor name -> (file name, place in that file).
+        files: every regular file of the folder, sorted, with `/` between sub-folders.
+        quantized_by: place of the folder's quantization config (see `quantization_in`), which
+            `config` then has as `quantization_config`; empty where there is none.
+        whole: tensors of the files that are read in parts: name -> (file name, place, names of the
+            parts among `tensors`).
     """
 
     folder: Path
@@ -98,15 +99,16 @@ class Checkpoint:
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
 
     def in_parts(self, split: Mapping[str, SplitTensor]) -> "Checkpoint":
-        """Return it with the parts of some tensors in the place of these.
+        """The checkpoint with the parts of some tensors in the place of these.
 
         Args:
-            split: tensor name -> what it is read as; a name that is not there is passed over.
+            split: tensor name -> its split; a name that is not there is ignored.
 
         Raises:
-            InputError: a tensor that has another shape.
+            InputError: a tensor has another shape.
         """
-        tensors, whole = {}, dict(self.whole)
+        tensors = {}
+        whole = dict(self.whole)
         for name, (file, info) in self.tensors.items():
             if name not in split:
                 tensors[name] = (file, info)
@@ -123,14 +125,14 @@ class Checkpoint:
 
     @property
     def located(self) -> dict[str, tuple[str, TensorInfo]]:
-        """Tensor name -> (file name, where it lies in that file), as the files have it: nothing in parts."""
+        """Tensor name -> (file name, place in it), as the files have it: none in parts."""
         inside = {part for *_, names in self.whole.values() for part in names}
         kept = {name: place for name, place in self.tensors.items() if name not in inside}
         return kept | {name: (file, info) for name, (file, info, _) in self.whole.items()}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
-        """Tensor name -> where it lies, without the file name."""
+        """Tensor name -> place, without the file name."""
         return {name: info for name, (_, info) in self.tensors.items()}
 
     @property
@@ -142,8 +144,8 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a model folder: config.json, and model.safetensors or an index with its shards.
 
-    Links to files are followed, for a hub snapshot is made of them. A quantized model is opened
-    too: refusing it is `refuse_quantized`'s part.
+    Links to files are followed, since a hub snapshot consists of them. A quantized model is opened
+    too; `refuse_quantized` refuses it.
 
     Raises:
         InputError: the folder is missing or empty, has no config.json, only pickled weights, a
@@ -175,7 +177,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         tensors = {
             name: (single, info) for name, info in read_torch_header(folder / single).items()
         }
-        # which the file itself does not say
+        # the file itself does not name its quant_method
         table, where = {"quant_method": LOW_PRECISION[0]}, single
     elif INDEX in listing.files:
         tensors = _read_shards(folder, listing.files)
@@ -198,18 +200,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return what says how a folder is quantized, and where: `config.json: quantization_config`, or a place of older programs.
+    """The quantization config of a folder and its place; (None, "") without one.
 
-    The others are `compression_config` and `text_config.quantization_config` of config.json, and
-    beside it quantize_config.json (AutoGPTQ) and quant_config.json (AutoAWQ). What a folder says is
-    None, and the place empty, where nothing does.
+    The first of these that exists counts:
+
+    1. config.json: `quantization_config`
+    2. config.json: `compression_config` (older compressed-tensors)
+    3. config.json: `text_config.quantization_config`
+    4. quantize_config.json (AutoGPTQ)
+    5. quant_config.json (AutoAWQ)
 
     Args:
-        folder: of a model.
-        config: its config.json.
+        folder: folder of a model.
+        config: content of its config.json.
 
     Raises:
-        InputError: such a file that is no table.
+        InputError: such a file is no table.
     """
     nested = config.get(_NESTED)
     tables = {
@@ -230,19 +236,19 @@ def quantization_in(folder: Path, config: Mapping[str, Any]) -> tuple[Any, str]:
         table = read_json(folder / name)
         if not isinstance(table, dict):
             raise InputError(f"{folder / name}: not a table", "download the folder again")
-        # as AutoGPTQ said it then
+        # an old AutoGPTQ key for the marlin layout
         packing = {"checkpoint_format": "marlin"} if table.get("is_marlin_format") else {}
         return {"quant_method": method, **table, **packing}, name
     return None, ""
 
 
 def is_of_text(checkpoint: Checkpoint) -> bool:
-    """Return whether what says how a folder is quantized speaks of its language model alone."""
+    """Whether a folder's quantization config concerns its language model alone."""
     return checkpoint.quantized_by.startswith(f"{CONFIG}: {_NESTED}.")
 
 
 def _without(config: Mapping[str, Any], table: Any) -> dict[str, Any]:
-    """Return config.json with what says how the folder is quantized in the usual place, and nowhere else."""
+    """The config.json with its quantization config in the usual place, and nowhere else."""
     found = {key: value for key, value in config.items() if key != _OLDER} | {QUANTIZATION: table}
     nested = config.get(_NESTED)
     if isinstance(nested, dict):
@@ -251,15 +257,14 @@ def _without(config: Mapping[str, Any], table: Any) -> dict[str, Any]:
 
 
 def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str | None:
-    """Return the low-precision checkpoint of IPEX that stands in a folder for its weights, None where there is none.
+    """The low-precision checkpoint of IPEX that holds a folder's weights; None without one.
 
     Args:
-        folder: of a model.
+        folder: folder of a model.
         files: its files, where they were listed before.
 
     Raises:
-        InputError: a file with such a name that is damaged, or whose pickle asks for more than
-            tensors.
+        InputError: a file with such a name is damaged, or its pickle asks for more than tensors.
     """
     names = [path.name for path in folder.iterdir()] if files is None else files
     _, ending, part = LOW_PRECISION
@@ -278,10 +283,10 @@ def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str 
 def _check_numbers(
     table: dict[str, Any], tensors: dict[str, tuple[str, TensorInfo]], path: str
 ) -> None:
-    """Refuse numbers of a config that the weights cannot have; tables in it are looked at too.
+    """Refuse numbers of a config, and of the tables in it, that the weights cannot have.
 
     Raises:
-        InputError: naming the key.
+        InputError: a number is impossible; the message names the key.
     """
     nbytes = sum(info.nbytes for _, info in tensors.values())
     for key, value in table.items():
@@ -308,8 +313,8 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a source that is quantized already.
 
     Raises:
-        InputError: the folder says how it is quantized (the message names the place, and its
-            quant_method), or ModelOpt's file stands in it.
+        InputError: the folder has a quantization config (the message names its place and
+            quant_method), or ModelOpt's file.
     """
     found = checkpoint.config.get(QUANTIZATION)
     if found is not None:
@@ -324,8 +329,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and "
             "config.json does not say so",
             "to run it, put the file's content into config.json, as `quantization_config` with "
-            "`quant_method` modelopt; if the "
-            "weights are not quantized, remove the file",
+            "`quant_method` modelopt; if the weights are not quantized, remove the file",
         )
 
 
@@ -376,7 +380,7 @@ def _read_shards(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, T
 
 
 def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
-    """Return the index's weight_map after checking that each value names a file of this folder itself."""
+    """The index's weight_map, each value of which names a file of this folder itself."""
     path = folder / INDEX
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -1,4 +1,4 @@
-"""Two manifests, field by field."""
+"""The comparison of two manifests, field by field."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,16 +35,16 @@ class Difference:
     right: Any
 
     def __str__(self) -> str:
-        """Return `path: left -> right` on one line, long values shortened."""
+        """`path: left -> right` on one line, long values shortened."""
         return f"{self.path}: {_short(self.left)} -> {_short(self.right)}"
 
 
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     """Compare two manifests; the list is empty exactly when their digests agree.
 
-    Causes come before effects: source and recipe first, then files, layers and ledger. Rows that
-    have a name (those of the ledger) are compared with the row of the same name, wherever it
-    stands. `digest` is left out: it follows from the rest.
+    Causes come before effects: source and recipe first, then files, layers and ledger. Rows with a
+    name (those of the ledger) are compared with the row of the same name, in any place. `digest` is
+    left out: it follows from the rest.
     """
     keys = sorted(
         (a.keys() | b.keys()) - {"digest"},
@@ -82,7 +82,7 @@ def _compare(path: str, left: Any, right: Any) -> Iterator[Difference]:
 
 
 def _have_names(rows: list[Any]) -> bool:
-    """Say whether rows are tables that their `name` tells apart."""
+    """Whether rows are tables with different names."""
     names = [row.get("name") for row in rows if isinstance(row, dict)]
     strings = {name for name in names if isinstance(name, str)}
     return len(rows) == len(names) == len(strings)

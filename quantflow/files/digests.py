@@ -1,8 +1,9 @@
-"""The sha256 of files that are read more than once: a checkpoint is hashed when it is first seen, not at every stage.
+"""A cache of the sha256 of files that are read more than once.
 
-A hash is remembered for a file's name, size, time stamps and inode. The memory is a cache: damaged,
-foreign or missing, it is made again. A hash that a result depends on for its integrity is never
-taken from here, only the identity of a source.
+With it a checkpoint is hashed when it is first seen, not at every stage. A hash belongs to a file's
+name, size, time stamps and inode. A cache that is damaged, foreign or missing is made again. Where
+the integrity of a result depends on a hash, the hash never comes from here; only the identity of a
+source does.
 """
 
 import os
@@ -19,22 +20,24 @@ from quantflow.files.canonical import canonical_json, file_digest, read_json
 VERSION = 1
 NAME = ".hashes.json"
 _KEYS = {"bytes", "mtime_ns", "ctime_ns", "inode", "sha256"}
-_SETTLED_NS = 100_000_000  # a younger file could change again without a change of its time stamps
+# A file younger than this could change again without a change of its time stamps: its hash is not
+# kept.
+_SETTLED_NS = 100_000_000
 
 
 class Digests:
-    """What is known about files; safe to use from several threads.
+    """Known hashes of files; safe to use from several threads.
 
     Attributes:
-        path: where new hashes are remembered, or None to forget them with this object.
+        path: file in which new hashes are kept; None forgets them with this object.
     """
 
     def __init__(self, path: Path | None = None, *, also: Sequence[Path] = ()) -> None:
-        """Read what is remembered.
+        """Read the kept hashes.
 
         Args:
-            path: a JSON file, which need not exist.
-            also: further such files, read and never written.
+            path: JSON file, which need not exist.
+            also: further such files, which are read and never written.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -43,11 +46,11 @@ class Digests:
             self._known |= _remembered(file)
 
     def of(self, path: Path) -> str:
-        """Return the sha256 of a file, 64 hexadecimal digits.
+        """The sha256 of a file, 64 hexadecimal digits.
 
         Raises:
             InputError: the file cannot be read.
-            OSError: what is newly known could not be written.
+            OSError: a new hash could not be written.
         """
         key = os.path.realpath(path)
         before = _identity(path)
@@ -65,7 +68,9 @@ class Digests:
         return digest
 
     def save(self) -> None:
-        """Write what is known, where there is a folder to write it into; `of` does so by itself for every new hash.
+        """Write the known hashes, unless the folder for them is missing.
+
+        `of` calls it for every new hash.
 
         Raises:
             OSError: the file system failed.
@@ -82,15 +87,15 @@ class Digests:
         *,
         map_all: Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]] = map,
     ) -> dict[Path, str]:
-        """Return the sha256 of several files.
+        """The sha256 of several files.
 
         Args:
-            paths: the files.
-            map_all: applies a function to every item, in order, such as `Workers.map`.
+            paths: paths of the files.
+            map_all: function that applies another to every item, in order, such as `Workers.map`.
 
         Raises:
             InputError: a file cannot be read.
-            OSError: what is newly known could not be written.
+            OSError: a new hash could not be written.
         """
         files = list(dict.fromkeys(paths))
         return dict(zip(files, map_all(self.of, files), strict=True))
@@ -112,12 +117,12 @@ def _identity(path: Path) -> dict[str, int]:
 
 
 def _remembered(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a file, none when it is not one of ours."""
+    """The entries of a cache file; none where it is not one of ours."""
     if not path.is_file():
         return {}
     try:
         content = read_json(path)
-    except InputError:  # a cache: what cannot be read is made again
+    except InputError:  # a cache that cannot be read is made again
         return {}
     if (
         not isinstance(content, dict)

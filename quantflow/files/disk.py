@@ -1,6 +1,7 @@
-"""Every durable write of the project: a file is absent, old or complete under its name, and on the disk when a call returns.
+"""Every durable write of the project: a file is absent, old or complete under its name.
 
-Only calls of `os` are used, so that a test can make any one of them fail.
+When a call returns, the file is on the disk. Only calls of `os` are used, so that a test can make
+any one of them fail.
 """
 
 import errno
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COPY_BLOCK = 8 * 1024 * 1024
-# What a file system answers that has no hard links, or none to there; anything else is a fault.
+# Errors of a file system without hard links, or with none to there; any other is a fault.
 _NO_LINKS = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 )
@@ -22,7 +23,7 @@ _NO_FOLDER_SYNC = frozenset(
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an error of a call on a descriptor, which knows no name, the name of its file."""
+    """Add the file's name to an error of a call on a descriptor, which has no name."""
     try:
         yield
     except OSError as error:
@@ -32,19 +33,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Create or replace the content of a file that nobody reads yet, and wait until it is on the disk.
+    """Create or replace the content of a file that nobody reads yet, and wait until it is on disk.
 
     Raises:
-        OSError: the file system failed; what was written so far may be left under the name.
+        OSError: the file system failed; a part of the content may be left under the name.
     """
     write_parts(path, (data,))
 
 
 def write_parts(path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file as `write_file` does, of parts that are made one after the other and need not be held together.
+    """Write a file from parts, like `write_file`; only one part is in memory at a time.
 
     Raises:
-        OSError: the file system failed; what was written so far may be left under the name.
+        OSError: the file system failed; a part of the content may be left under the name.
     """
     descriptor = create(path)
     try:
@@ -67,18 +68,18 @@ def write_atomic(path: Path, data: bytes | bytearray | memoryview) -> None:
         write_file(temporary, data)
         replace(temporary, path)
     except BaseException:
-        with suppress(OSError):  # the fault that is being reported, most likely
+        with suppress(OSError):  # most likely the fault that is being reported
             remove(temporary)
         raise
 
 
 def temporary_for(path: Path) -> Path:
-    """Return the name beside `path` under which it is written before it is complete."""
+    """The name beside `path` under which a file is written before it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Give a synced file its final name, in place of what has it, and wait until the folder is on the disk."""
+    """Give a synced file its final name, in place of another, and wait for the folder's sync."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -107,16 +108,16 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file; one that is not there is no error."""
+    """Remove a file; a missing one is no error."""
     with suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it; one that is not there is no error.
+    """Remove a folder and all in it; a missing one is no error.
 
     Raises:
-        OSError: the file system failed; it names the file by its whole path.
+        OSError: the file system failed; the error has the file's whole path.
     """
     if not path.is_dir() or path.is_symlink():
         remove(path)
@@ -127,7 +128,7 @@ def remove_tree(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; one that is there is no error."""
+    """Make a folder and those above it; an existing one is no error."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -140,9 +141,9 @@ def make_folder(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the same file as `source`, or a copy of it where the file system has no such links.
+    """Make `target` a hard link to `source`, or a copy where the file system has no such links.
 
-    The content must never be changed in place afterwards, only replaced: both names see it.
+    The content must never be changed in place afterwards, only replaced: both names share it.
 
     Raises:
         OSError: the file system failed, or `target` exists; no part of a copy is left.
@@ -156,7 +157,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file's content, holding 8 MiB of it at a time, and wait until it is on the disk.
+    """Copy a file's content, 8 MiB at a time, and wait until it is on the disk.
 
     Raises:
         OSError: the file system failed; no part of a copy is left.
@@ -188,7 +189,7 @@ def create(path: Path) -> int:
     """Create or truncate a file and return its descriptor, for reading and writing.
 
     Raises:
-        OSError: the file system failed, or what has the name is no file of ours; see `open_own`.
+        OSError: the file system failed, or the name belongs to no file of ours; see `open_own`.
     """
     descriptor = open_own(path, os.O_RDWR)
     try:
@@ -202,18 +203,18 @@ def create(path: Path) -> int:
 
 
 def open_own(path: Path, mode: int) -> int:
-    """Open a file for writing, made where it is missing, and return its descriptor.
+    """Open a file for writing, create it where it is missing, and return its descriptor.
 
-    Whoever may write beside an output could put a link there, and have another file truncated or
-    appended to.
+    Anybody who may write beside an output could put a link there, and have another file truncated
+    or appended to.
 
     Args:
-        path: the file.
+        path: path of the file.
         mode: O_WRONLY or O_RDWR, and O_APPEND.
 
     Raises:
-        OSError: the file system failed; or what has the name is a link, no regular file, known by
-            another name too, or somebody else's. It is left as it is.
+        OSError: the file system failed; or the name belongs to a link, to no regular file, to a
+            file with another name too, or to somebody else's. It is left as it is.
     """
     try:
         descriptor = os.open(
@@ -237,14 +238,14 @@ def _not_ours(path: Path) -> OSError:
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of `data` where the descriptor stands; one call to the system may write less."""
+    """Write all of `data` at the descriptor's position; one system call may write less."""
     view = flat(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def pwrite_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` bytes of the file; safe beside other writers of other bytes."""
+    """Write all of `data` at `offset` bytes of the file; safe beside writers of other bytes."""
     view = flat(data)
     while view:
         count = os.pwrite(descriptor, view, offset)
@@ -252,14 +253,14 @@ def pwrite_all(descriptor: int, data: bytes | bytearray | memoryview, offset: in
 
 
 def flat(data: bytes | bytearray | memoryview) -> memoryview:
-    """Return contiguous data as a view of its bytes."""
+    """A view of the bytes of contiguous data."""
     view = memoryview(data)
     # a view of no elements cannot be cast
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes this user can still write on the file system of a folder, which need not exist yet."""
+    """Bytes that this user can still write on a folder's file system; it need not exist yet."""
     while not folder.exists() and folder.parent != folder:
         folder = folder.parent
     found = os.statvfs(folder)
@@ -267,10 +268,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def writable_by_others(path: Path) -> bool:
-    """Return whether somebody else than this user and root decides what a file or folder holds.
+    """Whether somebody beside this user and root can change a file or folder.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: its status cannot be read.
     """
     status = path.stat()
     return status.st_uid not in (os.getuid(), 0) or bool(status.st_mode & 0o022)

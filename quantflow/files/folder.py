@@ -16,18 +16,18 @@ from quantflow.errors import InputError
 IGNORED_FOLDERS = frozenset({".git", ".cache"})
 POINTER_START = b"version https://git-lfs"
 POINTER_MAX_BYTES = 1024
-# of the process or the system, whatever the file
+# errors of the process or the system, whatever the file
 LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a folder holds, as names relative to it with `/` between folders, sorted.
+    """Content of a folder, as names relative to it with `/` between folders, sorted.
 
     Attributes:
         files: regular files.
-        others: what is not a regular file or a folder: links, FIFOs, devices, names that are not
-            UTF-8.
+        others: entries that are no regular file or folder: links, FIFOs, devices, names that are
+            not UTF-8.
     """
 
     files: tuple[str, ...]
@@ -39,8 +39,8 @@ def reading(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file for reading.
 
     Raises:
-        InputError: it is missing, unreadable, or not a regular file (a FIFO is refused, not waited
-            for).
+        InputError: the file is missing, unreadable, or not a regular file (a FIFO is refused
+            without a wait).
         OSError: this process has no descriptor or memory left, which is not the file's fault.
     """
     try:
@@ -62,8 +62,8 @@ def refuse_pointer(head: bytes, path: Path) -> None:
     """Refuse a file that git-LFS left in place of the real one.
 
     Args:
-        head: the first bytes of the file, at least 23 where it has that many.
-        path: the file, for the message.
+        head: first bytes of the file, at least 23 where it has that many.
+        path: path of the file, for the message.
 
     Raises:
         InputError: `head` is the first line of a git-LFS pointer.
@@ -90,13 +90,13 @@ def list_files(folder: Path, *, follow_links: bool) -> Listing:
     """List a folder and its sub-folders, without those of git and the hub's download cache.
 
     Args:
-        folder: the folder to list.
-        follow_links: count a link to a regular file as that file (a hub snapshot is made of links).
-            A link to a folder is never followed.
+        folder: folder to list.
+        follow_links: whether a link to a regular file counts as that file (a hub snapshot consists
+            of links). A link to a folder is never followed.
 
     Raises:
         InputError: the folder is missing or cannot be read.
-        OSError: as for `reading`.
+        OSError: see `reading`.
     """
     files: list[str] = []
     others: list[str] = []

@@ -1,4 +1,4 @@
-"""What a folder holds, as plain data: an artifact, a model, or measurements. Hashes are `verify`'s business."""
+"""A folder's content as plain data: an artifact, a model, measurements. Hashes are `verify`'s."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ from quantflow.files.safetensors_header import TensorInfo, read_header
 MEASUREMENT_NAME = "measurement.json"
 STATISTICS_NAME = "statistics.safetensors"
 IR_NAME, IR_WEIGHTS = "openvino_model.xml", "openvino_model.bin"
-_IR_LARGEST = 256 << 20  # bytes of the graph: a model of a hundred layers has a tenth of that
+_IR_LARGEST = 256 << 20  # bytes of a graph; that of a hundred layers has a tenth of it
 _WORD = re.compile(r'(\w+)="([^"]*)"')
 _RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 _MEASUREMENT_KEYS = (
@@ -28,17 +28,17 @@ _MEASUREMENT_KEYS = (
 
 
 def summarize(folder: Path) -> dict[str, Any]:
-    """Summarize an artifact, a model, one rank's measurement, or a folder of them, reading headers and JSON only.
+    """Content of an artifact, a model, one rank's measurement, or a folder of them.
 
-    Of a folder of OpenVINO the graph is read, and no constant.
+    Only headers and JSON are read. For a folder of OpenVINO the graph is read, and no constant.
 
     Returns:
         A table whose `kind` is artifact, checkpoint, measurement, measurements or openvino_ir.
 
     Raises:
         InputError: the folder is none of these, or damaged.
-        IntegrityError: an artifact whose manifest was changed.
-        UnsupportedError: an artifact of a newer layout version.
+        IntegrityError: the manifest of an artifact was changed.
+        UnsupportedError: an artifact has a newer layout version.
     """
     if (folder / MANIFEST_NAME).exists():
         return _artifact(folder)
@@ -107,13 +107,13 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _graph(folder: Path) -> dict[str, Any]:
-    """Return what OpenVINO's graph says: the artifact that it was made from, and its constants by their element types.
+    """Content of OpenVINO's graph: its source artifact, and its constants by element type.
 
-    OpenVINO writes each element of the graph into a line of its own, and what a constant is behind
-    it.
+    OpenVINO writes each element of the graph on a line of its own. The attributes of a constant
+    follow on the next line.
 
     Raises:
-        InputError: it is no such file, or has constants beyond the end of the weights.
+        InputError: the file is no such graph, or has constants beyond the end of the weights.
     """
     path, weights = folder / IR_NAME, folder / IR_WEIGHTS
     try:
@@ -161,7 +161,7 @@ def _graph(folder: Path) -> dict[str, Any]:
 
 
 def _cache(quantization: Any) -> dict[str, Any]:
-    """Return how keys and values are kept, in short; nothing where they stay as they are."""
+    """Scheme of keys and values in short; nothing where they stay as they are."""
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if not isinstance(scheme, dict):
         return {}
@@ -192,7 +192,7 @@ def _measurement(folder: Path) -> dict[str, Any]:
 
 
 def _routed(fed: Any, routed: Any) -> dict[str, Any]:
-    """Return the tokens that the router sent to the experts of each layer, in short; nothing for a model without experts."""
+    """Tokens that the router sent to each layer's experts in short; nothing without experts."""
     if not isinstance(routed, Mapping):
         return {}
     ledgers = {experts: row for experts, row in routed.items() if isinstance(row, Mapping)}
@@ -204,7 +204,7 @@ def _routed(fed: Any, routed: Any) -> dict[str, Any]:
 
 
 def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same of an artifact, and how many experts were short of tokens."""
+    """Tokens per expert of an artifact in short, and the number of experts that lacked tokens."""
     rows = {}
     for row in [layer["experts"] for layer in layers if "experts" in layer]:
         tokens = row["tokens"]
@@ -218,12 +218,14 @@ def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def output_errors(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return in short what a manifest's `layers` say of the outputs on the calibration text; empty where they say nothing.
+    """Output errors on the calibration text in short, from the `layers` of a manifest.
 
     Returns:
         `linears` (how many were compared), `median` and `median_rtn` (relative, of the algorithm
-        and of plain round to nearest), `worst` and its `worst_linear`, `worse_than_rtn` and
-        `same_as_rtn` (how many linears are).
+            and of
+        plain round to nearest), `worst` and its `worst_linear`, `worse_than_rtn` and `same_as_rtn`
+            (how
+        many linears are). Empty where the layers have none.
     """
     rows = [
         (name, told["output_error"], told["output_error_rtn"], told["same_as_rtn"])
@@ -246,7 +248,7 @@ def output_errors(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_dtype(infos: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
-    """Return dtype -> tensors and bytes, the largest share first."""
+    """Tensors and bytes by dtype, the largest share first."""
     table: dict[str, dict[str, int]] = {}
     for info in infos:
         row = table.setdefault(info.dtype, {"tensors": 0, "bytes": 0})

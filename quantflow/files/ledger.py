@@ -1,7 +1,7 @@
-"""Where every tensor and file of the source went: quantized, copied, changed or dropped, and why.
+"""The ledger: what became of every tensor and file of the source, and why.
 
-A ledger that checks out has no silent loss: each source tensor once, each tensor of the artifact
-claimed once, and byte sums that equal the source's.
+A ledger that passes its checks has no silent loss: each source tensor once, each tensor of the
+artifact claimed once, and byte sums that equal the source's.
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ _Entry = TypeVar("_Entry", "LedgerEntry", "FileEntry")
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerEntry:
-    """What became of one tensor of the source.
+    """The fate of one tensor of the source.
 
     Attributes:
-        name: its source name.
-        dtype: its dtype in the source, as safetensors names it.
-        shape: its shape in the source.
-        nbytes: its bytes in the source.
+        name: source name of the tensor.
+        dtype: dtype in the source, as safetensors names it.
+        shape: shape in the source.
+        nbytes: bytes in the source.
         action: quantized, copied (same bytes), changed (such as a norm that absorbed a smoothing)
-            or dropped. An embedding that was the head too is copied where the head was quantized,
+            or dropped. Where the head was quantized, an embedding that was also the head is copied,
             and becomes the head's tensors beside itself.
-        reason: why, a phrase.
-        becomes: the artifact's tensors that exist because of it, scales included; empty exactly
+        reason: a phrase that says why.
+        becomes: tensors of the artifact that exist because of it, scales included; empty exactly
             when dropped.
     """
 
@@ -47,8 +47,8 @@ class LedgerEntry:
         """Check the entry on its own.
 
         Raises:
-            InputError: an unknown action, bytes that do not fit shape and dtype, or `becomes`
-                against the action.
+            InputError: the action is unknown, the bytes do not fit shape and dtype, or `becomes`
+                contradicts the action.
         """
         if self.action not in get_args(Action):
             raise InputError(f"ledger entry {self.name!r}: unknown action {self.action!r}", _AGAIN)
@@ -64,13 +64,13 @@ class LedgerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What became of one file of the source.
+    """The fate of one file of the source.
 
     Attributes:
-        name: its name in the source folder.
-        nbytes: its bytes there.
+        name: name in the source folder.
+        nbytes: bytes of the file there.
         action: copied, rewritten (config.json, the weights) or dropped.
-        reason: why, a phrase.
+        reason: a phrase that says why.
     """
 
     name: str
@@ -82,7 +82,7 @@ class FileEntry:
         """Check the entry on its own.
 
         Raises:
-            InputError: an unknown action or a negative size.
+            InputError: the action is unknown or the size negative.
         """
         if self.action not in get_args(FileAction) or self.nbytes < 0:
             raise InputError(
@@ -97,8 +97,8 @@ class Ledger:
     Attributes:
         tensors: one entry for every tensor of the source.
         files: one entry for every file of the source.
-        measured: the artifact's tensors that come from no tensor of the source but from what was
-            measured, the scales of its caches; not in the byte sums, which are the source's.
+        measured: tensors of the artifact that come from a measurement and from no tensor of the
+            source: the scales of its caches. They are not in the byte sums, which are the source's.
     """
 
     tensors: tuple[LedgerEntry, ...]
@@ -109,7 +109,7 @@ class Ledger:
         """Check that nothing is recorded twice.
 
         Raises:
-            IntegrityError: a source tensor, a source file or an artifact tensor that appears twice.
+            IntegrityError: a source tensor, a source file or an artifact tensor appears twice.
         """
         _refuse_repeated("source tensor", (entry.name for entry in self.tensors))
         _refuse_repeated("source file", (entry.name for entry in self.files))
@@ -117,7 +117,7 @@ class Ledger:
         _refuse_repeated("artifact tensor", (*made, *self.measured))
 
     def bytes_by_action(self) -> dict[str, int]:
-        """Return the source's bytes: `source` in total, and of each action."""
+        """Bytes of the source: `source` in total, and those of each action."""
         sums = {"source": sum(entry.nbytes for entry in self.tensors)}
         for action in get_args(Action):
             sums[action] = sum(entry.nbytes for entry in self.tensors if entry.action == action)
@@ -129,15 +129,14 @@ class Ledger:
         *,
         source_files: Mapping[str, int] | None = None,
     ) -> None:
-        """Check the ledger against the source: every tensor exactly once, with its dtype, shape and bytes.
+        """Check the ledger against the source: every tensor once, with its dtype, shape and bytes.
 
         Args:
-            source_tensors: the source's headers, by tensor name.
-            source_files: file name -> bytes of the source folder, where the files are to be checked
-                too.
+            source_tensors: headers of the source, by tensor name.
+            source_files: file name -> bytes of the source folder; None does not check the files.
 
         Raises:
-            IntegrityError: naming the tensor or file that is missing, foreign or different.
+            IntegrityError: a tensor or file is missing, foreign or different; the message names it.
         """
         recorded = {entry.name: entry for entry in self.tensors}
         _refuse_unequal(
@@ -146,8 +145,11 @@ class Ledger:
         for name, info in source_tensors.items():
             entry = recorded[name]
             if (entry.dtype, entry.shape, entry.nbytes) != (info.dtype, info.shape, info.nbytes):
-                cause = f"ledger {entry.dtype} {list(entry.shape)}, source {info.dtype} {list(info.shape)}"
-                raise IntegrityError(f"source tensor {name!r}: {cause}", _AGAIN)
+                raise IntegrityError(
+                    f"source tensor {name!r}: ledger {entry.dtype} {list(entry.shape)}, "
+                    f"source {info.dtype} {list(info.shape)}",
+                    _AGAIN,
+                )
         if source_files is None:
             return
         sizes = {entry.name: entry.nbytes for entry in self.files}
@@ -159,13 +161,13 @@ class Ledger:
                 )
 
     def check_artifact(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Check the ledger against the artifact: each tensor claimed, each claim kept, copies of the source's form.
+        """Check the ledger against the artifact: each claim is kept, copies have their form.
 
         Args:
-            tensors: the artifact's headers, by tensor name.
+            tensors: headers of the artifact, by tensor name.
 
         Raises:
-            IntegrityError: naming the tensor.
+            IntegrityError: a tensor contradicts the ledger; the message names it.
         """
         claimed = {name: entry for entry in self.tensors for name in entry.becomes}
         known = claimed | dict.fromkeys(self.measured)
@@ -178,11 +180,14 @@ class Ledger:
                 and itself
                 and (entry.dtype, entry.shape) != (info.dtype, info.shape)
             ):
-                cause = f"copied from {entry.dtype} {list(entry.shape)}, is {info.dtype} {list(info.shape)}"
-                raise IntegrityError(f"artifact tensor {name!r}: {cause}", _AGAIN)
+                raise IntegrityError(
+                    f"artifact tensor {name!r}: copied from {entry.dtype} {list(entry.shape)}, is "
+                    f"{info.dtype} {list(info.shape)}",
+                    _AGAIN,
+                )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ledger as JSON: tensors, files, the byte sums of the source, and `measured` where there is any."""
+        """The ledger as JSON: tensors, files, the source's byte sums, `measured` where any is."""
         tensors = [
             {**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)}
             for entry in self.tensors
@@ -193,10 +198,10 @@ class Ledger:
 
     @classmethod
     def from_json(cls, value: Any) -> "Ledger":
-        """Read what `to_json` returned.
+        """The ledger that `to_json` returned.
 
         Raises:
-            InputError: it has another form.
+            InputError: the value has another form.
             IntegrityError: its byte sums are not those of its entries.
         """
         if not isinstance(value, dict) or set(value) - {"measured"} != {
@@ -210,10 +215,8 @@ class Ledger:
         measured = value.get("measured", [])
         if not _has_form("becomes", measured):
             raise InputError(f"ledger: measured is {str(measured)[:40]!r}", _AGAIN)
-        tensors, files = (
-            _entries(LedgerEntry, value["tensors"]),
-            _entries(FileEntry, value["files"]),
-        )
+        tensors = _entries(LedgerEntry, value["tensors"])
+        files = _entries(FileEntry, value["files"])
         ledger = cls(tensors=tensors, files=files, measured=tuple(measured))
         if value["bytes"] != ledger.bytes_by_action():
             cause = (
@@ -224,7 +227,7 @@ class Ledger:
 
 
 def _entries(kind: type[_Entry], rows: Any) -> tuple[_Entry, ...]:
-    """Build entries from JSON rows, checking the type of every field."""
+    """Entries from JSON rows; the type of every field is checked."""
     names = {item.name for item in fields(kind)}
     if not isinstance(rows, list):
         raise InputError(f"ledger: {kind.__name__} rows are not a list", _AGAIN)
@@ -245,7 +248,7 @@ def _entries(kind: type[_Entry], rows: Any) -> tuple[_Entry, ...]:
 
 
 def _has_form(key: str, item: Any) -> bool:
-    """Say whether a field of a row has its JSON type."""
+    """Whether a field of a row has its JSON type."""
     if key == "nbytes":
         return type(item) is int
     if key in {"shape", "becomes"}:

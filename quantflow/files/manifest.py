@@ -1,7 +1,7 @@
-"""quantflow.json: what an artifact was made from, how, and the hash of each of its files.
+"""The manifest, quantflow.json: an artifact's source, recipe and proof, and the hash of each file.
 
 It holds no time, host, path, thread count or memory figure, so the same inputs give the same bytes.
-`digest` is the sha256 of its own canonical JSON without that key; it covers every other hashed file
+`digest` is the sha256 of its own canonical JSON without that key. It covers every other hashed file
 through `files`, so it is "the artifact's hash". The byte form (`readable_json`) and the digest are
 defined alike in every layout version: a newer manifest is recognised as intact and newer, a damaged
 one as damaged.
@@ -42,13 +42,13 @@ BODY_KEYS = frozenset(
         "made_from",
     }
 )
-# head: of one that is quantized, its source name, errors and decisions, as of a layer;
-# lean_decoder: why it does not run this; rounded_inputs: what it would cost to round inputs that
-# the schemes leave alone
+# head: source name, errors and decisions of a quantized head, like a layer's
+# lean_decoder: the reason why the lean decoder does not run this artifact
+# rounded_inputs: the cost of rounding inputs that the schemes leave alone
 OPTIONAL_KEYS = frozenset({"head", "lean_decoder", "rounded_inputs"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# rounded inputs may diverge by this part of what the artifact diverges by from its source
+# Rounded inputs may diverge by a twentieth of the divergence of the artifact from its source.
 INPUTS_SHARE = 20
 _AGAIN = "copy or export the artifact again"
 
@@ -62,7 +62,7 @@ class _Source(TypedDict):
 
 
 class _Resolved(TypedDict):
-    """What the recipe became."""
+    """The resolution of the recipe."""
 
     algorithm: str
     transforms: list[dict[str, Any]]
@@ -79,14 +79,14 @@ class _MadeBy(TypedDict):
 
 
 class _Calibrated(TypedDict):
-    """The text that was measured on."""
+    """The text of the measurement."""
 
     hash: str
     sequence_length: int
 
 
 class _Counts(TypedDict):
-    """How much of it."""
+    """The amount of that text."""
 
     samples: int
     tokens: int
@@ -101,20 +101,20 @@ class _Measured(TypedDict):
 
 
 class _Flavour(TypedDict):
-    """Which float8."""
+    """The flavour of float8."""
 
     flavour: str
 
 
 class _Error(TypedDict):
-    """How far a linear is from what it was: relative squared errors."""
+    """Relative squared errors of a linear against the original."""
 
     weight: float
     output: NotRequired[float]
 
 
 class _Decided(TypedDict):
-    """What was decided of a linear; errors of outputs are relative, on the calibration text."""
+    """Decisions about a linear; errors of outputs are relative, on the calibration text."""
 
     output_error: NotRequired[float | None]
     output_error_rtn: NotRequired[float | None]
@@ -139,7 +139,7 @@ class _Experts(TypedDict):
 
 
 class _LayerRow(TypedDict):
-    """What is known of one layer, or of the head."""
+    """The record of one layer, or of the head."""
 
     errors: dict[str, _Error]
     decisions: dict[str, _Decided]
@@ -157,7 +157,11 @@ class _Proof(TypedDict):
 
 
 class _RoundedInputs(TypedDict):
-    """Divergences on some tokens, nats: of the artifact and itself with rounded inputs, and of its source and the artifact."""
+    """Divergences on some tokens, nats.
+
+    `kld` is between the artifact and itself with rounded inputs, `kld_of_artifact` between its
+    source and the artifact.
+    """
 
     kld: float
     kld_of_artifact: float
@@ -165,7 +169,7 @@ class _RoundedInputs(TypedDict):
 
 
 class _Manifest(TypedDict):
-    """The values that something reads; `_check_files` and the ledger look at theirs."""
+    """The values that some code reads; `_check_files` and the ledger check theirs."""
 
     source: _Source
     recipe: _MadeBy
@@ -183,19 +187,18 @@ class _Manifest(TypedDict):
 def build_manifest(
     folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Make the manifest of a folder that is otherwise complete.
+    """The manifest of a folder that is otherwise complete.
 
     Args:
-        folder: the artifact; every file but those in UNHASHED is hashed.
-        body: the keys in BODY_KEYS, and those in OPTIONAL_KEYS that there is something to say
-            about; `kind` is "artifact".
-        hashes: file name -> sha256 of files whose content was hashed already; whoever gives them
-            sees to it that a reader compares them with the content before the artifact is
-            published.
+        folder: folder of the artifact; every file but those in UNHASHED is hashed.
+        body: the keys in BODY_KEYS, and those in OPTIONAL_KEYS that have a value; `kind` is
+            "artifact".
+        hashes: file name -> sha256 of files whose content was hashed already. The caller makes sure
+            that a reader compares them with the content before the artifact is published.
 
     Raises:
-        InputError: missing or unknown keys in `body`, a value that JSON cannot hold, or a link in
-            the folder.
+        InputError: `body` lacks keys or has unknown ones, JSON cannot hold a value, or the folder
+            has a link.
     """
     _check_keys(set(body), expected=BODY_KEYS, name="the body of a manifest")
     listing = list_files(folder, follow_links=False)
@@ -218,22 +221,25 @@ def build_manifest(
 
 
 def with_note(manifest: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a manifest with one of OPTIONAL_KEYS more."""
+    """A manifest with one more of OPTIONAL_KEYS."""
     body = {**{name: part for name, part in manifest.items() if name != "digest"}, key: value}
     return {**body, "digest": digest_of(body)}
 
 
 def rounds_inputs(manifest: Mapping[str, Any]) -> bool:
-    """Return whether inputs are rounded when an artifact runs: that costs a twentieth of what the artifact does, or less."""
+    """Whether inputs are rounded when an artifact runs.
+
+    They are where their cost is at most a twentieth of the artifact's own divergence.
+    """
     record = manifest.get("rounded_inputs")
     return record is not None and INPUTS_SHARE * record["kld"] <= record["kld_of_artifact"]
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write quantflow.json and wait until it is on the disk. The folder is not under its final name yet.
+    """Write quantflow.json and wait until it is on the disk; the folder has no final name yet.
 
     Raises:
-        InputError: a value that JSON cannot hold.
+        InputError: JSON cannot hold a value.
         IntegrityError: the manifest was changed after its digest was taken.
     """
     _check_digest(manifest)

@@ -1,7 +1,7 @@
-"""Regular expressions that come in files: a config's targets, a recipe's names, an adapter's, a QUANT_CONFIG's.
+"""Regular expressions from files: a config's targets, names of a recipe, adapter, QUANT_CONFIG.
 
 A few characters such as `(a+)+$` keep Python's own engine busy for years. Here an expression has a
-length, and its searches have a time together.
+largest length, and all its searches together have a largest time.
 """
 
 import time
@@ -12,7 +12,8 @@ import regex
 from quantflow.errors import InputError
 
 LONGEST = 4096  # characters
-# of all searches with one pattern; a mixture has 50,000 names, each of which takes microseconds
+# All searches with one pattern may take so long. A mixture has 50,000 names, each of which takes
+# microseconds.
 SECONDS = 5.0
 _ERRORS = (
     regex.error,
@@ -30,12 +31,13 @@ class Pattern:
     """A regular expression, with the syntax of Python's `re`."""
 
     def __init__(self, text: str) -> None:
-        """Compile it.
+        """Compile the expression.
 
         Raises:
-            InputError: it is no regular expression, or too long.
+            InputError: the text is no regular expression, or too long.
         """
-        self.text, self._left = text, SECONDS
+        self.text = text
+        self._left = SECONDS
         if len(text) > LONGEST:
             raise self._refused(f"has {len(text)} characters, {LONGEST} are allowed")
         try:
@@ -44,19 +46,19 @@ class Pattern:
             raise self._refused(f"is no regular expression: {error}") from error
 
     def match(self, name: str) -> bool:
-        """Return whether it matches from the beginning of a name on.
+        """Whether the pattern matches from the beginning of a name on.
 
         Raises:
-            InputError: its searches have taken more than their time.
+            InputError: the searches took more than their time.
         """
         return self._timed(self._compiled.match, name)
 
     def fullmatch(self, name: str) -> bool:
-        """Return whether it matches all of a name; raises as `match`."""
+        """Whether the pattern matches all of a name; raises like `match`."""
         return self._timed(self._compiled.fullmatch, name)
 
     def search(self, name: str) -> bool:
-        """Return whether it matches anywhere in a name; raises as `match`."""
+        """Whether the pattern matches anywhere in a name; raises like `match`."""
         return self._timed(self._compiled.search, name)
 
     def _timed(self, find: Any, name: str) -> bool:

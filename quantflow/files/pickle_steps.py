@@ -1,4 +1,4 @@
-"""What every restricted reader of pickles asks first: that the pickle's own steps make no more than they hold."""
+"""The first check of every restricted reader: a pickle allocates no more than it holds."""
 
 import pickletools
 from collections.abc import Callable
@@ -8,14 +8,16 @@ _MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET
 
 
 def scan(data: bytes, refuse: Callable[[str], Exception]) -> None:
-    """Refuse a pickle that would make Python allocate what it does not hold: memory for a memo of 2 ** 32 entries.
+    """Refuse a pickle that would make Python allocate memory for what it does not hold.
+
+    One opcode can ask for a memo of 2 ** 32 entries.
 
     Args:
-        data: the pickle; nothing of it is run.
-        refuse: return the error for what it asks for, in words.
+        data: bytes of the pickle; nothing of it is run.
+        refuse: function from what the pickle asks for, in words, to the error.
 
     Raises:
-        Exception: that of `refuse`; or whatever a damaged pickle makes `pickletools` raise.
+        Exception: the error from `refuse`; or any that a damaged pickle makes `pickletools` raise.
     """
     for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if count >= MAX_STEPS:

@@ -1,6 +1,7 @@
-"""Where an artifact comes from, in the words of two standards; both texts follow from its manifest alone, byte for byte.
+"""The provenance of an artifact in two standard forms; both follow from its manifest alone.
 
-    ARTIFACT.intoto.json    an in-toto Statement v1 with a SLSA Provenance v1 predicate: source hashes, recipe, tools
+    ARTIFACT.intoto.json    an in-toto Statement v1 with a SLSA Provenance v1 predicate: source
+                            hashes, recipe, tools
     ARTIFACT.cdx.json       a CycloneDX 1.6 bill of materials: the model, its source, its files
 
 Neither holds a time, a host or a path, so the same artifact has the same texts.
@@ -14,7 +15,10 @@ _BUILD_TYPE = "https://quantflow.dev/export/v1"
 
 
 def statement(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the in-toto statement of an artifact. Source: in-toto.io/Statement/v1, slsa.dev/provenance/v1."""
+    """The in-toto statement of an artifact.
+
+    Source: in-toto.io/Statement/v1, slsa.dev/provenance/v1.
+    """
     source = manifest["source"]
     subjects = [
         {"name": name, "digest": {"sha256": row["sha256"]}}
@@ -53,9 +57,10 @@ def statement(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bill_of_materials(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CycloneDX ML-BOM of an artifact. Source: cyclonedx.org, schema bom-1.6."""
+    """The CycloneDX ML-BOM of an artifact. Source: cyclonedx.org, schema bom-1.6."""
     source, recipe = manifest["source"], manifest["recipe"]
-    reference, origin = f"artifact:{manifest['digest']}", f"source:{source['name']}"
+    reference = f"artifact:{manifest['digest']}"
+    origin = f"source:{source['name']}"
     files = [
         {
             "type": "file",

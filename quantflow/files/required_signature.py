@@ -1,5 +1,6 @@
-"""Whose signature an artifact has to have before a verb runs it: the same options for generate, bench, chat and serve."""
+"""The signature that an artifact needs before generate, bench, chat or serve runs it."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,67 +8,59 @@ from quantflow.files import signing
 from quantflow.settings import setting
 
 VERBS = ("generate", "bench", "chat", "serve")
+_for_verbs = functools.partial(setting, verbs=VERBS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredSignature:
-    """Whom an artifact has to be signed by; nobody by default.
+    """The signer that an artifact needs; with no setting it needs none.
 
-    Attributes:
-        key: a public key, PEM.
-        certificates: roots, PEM; the signer's certificate leads to one of them and is valid today.
-        identity, issuer: of Sigstore, over the network.
+    `certificates` are roots: the signer's certificate leads to one of them and is valid today.
+    Sigstore looks `identity` and `issuer` up over the network.
     """
 
-    key: Path | None = setting(
+    key: Path | None = _for_verbs(
         None,
-        flag="--require-signature",
+        "--require-signature",
         metavar="PEM",
-        verbs=VERBS,
         parse=Path,
-        help="A public key: the artifact has to be signed with its private one.",
+        help="Public key: the artifact has to be signed with its private one.",
     )
-    certificates: tuple[str, ...] = setting(
+    certificates: tuple[str, ...] = _for_verbs(
         (),
-        flag="--require-certificate",
+        "--require-certificate",
         metavar="PEM",
-        verbs=VERBS,
-        help="A root that the signer's certificate leads to.",
+        help="Root that the signer's certificate leads to.",
     )
-    identity: str | None = setting(
+    identity: str | None = _for_verbs(
         None,
-        flag="--require-identity",
+        "--require-identity",
         metavar="WHO",
-        verbs=VERBS,
-        help="Who signed it, of Sigstore; with --require-issuer.",
+        help="Sigstore identity of the signer; with --require-issuer.",
     )
-    issuer: str | None = setting(
-        None,
-        flag="--require-issuer",
-        metavar="URL",
-        verbs=VERBS,
-        help="The service that knows them.",
+    issuer: str | None = _for_verbs(
+        None, "--require-issuer", metavar="URL", help="Sigstore service that knows the signer."
     )
 
     def __bool__(self) -> bool:
-        """Whether anybody is asked for."""
+        """Whether a signature is needed."""
         return any((self.key, self.certificates, self.identity, self.issuer))
 
     def __post_init__(self) -> None:
-        """Refuse several, and an identity without its issuer.
+        """Refuse several signers, and an identity without its issuer.
 
         Raises:
-            UsageError: naming them.
+            UsageError: the settings contradict each other; the message names them.
         """
         if self:
             self._trusted()
 
     def check(self, folder: Path) -> None:
-        """Do nothing where the artifact has the signature, or none is asked for.
+        """Refuse an artifact without the signature; do nothing where none is needed.
 
         Raises:
             InputError: there is no signature, or a key cannot be read.
-            IntegrityError: it is another's, or the artifact was changed.
+            IntegrityError: the signature is another's, or the artifact was changed.
         """
         if self:
             signing.require_signature(folder, self._trusted())

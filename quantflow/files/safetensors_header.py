@@ -2,8 +2,10 @@
 
     bytes 0..7       N, little-endian unsigned 64 bit, at most 100,000,000
     bytes 8..8+N-1   one JSON object, padded with spaces:
-                     {name: {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {string: string}}
-    the rest         the tensors' bytes; offsets count from here, leave no hole, do not overlap, and end with the file
+                     {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...,
+                      "__metadata__": {string: string}}
+    the rest         the tensors' bytes; offsets count from here, leave no hole, do not overlap, and
+                     end with the file
 
 The checks are those of the format's reference implementation, and stricter: a duplicate or unknown
 key is refused.
@@ -34,16 +36,16 @@ _DAMAGED = "download or write the file again"
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor lies in its file.
+    """The place of a tensor in its file.
 
     Attributes:
-        name: the tensor's name.
-        dtype: the format's name of the dtype, such as BF16 or F8_E4M3.
-        shape: the tensor's shape; () for a scalar.
+        name: name of the tensor.
+        dtype: name of the dtype in the format, such as BF16 or F8_E4M3.
+        shape: shape of the tensor; () for a scalar.
         offset: bytes from the beginning of the FILE.
-        nbytes: bytes it occupies.
-        strides: elements from one to the next along each axis, where they don't lie one after the
-            other: it is a part of a tensor of the file, or its transpose.
+        nbytes: bytes of the tensor.
+        strides: elements from one to the next along each axis; None where they lie one after the
+            other. Others are a part of a tensor of the file, or its transpose.
     """
 
     name: str
@@ -56,13 +58,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart:
-    """A part of a tensor under a name of its own, or the whole of it with its axes in another order.
+    """A part of a tensor under its own name, or the whole of it with its axes in another order.
 
     Attributes:
-        name: its own.
-        shape: its own.
+        name: name of the part.
+        shape: shape of the part.
         strides: elements of the tensor from one of the part to the next, along each axis.
-        start: elements of the tensor before its first one.
+        start: elements of the tensor before the first one of the part.
     """
 
     name: str
@@ -71,8 +73,10 @@ class TensorPart:
     start: int = 0
 
     def of(self, whole: TensorInfo) -> TensorInfo:
-        """Return where the part lies in the file that holds the tensor."""
-        itemsize, elements, dense = DTYPE_BITS[whole.dtype] // 8, 1, []
+        """The place of the part in the file that holds the tensor."""
+        itemsize = DTYPE_BITS[whole.dtype] // 8
+        elements = 1
+        dense = []
         for size in reversed(self.shape):
             dense.append(elements)
             elements *= size
@@ -91,10 +95,10 @@ class SplitTensor:
     """A tensor of a file that is read in parts, or with its axes in another order.
 
     Attributes:
-        shape: its own.
-        parts: what it is read as; together they have each of its elements once.
-        exchanged: the same of files that hold its last two axes the other way round; None: there
-            are none.
+        shape: shape of the tensor.
+        parts: parts as which it is read; together they have each of its elements once.
+        exchanged: the split in files that hold the last two axes in the other order; None where no
+            file does.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +106,7 @@ class SplitTensor:
     exchanged: "SplitTensor | None" = None
 
     def of(self, shape: tuple[int, ...]) -> "SplitTensor | None":
-        """Return how a tensor of this shape is read; None: it has another one."""
+        """The split of a tensor of this shape; None for any other shape."""
         return next(
             (one for one in (self, self.exchanged) if one is not None and one.shape == shape), None
         )
@@ -115,8 +119,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         The tensors by name, in the order of their bytes, and the file's metadata.
 
     Raises:
-        InputError: naming the file, and the tensor where there is one: unreadable, a git-LFS
-            pointer, truncated, longer than its tensors, or any violation of the format.
+        InputError: the file is unreadable, a git-LFS pointer, truncated, longer than its tensors,
+            or violates the format; the message names the file, and the tensor where there is one.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -152,7 +156,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Return the bytes that a tensor occupies, or None where the format cannot hold it.
+    """Bytes of a tensor, or None where the format cannot hold it.
 
     None stands for an unknown dtype, a dimension or a product beyond 63 bits, or a fraction of a
     byte.
@@ -169,7 +173,14 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
 
 
 def _tensor(path: Path, name: str, entry: Any, *, begin: int) -> TensorInfo:
-    """Check one entry of the header on its own; `begin` is where the file's data begins."""
+    """Check one entry of the header on its own.
+
+    Args:
+        path: path of the file, for the message.
+        name: name of the tensor.
+        entry: entry of the header.
+        begin: offset in the file where its data begins.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise InputError(
             f"{path}: tensor {name!r} needs exactly dtype, shape and data_offsets", _DAMAGED
@@ -178,9 +189,10 @@ def _tensor(path: Path, name: str, entry: Any, *, begin: int) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise InputError(f"{path}: tensor {name!r} has unknown dtype {str(dtype)[:40]!r}", _DAMAGED)
     if len(name) > MAX_NAME or (isinstance(shape, list) and len(shape) > MAX_DIMENSIONS):
-        cause = f"{path}: tensor {name[:80]!r} has {len(name)} characters of name and {len(shape)} dimensions"
         raise InputError(
-            cause, f"at most {MAX_NAME} and {MAX_DIMENSIONS} are read; write the file again"
+            f"{path}: tensor {name[:80]!r} has {len(name)} characters of name and {len(shape)} "
+            "dimensions",
+            f"at most {MAX_NAME} and {MAX_DIMENSIONS} are read; write the file again",
         )
     if not _are_counts(shape):
         raise InputError(
@@ -204,15 +216,19 @@ def _tensor(path: Path, name: str, entry: Any, *, begin: int) -> TensorInfo:
 
 
 def _check_coverage(path: Path, tensors: list[TensorInfo], *, begin: int, size: int) -> None:
-    """Check that tensors sorted by offset cover the file from `begin` to `size` without hole or overlap."""
+    """Check that tensors, sorted by offset, cover the file without hole or overlap.
+
+    Args:
+        path: path of the file, for the message.
+        tensors: tensors, sorted by offset.
+        begin: offset where the file's data begins.
+        size: bytes of the file.
+    """
     position = begin
     for info in tensors:
         if info.offset != position:
-            what = (
-                "overlaps the tensor before it"
-                if info.offset < position
-                else "leaves a hole before it"
-            )
+            overlaps = info.offset < position
+            what = "overlaps the tensor before it" if overlaps else "leaves a hole before it"
             raise InputError(
                 f"{path}: tensor {info.name!r} {what}: at {info.offset}, expected {position}",
                 _DAMAGED,

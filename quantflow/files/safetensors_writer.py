@@ -1,6 +1,6 @@
-"""A safetensors file written in any order, piece by piece: neither a tensor nor the file is ever held whole.
+"""A safetensors file that is written in any order, piece by piece; no whole tensor is ever held.
 
-Names, dtypes and shapes are known before the first weight is read, hence so is the header. Tensors
+Names, dtypes and shapes are known before the first weight is read, and so is the header. Tensors
 stand in the order of their element size, largest first, then of their names, so that each is
 aligned to its elements.
 """
@@ -20,18 +20,18 @@ from quantflow.files import disk
 from quantflow.files.safetensors_header import DTYPE_BITS, METADATA, TensorInfo, tensor_bytes
 
 Spec = tuple[str, tuple[int, ...]]
-METADATA_PT = {"format": "pt"}  # stock transformers refuses a file that does not say so
+METADATA_PT = {"format": "pt"}  # stock transformers refuses a file without it
 
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsLayout:
-    """Where everything will lie in a file.
+    """The place of everything in a file.
 
     Attributes:
-        header: the file's first bytes, the length of the header included; a multiple of 8.
+        header: first bytes of the file, the length of the header included; a multiple of 8.
         tensors: name -> place, in the order of the file; offsets count from the beginning of the
             FILE.
-        nbytes: the size of the whole file.
+        nbytes: bytes of the whole file.
     """
 
     header: bytes
@@ -46,16 +46,17 @@ def layout(
     keep_order: bool = False,
     align: int = 8,
 ) -> SafetensorsLayout:
-    """Return where the tensors of a file will lie.
+    """The places of a file's tensors.
 
     Args:
         specs: name -> (dtype as safetensors names it, shape).
-        metadata: of the file; None says `format: pt`, an empty one says nothing.
-        keep_order: let tensors stand as `specs` has them, which sees to it that they are aligned.
-        align: the first tensor begins at a multiple of so many bytes, itself one of 8.
+        metadata: metadata of the file; None writes `format: pt`, an empty one writes nothing.
+        keep_order: whether tensors keep the order of `specs`, which then keeps them aligned.
+        align: bytes, a multiple of 8; the first tensor begins at a multiple of them.
 
     Raises:
-        InputError: naming the tensor: an unknown dtype, or a shape that the format cannot hold.
+        InputError: a dtype is unknown, or the format cannot hold a shape; the message names the
+            tensor.
     """
     told = METADATA_PT if metadata is None else metadata
     table: dict[str, object] = {METADATA: dict(told)} if told else {}
@@ -99,13 +100,13 @@ def layout(
 
 
 class Writer:
-    """A file that is filled by several threads.
+    """A file that several threads fill.
 
-    As a context: left without an error it is `close`d, left with one it is removed.
+    As a context: without an error it is `close`d at the end, with one it is removed.
 
     Attributes:
-        path: the file; nobody reads it before `close` returns.
-        layout: what goes where.
+        path: path of the file; nobody reads it before `close` returns.
+        layout: places of the tensors.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Writer:
         """Create the file and write its header.
 
         Raises:
-            InputError: as `layout`.
+            InputError: see `layout`.
             OSError: the file system failed.
         """
         self.path = path
@@ -130,7 +131,7 @@ class Writer:
             raise
 
     def __enter__(self) -> Self:
-        """Return the writer."""
+        """The writer."""
         return self
 
     def __exit__(
@@ -151,9 +152,9 @@ class Writer:
         """Write a piece of a tensor; every thread may, in any order.
 
         Args:
-            name: of the tensor.
-            data: contiguous, of any element type.
-            offset_bytes: where the piece begins, from the beginning of the tensor.
+            name: name of the tensor.
+            data: contiguous elements of any type.
+            offset_bytes: begin of the piece in the tensor.
 
         Raises:
             InputError: the piece reaches beyond the tensor, or `name` is not in the file.
@@ -169,16 +170,17 @@ class Writer:
                 "report this",
             )
         if view.nbytes:
-            # threads that write to one file at once spin in the system
+            # one at a time: threads that write to one file at once spin in the system
             with self._lock, disk.naming(self.path):
                 disk.pwrite_all(self._descriptor, view, info.offset + offset_bytes)
                 self._written[name].append((offset_bytes, end))
 
     def close(self) -> None:
-        """Check that every byte of every tensor was written exactly once, and wait until the file is on the disk.
+        """Check that every byte of every tensor was written exactly once, and wait for the disk.
 
         Raises:
-            InputError: naming a tensor with a gap or an overlap; the file is removed.
+            InputError: a tensor has a gap or an overlap; the message names it, and the file is
+                removed.
             OSError: the file system failed; the file is removed.
         """
         try:
@@ -204,12 +206,16 @@ class Writer:
 
     def _check_filled(self) -> None:
         for name, pieces in self._written.items():
-            size, position = self.layout.tensors[name].nbytes, 0
+            size = self.layout.tensors[name].nbytes
+            position = 0
             total = sum(end - begin for begin, end in pieces)
             for begin, end in sorted(pieces):
                 if begin != position:
                     break
                 position = end
             if position != size or total != size:
-                cause = f"{self.path}: {name} has {size} bytes, {len(pieces)} pieces of {total} bytes do not fill it exactly"
-                raise InputError(cause, "this is a defect in quantflow; report it")
+                raise InputError(
+                    f"{self.path}: {name} has {size} bytes, {len(pieces)} pieces of {total} bytes "
+                    "do not fill it exactly",
+                    "this is a defect in quantflow; report it",
+                )

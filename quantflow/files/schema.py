@@ -1,4 +1,4 @@
-"""One check of a whole JSON value at the edge where it was read, against a shape that is spelled as types.
+"""One check of a whole JSON value where it is read, against a shape that is spelled as types.
 
     class Source(TypedDict):
         name: str
@@ -7,8 +7,8 @@
     check(value, Source, where="quantflow.json: source")
 
 A shape is `Any`, None, bool, int, float, str, `Literal[...]`, `list[...]`, `dict[str, ...]`, a
-TypedDict, a union of these, or one `Annotated` with `Between`. An int is a float here as it is in
-JSON, a bool is neither. A TypedDict may have more keys than it names.
+TypedDict, a union of these, or one `Annotated` with `Between`. As in JSON, an int is also a float,
+and a bool is neither. A TypedDict may have more keys than it names.
 """
 
 import types
@@ -32,16 +32,17 @@ class Between:
 
 
 def check(value: Any, shape: Any, *, where: str, remedy: str = AGAIN) -> None:
-    """Do nothing where a value has a shape.
+    """Refuse a value that does not have a shape.
 
     Args:
-        value: what a JSON file holds.
-        shape: see above.
-        where: the file, and the key in it.
-        remedy: what to do otherwise.
+        value: value of a JSON file.
+        shape: shape, see the module's header.
+        where: the file, and the key in it, for the message.
+        remedy: remedy for the message.
 
     Raises:
-        InputError: naming the first key whose value is another, and what is needed there.
+        InputError: a value has another shape; the message names the first such key and what it
+            needs.
     """
     found = _wrong(value, shape)
     if found is not None:
@@ -53,7 +54,7 @@ def check(value: Any, shape: Any, *, where: str, remedy: str = AGAIN) -> None:
 
 
 def _wrong(value: Any, shape: Any) -> tuple[str, Any, str] | None:
-    """Return where a value is not of its shape, what is there, and what is needed; None where all is."""
+    """The first part of a value that lacks its shape: (path, part, needed); else None."""
     kind = typing.get_origin(shape)
     if kind is typing.Annotated:
         inner, *limits = typing.get_args(shape)
@@ -128,7 +129,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 @cache
 def _hints(shape: Any) -> dict[str, Any]:
-    """Return the types of a TypedDict's keys, without what says that a key may be missing."""
+    """Types of a TypedDict's keys, without `NotRequired`."""
     found = typing.get_type_hints(shape, include_extras=True)
     return {
         key: typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint
@@ -137,7 +138,7 @@ def _hints(shape: Any) -> dict[str, Any]:
 
 
 def _word(shape: Any) -> str:
-    """Return what a shape is called in a message."""
+    """The words for a shape in a message."""
     kind = typing.get_origin(shape)
     if kind is typing.Literal:
         return " or ".join(repr(word) for word in typing.get_args(shape))

@@ -1,11 +1,13 @@
-"""Signatures of artifacts, with the OpenSSF's model-signing: who made it, where `verify` alone says that it is whole.
+"""Signatures of artifacts, with the OpenSSF's model-signing.
 
-    ARTIFACT.sig            a Sigstore bundle over the sha256 of every file of the artifact, so over the digest too
+    ARTIFACT.sig            a Sigstore bundle over the sha256 of every file of the artifact, and so
+                            over the digest too
     ARTIFACT.intoto.json    what it was made from (provenance.py)
     ARTIFACT.cdx.json       the same as a bill of materials
 
-They stand beside the artifact, which stays as it is. The two texts follow from the manifest, which
-the signature covers, so one that was changed is found without a signature of its own. Keys and
+`verify` shows that an artifact is whole, a signature shows who made it. The three files stand
+beside the artifact, which stays as it is. The two texts follow from the manifest, which the
+signature covers, so a change of one is detected without a signature of its own. Keys and
 certificates need no network; a Sigstore identity does.
 """
 
@@ -32,18 +34,18 @@ from quantflow.files.provenance import BOM_SUFFIX, STATEMENT_SUFFIX, bill_of_mat
 from quantflow.files.verify import verify
 
 SIGNATURE_SUFFIX = ".sig"
-_UNSIGNED = tuple(sorted(UNHASHED - {MANIFEST_NAME}))  # what a hub adds
+_UNSIGNED = tuple(sorted(UNHASHED - {MANIFEST_NAME}))  # files that a hub adds
 _AGAIN = "get artifact and signature again from whom you trust, or sign it again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signer:
-    """What an artifact is signed with; one of `key` alone, `key` with `certificate`, or neither for a Sigstore identity.
+    """The means of signing: `key`, `key` with `certificate`, or neither for a Sigstore identity.
 
     Attributes:
-        key: a private elliptic-curve key, PEM.
-        password: of the key.
-        certificate: of the key, PEM.
+        key: private elliptic-curve key, PEM.
+        password: password of the key.
+        certificate: certificate of the key, PEM.
         chain: certificates between it and the root, PEM.
     """
 
@@ -55,13 +57,12 @@ class Signer:
 
 @dataclass(frozen=True, kw_only=True)
 class Trusted:
-    """Whose signature is asked for; exactly one of `key`, `roots` and `identity`.
+    """The signer that an artifact needs; exactly one of `key`, `roots` and `identity`.
 
     Attributes:
-        key: a public elliptic-curve key, PEM.
-        roots: certificates that are trusted, PEM; the signer's leads to one of them and is valid
-            today.
-        identity, issuer: of Sigstore: who signed, and which service knows them.
+        key: public elliptic-curve key, PEM.
+        roots: trusted certificates, PEM; the signer's leads to one of them and is valid today.
+        identity, issuer: Sigstore's signer, and the service that knows the signer.
     """
 
     key: Path | None = None
@@ -70,10 +71,10 @@ class Trusted:
     issuer: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse none and several.
+        """Refuse no signer, and several.
 
         Raises:
-            UsageError: naming them.
+            UsageError: there is none, or several; the message names them.
         """
         given = [
             name
@@ -97,7 +98,7 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
 
     Raises:
         IntegrityError: the artifact is not the one that was exported.
-        InputError: a key or a certificate that cannot be used.
+        InputError: a key or a certificate cannot be used.
         UnsupportedError: model-signing is not installed.
     """
     manifest = read_manifest(folder)
@@ -143,20 +144,20 @@ def sign(folder: Path, signer: Signer) -> dict[str, str]:
 def require_signature(
     folder: Path, trusted: Trusted, *, signature: Path | None = None
 ) -> dict[str, Any]:
-    """Check that somebody who is trusted signed an artifact as it is now; every file of it is hashed.
+    """Check that the trusted signer signed an artifact as it is now; every file of it is hashed.
 
     Args:
-        folder: the artifact.
-        trusted: whose signature.
-        signature: the bundle; None is `<artifact>.sig`.
+        folder: folder of the artifact.
+        trusted: trusted signer.
+        signature: path of the bundle; None is `<artifact>.sig`.
 
     Returns:
-        The paths of what was compared.
+        The paths of the compared files, and the artifact's digest.
 
     Raises:
         InputError: there is no signature, or a key or certificate cannot be read.
-        IntegrityError: another key, another identity, an expired certificate, a changed file; says
-            which.
+        IntegrityError: the key or identity is another, a certificate expired, or a file changed;
+            the message says which.
         UnsupportedError: model-signing is not installed.
     """
     path = beside(folder, SIGNATURE_SUFFIX) if signature is None else signature
@@ -165,7 +166,8 @@ def require_signature(
             f"{folder}: no signature {path}",
             "run `quantflow sign`, or get the signature from whom made the artifact",
         )
-    bundle, library = read_json(path), _library()
+    bundle = read_json(path)
+    library = _library()
     check = library.verifying.Config().set_hashing_config(_hashing(library, folder))
     for file in (trusted.key, *trusted.roots):
         if file is not None and not file.is_file():
@@ -207,10 +209,12 @@ def _hashing(library: Any, folder: Path) -> Any:
 
 
 def _require_today(bundle: Any, path: Path) -> None:
-    """Refuse certificates that are not valid today; model-signing asks about the day on which they began to be.
+    """Refuse certificates that are not valid today.
+
+    model-signing checks them for the day on which they began to be valid.
 
     Raises:
-        IntegrityError: naming the day.
+        IntegrityError: a certificate is not valid; the message names the day.
     """
     from cryptography import x509
 
@@ -234,7 +238,7 @@ def _require_today(bundle: Any, path: Path) -> None:
 
 @contextmanager
 def _refusing(kind: type[QuantflowError], cause: str, remedy: str) -> Iterator[None]:
-    """Give what a library of cryptography raises, which has no common class, a sentence."""
+    """Turn any error of a cryptography library, which has no common class, into one of ours."""
     try:
         yield
     except QuantflowError:
@@ -245,7 +249,7 @@ def _refusing(kind: type[QuantflowError], cause: str, remedy: str) -> Iterator[N
 
 
 def _library() -> Any:
-    """Return model-signing, which is an extra.
+    """The library model-signing, which is an extra.
 
     Raises:
         UnsupportedError: it is not installed.

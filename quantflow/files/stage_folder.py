@@ -1,11 +1,12 @@
-"""A stage's folder on disk: locked while it is written, complete once DONE.json is there, never half under its final name.
+"""A stage's folder on disk: locked while it is written, complete once DONE.json is there.
 
     <folder>/DONE.json      {"stage", "inputs", "files": {name: {"sha256", "bytes"}}}, written last
-    .<folder>.tmp           what `publish` writes into before it renames
-    .<folder>.lock          held with flock by the one process that writes; a dead process leaves no lock
+    .<folder>.tmp           folder into which `publish` writes before it renames
+    .<folder>.lock          held with flock by the one process that writes; a dead process leaves no
+                            lock
 
-A folder is up to date when DONE.json names the same inputs and every file still has its recorded
-hash.
+A half-written folder never has the final name. A folder is up to date when DONE.json names the same
+inputs and every file still has its recorded hash.
 """
 
 import fcntl
@@ -39,10 +40,10 @@ class _Done(TypedDict):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; a live process that has it is named. A result that a crash left half renamed is put back.
+    """Hold the folder's lock; restore a result that a crash left half renamed.
 
     Raises:
-        ResourceError: another process holds the folder.
+        ResourceError: another process holds the folder; the message has its id.
     """
     disk.make_folder(folder.parent)
     path = folder.parent / f".{folder.name}.lock"
@@ -76,7 +77,7 @@ def commit_file(temporary: Path, path: Path) -> None:
 
 
 def done(folder: Path) -> dict[str, Any] | None:
-    """Return DONE.json, or None when the folder is missing or unfinished."""
+    """Content of DONE.json; None where the folder is missing or unfinished."""
     path = folder / DONE
     if not path.is_file():
         return None
@@ -91,7 +92,7 @@ def done(folder: Path) -> dict[str, Any] | None:
 
 
 def is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the folder was finished from exactly these inputs and its files are as they were written."""
+    """Whether the folder was finished from exactly these inputs and its files are unchanged."""
     record = done(folder)
     return (
         record is not None
@@ -101,13 +102,13 @@ def is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
 
 
 def require_done(folder: Path, *, stage: str, unread: str | None = None) -> dict[str, Any]:
-    """Return the DONE.json of an earlier stage's folder.
+    """The DONE.json of an earlier stage's folder.
 
     Args:
-        folder: what the earlier stage wrote.
-        stage: its name.
-        unread: a pattern of files that are only compared by size here, since the caller sees to it
-            that somebody hashes them as they are read: `layers/*.safetensors`.
+        folder: folder that the earlier stage wrote.
+        stage: name of that stage.
+        unread: pattern of files whose sizes alone are compared here, such as
+            `layers/*.safetensors`: the caller hashes them as they are read.
 
     Raises:
         InputError: the folder is missing, unfinished, or of another stage.
@@ -138,9 +139,9 @@ def finish(
     """Record every file of the folder and write DONE.json, last.
 
     Args:
-        folder: complete but for DONE.json.
-        stage: who wrote it.
-        inputs: what it was made from.
+        folder: folder that is complete but for DONE.json.
+        stage: name of the stage that wrote it.
+        inputs: inputs of the result.
         hashes: sha256 of files that this process wrote and hashed already, by their name in the
             folder.
     """
@@ -160,16 +161,17 @@ def finish(
 def refuse_other_result(
     folder: Path, inputs: Mapping[str, Any], *, force: bool, parts: Sequence[str] = ()
 ) -> None:
-    """Refuse to replace a finished result that was made from other inputs, unless forced, and anything that is not a result.
+    """Refuse to replace a result of other inputs, unless forced, and anything that is no result.
 
     Args:
-        folder: where the stage writes.
-        inputs: of the result that is to be written.
-        force: replace a finished result.
-        parts: what an unfinished folder of this stage may hold.
+        folder: folder that the stage writes.
+        inputs: inputs of the result that is to be written.
+        force: whether a finished result is replaced.
+        parts: names that an unfinished folder of this stage may hold.
 
     Raises:
-        UsageError: naming the first input that differs, or a file that the stage did not write.
+        UsageError: an input differs, or the stage did not write a file; the message names the
+            first.
     """
     record = done(folder)
     if record is None:
@@ -199,10 +201,9 @@ def publish(
 ) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` when the block ends without an error.
 
-    With a `stage`, DONE.json is written into it first; an artifact has none, its manifest is
-    written by the block. An interrupted block, and a fault at any call, leave the old folder or
-    none under the name, or the new one whole. `hashes` are those of `finish`, which the block may
-    add to.
+    With a `stage`, DONE.json is written into it first. An artifact has none: the block writes its
+    manifest. After an interrupted block, or a fault of any call, the name has the old folder, none,
+    or the whole new one. `hashes` are those of `finish`; the block may add to them.
     """
     temporary, old = _beside(folder)
     _put_back(folder)
@@ -225,12 +226,12 @@ def publish(
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:
-    """Return where `publish` writes the new folder, and where it moves the old one for the moment between two renames."""
+    """Paths of `publish`'s new folder before its rename, and of the old one between renames."""
     return folder.parent / f".{folder.name}.tmp", folder.parent / f".{folder.name}.old"
 
 
 def _put_back(folder: Path) -> None:
-    """Undo the first of `publish`'s two renames when the second did not happen; when it did, the old folder goes."""
+    """Undo the first of `publish`'s renames if the second failed; else remove the old folder."""
     _, old = _beside(folder)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -248,7 +249,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Return the path of the first value that differs, and both values."""
+    """The path of the first value that differs, and both values."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else (path, old, new)
     for key in sorted({*old, *new}):
@@ -259,7 +260,10 @@ def difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | Non
 
 
 def _changed(folder: Path, record: Mapping[str, Any], *, unread: str | None = None) -> str | None:
-    """Return the first recorded file that is missing or differs; those that `unread` matches are compared by size alone."""
+    """The first recorded file that is missing or differs.
+
+    Files that `unread` matches are compared by size alone.
+    """
     for name, expected in record["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != expected["bytes"]:
@@ -272,6 +276,6 @@ def _changed(folder: Path, record: Mapping[str, Any], *, unread: str | None = No
 
 
 def short(value: object) -> str:
-    """Return a value as JSON, cut to 60 characters."""
+    """A value as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,14 +1,14 @@
-"""A file of torch.save as data: which tensors it holds and where each lies, read without torch and without unpickling.
+"""A file of torch.save as data: its tensors and their places, read without torch and unpickling.
 
 Such a file is a zip whose members are not compressed: `NAME/data.pkl`, a pickled dictionary, and
-`NAME/data/K`, the bytes of storage K. `NAME/byteorder`, where it is there, names their order:
-little, any other is refused. The pickle calls three names, each of which stands for a few lines of
-this file: `collections.OrderedDict`, `torch._utils._rebuild_tensor_v2`, and the class of a storage,
-which is a dtype. One that asks for anything else is refused before anything was called. What is
-read is a `TensorInfo` of each tensor, so that weights are read as those of a safetensors file are.
+`NAME/data/K`, the bytes of storage K. `NAME/byteorder`, where it exists, names their order: little;
+any other is refused. The pickle calls three names, each of which stands for a few lines of this
+file: `collections.OrderedDict`, `torch._utils._rebuild_tensor_v2`, and the class of a storage,
+which is a dtype. A pickle that asks for anything else is refused before anything was called. The
+result is a `TensorInfo` of each tensor, so that weights are read like those of a safetensors file.
 
-What is written is emitted opcode by opcode, and one tensor is in memory at a time. Equal content
-has equal bytes.
+The writer emits a pickle opcode by opcode, with one tensor in memory at a time. Equal content has
+equal bytes.
 """
 
 import io
@@ -38,29 +38,29 @@ STORAGES = {
     "U8": "ByteStorage",
     "BOOL": "BoolStorage",
 }
-MAX_PICKLE = 64 << 20  # bytes: a tensor takes some 150
+MAX_PICKLE = 64 << 20  # bytes; a tensor takes some 150
 MAX_MEMBERS = 1 << 17
 _DTYPES = {storage: dtype for dtype, storage in STORAGES.items()}
 _MOST = 1 << 48  # elements
-_ORDER_BYTES = 16  # that are read of `byteorder`, which is one word
+_ORDER_BYTES = 16  # bytes that are read of `byteorder`, which is one word
 _ALIGN = 64  # bytes: torch maps storages where they lie
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
-# of a member: signature, ..., length of its name, length of what follows that
+# head of a member: signature, ..., length of its name, length of the extra field behind it
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ZIP_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError),
-    # names that are not UTF-8, numbers that are none
+    # names that are not UTF-8, numbers out of range
     *(ValueError, struct.error, OverflowError, MemoryError),
 )
 _REMEDY = "give the file as torch.save wrote it, from a source that you trust; or download it again"
 
 
 class _Refused(Exception):
-    """What a pickle asked for and does not get."""
+    """A request of a pickle that is not granted."""
 
 
 class _Storage:
-    """Stands for a class such as torch.FloatStorage: a dtype."""
+    """Stand-in for a class such as torch.FloatStorage: a dtype."""
 
     __slots__ = ("dtype",)
 
@@ -72,7 +72,7 @@ class _Storage:
 
 
 class _Held:
-    """Stands for a storage: the dtype and the number of its member."""
+    """Stand-in for a storage: its dtype and the number of its member."""
 
     __slots__ = ("dtype", "key")
 
@@ -84,7 +84,7 @@ class _Held:
 
 
 class _View:
-    """Stands for a tensor: elements of a storage from `start` on."""
+    """Stand-in for a tensor: elements of a storage from `start` on."""
 
     __slots__ = ("shape", "start", "storage", "strides")
 
@@ -98,7 +98,7 @@ class _View:
 
 
 class _Rebuild:
-    """Stands for torch._utils._rebuild_tensor_v2."""
+    """Stand-in for torch._utils._rebuild_tensor_v2."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ class _Rebuild:
 
 
 class _Table(dict[Any, Any]):
-    """Stands for collections.OrderedDict; what a module keeps beside its tensors is passed over."""
+    """Stand-in for collections.OrderedDict; a module's state beside its tensors is ignored."""
 
     def __init__(self, *items: object) -> None:
         if items:
@@ -138,7 +138,7 @@ class _Table(dict[Any, Any]):
 
 class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a global, or refuse it; nothing is imported."""
+        """The stand-in for a global, which is refused where there is none; nothing is imported."""
         if (module, name) == ("collections", "OrderedDict"):
             return _Table
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -148,7 +148,7 @@ class _Restricted(pickle.Unpickler):
         raise _Refused(f"the name {module}.{name}")
 
     def persistent_load(self, pid: object) -> Any:
-        """Return the storage of a member."""
+        """The storage of a member."""
         if (
             not isinstance(pid, tuple)
             or len(pid) != 5
@@ -160,11 +160,11 @@ class _Restricted(pickle.Unpickler):
 
 
 def read_torch_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a file, by name.
+    """The tensors of a file by name.
 
     Raises:
         InputError: the file cannot be read, is no such zip or compressed, its pickle asks for more
-            than tensors, or a tensor reaches beyond its storage; the message has the tensor's name.
+            than tensors, or a tensor reaches beyond its storage; the message names the tensor.
         UnsupportedError: its numbers are not little-endian.
     """
     with reading(path) as file:
@@ -192,7 +192,7 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
                         f"{path}: {packed[0]} is compressed, torch.save compresses nothing", _REMEDY
                     )
                 with archive.open(pickles[0]) as member:
-                    # without a number all is read, whatever size is given
+                    # read(n) stops at n bytes; without n a member may be larger than it declares
                     data = member.read(members[pickles[0]].file_size)
                 root = pickles[0].removesuffix("data.pkl")
                 if (order := members.get(f"{root}byteorder")) is not None:
@@ -268,8 +268,11 @@ def _info(
         1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
     )
     if elements and reach * itemsize > member.file_size:
-        cause = f"{name}: {list(view.shape)} of {view.storage.dtype} ends after {reach * itemsize} bytes"
-        raise InputError(f"{cause}, its storage in {path} has {member.file_size}", _REMEDY)
+        raise InputError(
+            f"{name}: {list(view.shape)} of {view.storage.dtype} ends after {reach * itemsize} "
+            f"bytes, its storage in {path} has {member.file_size}",
+            _REMEDY,
+        )
     return TensorInfo(
         name=name,
         dtype=view.storage.dtype,
@@ -290,9 +293,9 @@ def write_torch_file(
     """Write a file that `torch.load` reads as a dictionary of tensors.
 
     Args:
-        path: the file; nobody reads it yet.
+        path: path of the file; nobody reads it yet.
         specs: tensor name -> dtype, as safetensors names it, a key of STORAGES, and shape.
-        parts: the bytes of each tensor, in the order of `specs`; one is taken at a time.
+        parts: bytes of each tensor, in the order of `specs`; one is taken at a time.
 
     Raises:
         OSError: the file system failed.
@@ -309,10 +312,10 @@ def write_torch_file(
 def _write(
     archive: zipfile.ZipFile, file: BinaryIO, name: str, parts: Iterable[bytes | memoryview]
 ) -> None:
-    """Write a member so that its bytes begin at a multiple of _ALIGN, whatever its size is."""
+    """Write a member whose bytes begin at a multiple of _ALIGN."""
     info = zipfile.ZipInfo(f"archive/{name}", date_time=_EPOCH)
     info.create_system, info.external_attr = 3, 0o644 << 16
-    # 20: sizes of 64 bits; 4: the head of the padding
+    # The extra field holds 20 bytes of 64-bit sizes, then the padding with a head of 4 bytes.
     begins = file.tell() + _LOCAL.size + len(info.filename) + 20 + 4
     info.extra = struct.pack("<2sH", b"FB", -begins % _ALIGN) + bytes(-begins % _ALIGN)
     with archive.open(info, "w", force_zip64=True) as member:
@@ -321,7 +324,7 @@ def _write(
 
 
 def _pickle(specs: Mapping[str, Spec]) -> bytes:
-    """Return the pickle (protocol 2) of a dictionary of tensors, each with a storage of its own."""
+    """The pickle (protocol 2) of a dictionary of tensors, each with a storage of its own."""
     steps = [b"\x80\x02}("]
     for key, (name, (dtype, shape)) in enumerate(specs.items()):
         elements, strides = 1, []

@@ -1,8 +1,8 @@
-"""Check an artifact against its own manifest: every bit of every hashed file, every tensor, every byte sum.
+"""The check of an artifact against its manifest: every hashed file, every tensor, all bytes.
 
 The order is: the manifest against itself, the list of files, the hashes, and only then the content,
-so no parser sees a byte that the manifest does not vouch for. What this cannot detect is an
-artifact replaced as a whole; compare its digest for that.
+so that no parser sees a byte that the manifest does not vouch for. An artifact that was replaced as
+a whole cannot be detected; compare its digest for that.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,17 +29,17 @@ def verify(
     """Check an artifact, reading all of it once.
 
     Args:
-        folder: the artifact.
-        map_all: applies a function to every item, in order, such as `Workers.map`.
-        manifest: its quantflow.json, where it has been read before.
+        folder: folder of the artifact.
+        map_all: function that applies another to every item, in order, such as `Workers.map`.
+        manifest: content of its quantflow.json, where it has been read before.
 
     Returns:
         layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are
-        there; tensors and tensor_bytes of the artifact; source_bytes by what was done to them.
+        there; tensors and tensor_bytes of the artifact; source_bytes by action of the ledger.
 
     Raises:
-        IntegrityError: naming the file or tensor: changed, missing, added, a link out of the hub's
-            cache, or not in the ledger.
+        IntegrityError: a file or tensor was changed, is missing, was added, is a link out of the
+            hub's cache, or is not in the ledger; the message names it.
         InputError: the folder or its manifest is missing, or a header is malformed and its hash is
             the recorded one.
         UnsupportedError: the manifest has a newer layout version.
@@ -92,7 +92,7 @@ def _check_file(folder: Path, name: str, recorded: dict[str, Any]) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, ledger: Ledger) -> None:
-    """Check that the ledger accounts for every tensor, and that no weights lie beside the ones that load."""
+    """Check that the ledger accounts for every tensor and no other weights lie there."""
     for name in checkpoint.files:
         if name.endswith(".safetensors") and name not in checkpoint.shards:
             raise IntegrityError(

@@ -12,16 +12,16 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UnsupportedError
 from quantflow.files.safetensors_header import SplitTensor
 from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt, mxfp4
+from quantflow.formats.compressed_tensors import layout as compressed_tensors_layout
 from quantflow.formats.gptq import auto_round
 from quantflow.formats.gptq import layout as gptq
-from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
 FORMATS: dict[str, ModuleType] = {compressed_tensors.NAME: compressed_tensors}
 DEFAULT: str = compressed_tensors.NAME  # what artifacts are written in
 LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
     {
-        compressed_tensors.NAME: llm_compressor.CompressedTensorsLayout(),
+        compressed_tensors.NAME: compressed_tensors_layout.CompressedTensorsLayout(),
         gptq.NAME: gptq.GPTQLayout(stored_less=1),
         gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
         auto_round.NAME: auto_round.AutoRoundLayout(),
@@ -32,8 +32,8 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         mxfp4.NAME: mxfp4.MXFP4Layout(),
     }
 )
-# Layouts with a configuration in a file of its own beside that of config.json -> its name, and its
-# content from the other.
+# Layouts with a second configuration file -> its name, and its content from the configuration in
+# config.json.
 BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = MappingProxyType(
     {modelopt.NAME: (modelopt.CONFIG_BESIDE, modelopt.config_beside)}
 )
@@ -41,8 +41,8 @@ BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] 
 PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType(
     {ipex.NAME: ipex.file_name}
 )
-# Layouts that say how keys and values are kept -> how, from the configuration, and what an
-# attention's two scales are called.
+# Layouts that describe a KV cache -> its scheme from the configuration, and the names of an
+# attention's two scales.
 CACHES: Mapping[
     str, tuple[Callable[[Mapping[str, Any]], TensorScheme | None], Callable[[str], tuple[str, str]]]
 ]
@@ -55,8 +55,8 @@ CACHES = MappingProxyType(
         modelopt.NAME: (modelopt.kv_scheme_from_config, modelopt.kv_tensor_names),
     }
 )
-# Layouts that some programs of the same method do not read -> a sentence that says so, from the
-# schemes of the linears.
+# Layouts that some programs of the same method do not read -> a sentence on them, from the schemes
+# of the linears.
 WHO_READS: Mapping[str, Callable[[Mapping[str, LinearScheme]], str | None]] = MappingProxyType(
     {fp8.NAME: fp8.who_reads}
 )
@@ -67,7 +67,7 @@ STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitT
 
 
 def split_of(config: Mapping[str, Any], infos: Infos) -> dict[str, SplitTensor]:
-    """Return the tensors of a folder that hold several linears, and what they are read as; see `layout_of`.
+    """Tensors of a folder that hold several linears, and the tensors that they are read as.
 
     Raises:
         InputError: a tensor has a shape that its linears cannot have.
@@ -76,17 +76,17 @@ def split_of(config: Mapping[str, Any], infos: Infos) -> dict[str, SplitTensor]:
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
-    """Return the layout of a folder.
+    """The layout of a folder.
 
     Args:
         config: the `quantization_config` of its config.json.
-        infos: the headers of its tensors.
+        infos: headers of its tensors.
 
     Raises:
         UnsupportedError: a layout that this version does not read.
     """
     readers: tuple[Callable[[Mapping[str, Any], Infos], WeightLayout | None], ...] = (
-        llm_compressor.layout_of,
+        compressed_tensors_layout.layout_of,
         gptq.layout_of,
         auto_round.layout_of,
         awq.layout_of,
@@ -96,14 +96,14 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         mxfp4.layout_of,
     )
     for reader in readers:
-        found = reader(config, infos)
-        if found is not None:
-            return found
+        layout = reader(config, infos)
+        if layout is not None:
+            return layout
     method = config.get("quant_method")
-    told = (
+    packing = (
         f" with packing_format {config['packing_format']!r}" if "packing_format" in config else ""
     )
     raise UnsupportedError(
-        f"config.json: quant_method {method!r}{told} is not read here",
+        f"config.json: quant_method {method!r}{packing} is not read here",
         f"use a folder of {', '.join(LAYOUTS)}",
     )

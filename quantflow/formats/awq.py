@@ -1,18 +1,21 @@
-"""AWQ's gemm layout, as AutoAWQ and AutoRound (`auto_round:auto_awq`) write it and vLLM, TGI and transformers read it.
+"""AWQ's gemm layout, which AutoAWQ and AutoRound write and vLLM, TGI and transformers read.
 
-A linear called NAME of G = I / group_size groups is stored as
+AutoRound names it `auto_round:auto_awq`. A linear called NAME of G = I / group_size groups is
+stored as
 
 | tensor       | dtype, shape         | content                                       |
 |--------------|----------------------|-----------------------------------------------|
-| NAME.qweight | int32 [I, O / 8]     | qvalue + 8, of a row eight outputs in a word   |
-| NAME.qzeros  | int32 [G, O / 8]     | zero_point + 8, so too                        |
+| NAME.qweight | int32 [I, O / 8]     | qvalue + 8; a word has eight outputs of a row |
+| NAME.qzeros  | int32 [G, O / 8]     | zero_point + 8, in the same order             |
 | NAME.scales  | [G, O]               | scale                                         |
 
-Nibble i of a word, lowest first, is output ORDER[i] of the eight. There are 4 bits alone. Symmetric
-weights are stored with zero points of 8; read again they are weights with zero points, of the same
-values. AutoRound's symmetric ones may have negative scales: beside zero points scales are positive
-here, codes and zero points of such groups are complemented. Source:
-github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and
+1. Nibble i of a word, lowest first, is output ORDER[i] of the eight. Only 4 bits are known.
+2. Symmetric weights are stored with zero points of 8. Read again they are weights with zero points,
+   of the same values.
+3. AutoRound's symmetric weights may have negative scales. Here scales beside zero points are
+   positive: codes and zero points of such groups are complemented.
+
+Source: github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and
 `awq/utils/packing_utils.py`; github.com/intel/auto-round 0.16.1,
 `auto_round/export/export_to_awq/utils.py`.
 """
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import packing
-from quantflow.core.groups import group_size_for, to_groups
+from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -33,15 +36,18 @@ from quantflow.formats.weight_layout import (
     AUTO_ROUND,
     SAME_NAMES,
     Infos,
+    beside_positive,
     checked,
     flag,
     integers,
+    matrix,
     number,
     only_scheme,
     scales,
     stored_scales,
     tensor,
     why_not_integers,
+    zero_point_of,
 )
 
 NAME = "awq"
@@ -64,52 +70,40 @@ class AWQLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "AWQLayout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
-        weights = scheme.weights
-        if (reason := why_not_integers(scheme)) is not None:
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
+        held = "the layout holds integers of 4 bits per group"
+        if (reason := why_not_integers(scheme, (_BITS,), held)) is not None:
             return reason
-        if (
-            weights.kind != "int"
-            or weights.num_bits != _BITS
-            or weights.granularity not in ("per_group", "per_channel")
-        ):
-            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
         if shape[0] % _PER_WORD:
             return f"out_features={shape[0]}, whole words hold multiples of {_PER_WORD}"
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return tuple(f"{name}.{part}" for part in _PARTS)
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
         if linear.order is not None:
             raise UnsupportedError(
                 f"{name}: its groups are of inputs that do not stand together, the layout has no "
                 "g_idx",
                 "keep it in a layout with g_idx and desc_act",
             )
-        qvalue, zero_point = _beside_positive(weight.qvalue, zero_point, weight.scale)
+        qvalue, zero_point = beside_positive(weight.qvalue, zero_point_of(weight), weight.scale)
         return {
             f"{name}.qweight": _pack(qvalue.T),
             f"{name}.qzeros": _pack(zero_point.T),
@@ -119,31 +113,28 @@ class AWQLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
-        weights, words = scheme.weights, (torch.int32,)
-        packed = tensors.get(f"{name}.qweight")
-        if packed is None or packed.ndim != 2:
-            shape = "missing" if packed is None else f"is {list(packed.shape)}"
-            raise InputError(
-                f"{name}.qweight: {shape}, [in_features, words] is needed",
-                "download the folder again",
-            )
+        """The linear; see `TensorLayout.decode`."""
+        weights, word_dtypes = scheme.weights, (torch.int32,)
+        packed = matrix(tensors, f"{name}.qweight", "[in_features, words]")
         columns, rows = packed.shape[0], packed.shape[1] * _PER_WORD
-        packed = tensor(tensors, f"{name}.qweight", words, (columns, rows // _PER_WORD))
+        packed = tensor(tensors, f"{name}.qweight", word_dtypes, (columns, rows // _PER_WORD))
         try:
             groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
         except SchemeError as error:
             raise InputError(error.cause, "check group_size in config.json") from error
-        either = replace(weights, symmetric=True)  # whose scales have either sign
+        either = replace(weights, symmetric=True)  # scales of symmetric weights have either sign
         scale = scales(tensors, f"{name}.scales", (groups, rows), either).T.contiguous()  # [O, G]
-        zeros = tensor(tensors, f"{name}.qzeros", words, (groups, rows // _PER_WORD))
+        zeros = tensor(tensors, f"{name}.qzeros", word_dtypes, (groups, rows // _PER_WORD))
         zero_point = _unpack(zeros).T.contiguous()
         if (bad := (scale < 0) & (zero_point != 0)).any():
-            cause = f"{name}.scales: scale {scale[bad][0].item()} beside zero point {int(zero_point[bad][0]) + 8}"
+            cause = (
+                f"{name}.scales: scale {scale[bad][0].item()} beside zero point "
+                f"{int(zero_point[bad][0]) + 8}"
+            )
             raise InputError(
                 f"{cause}, a scale beside another than 8 is positive", "download the folder again"
             )
-        qvalue, zero_point = _beside_positive(_unpack(packed).T.contiguous(), zero_point, scale)
+        qvalue, zero_point = beside_positive(_unpack(packed).T.contiguous(), zero_point, scale)
         weight = QTensor(qvalue=qvalue, scale=scale.abs(), zero_point=zero_point, scheme=weights)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
 
@@ -155,7 +146,7 @@ class AWQLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         return {
@@ -174,44 +165,27 @@ class AWQLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        bits, group_size = (
-            number(config, "bits", "w_bit"),
-            number(config, "group_size", "q_group_size"),
-        )
+        bits = number(config, "bits", "w_bit")
+        group_size = number(config, "group_size", "q_group_size")
         flag(config, "zero_point", default=True)
         if bits != _BITS:
             raise UnsupportedError(
                 f"config.json: bits is {bits}, words of the {VERSION} layout hold 4",
                 "check the folder",
             )
-        found = {}
+        by_name = {}
         for name in shapes:
             if f"{name}.qweight" in infos:
-                found[name] = named(
+                by_name[name] = named(
                     integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized"
                 )
-        return found
-
-
-def _beside_positive(qvalue: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and zero points that mean beside |scale| what these mean beside scale, to the bit.
-
-    scale * (q - z) is -scale * (~q - ~z).
-
-    Args:
-        qvalue: int8 [O, I].
-        zero_point: int8 [O, G].
-        scale: [O, G].
-    """
-    turned = (scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
-    split = to_groups(qvalue, qvalue.shape[1] // scale.shape[1])  # [O, G, g]
-    return (split ^ turned[..., None]).reshape(qvalue.shape), zero_point ^ turned
+        return by_name
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Return words.  codes: int8 [R, O] in -8..7; returns int32 [R, O / 8]."""
+    """Words, int32 [R, O / 8], of codes in -8..7, int8 [R, O]."""
     rows, columns = codes.shape
     eights = codes.reshape(rows, columns // _PER_WORD, _PER_WORD)  # [R, O / 8, 8]
     return packing.pack(eights[:, :, list(ORDER)].reshape(rows, columns), _BITS)
@@ -227,20 +201,16 @@ def _unpack(words: Tensor) -> Tensor:
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> AWQLayout | None:
-    """Return the layout if a quantization_config names it; None for one of another method.
-
-    Args:
-        config: of config.json.
-        infos: headers of all tensors.
+    """The layout if a quantization_config names it; None for one of another method.
 
     Raises:
-        UnsupportedError: another version of it.
+        UnsupportedError: another version of the layout.
     """
     del infos
     method = config.get("quant_method")
     if method in AUTO_ROUND:
-        found = str(config.get("packing_format") or config.get("backend") or "")
-        return AWQLayout() if found.endswith((":auto_awq", ":awq")) else None
+        packing_format = str(config.get("packing_format") or config.get("backend") or "")
+        return AWQLayout() if packing_format.endswith((":auto_awq", ":awq")) else None
     if method != METHOD:
         return None
     version = str(config.get("version") or VERSION).lower()

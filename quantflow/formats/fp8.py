@@ -1,18 +1,22 @@
-"""FP8 checkpoints with `quant_method` fp8: DeepSeek's blocks, as transformers and vLLM read them, and vLLM's scale per tensor.
+"""FP8 checkpoints with `quant_method` fp8: DeepSeek's blocks, and vLLM's one scale per tensor.
 
-| kind                     | tensors of a linear called NAME                                                       |
-|--------------------------|---------------------------------------------------------------------------------------|
-| `weight_block_size` [g, g] | NAME.weight e4m3fn [O, I], NAME.weight_scale_inv [ceil(O / g), I / g]                 |
-| none, inputs dynamic     | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number                              |
-| none, inputs static      | these, and NAME.input_scale, one number                                               |
+| `weight_block_size`   | tensors of a linear called NAME                                       |
+|-----------------------|-----------------------------------------------------------------------|
+| [g, g]                | NAME.weight e4m3fn [O, I], NAME.weight_scale_inv [ceil(O / g), I / g] |
+| none, inputs dynamic  | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number              |
+| none, inputs static   | these, and NAME.input_scale, one number                               |
 
-Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place of
-NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. They are read too; vLLM's
-names are written, which transformers does not look for. All of these multiply, `weight_scale_inv`
-too. Inputs of blocks have a scale per token and g features, other dynamic ones a scale per token.
-`scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here says
-so, such a folder is refused. Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM
-0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
+1. transformers and vLLM read blocks. Their inputs have a scale per token and g features; other
+   dynamic inputs have a scale per token.
+2. Without blocks, transformers and what is published for it have NAME.weight_scale_inv in the place
+   of NAME.weight_scale, and NAME.activation_scale in that of NAME.input_scale. Both are read.
+   vLLM's names are written; transformers does not look for them.
+3. All scales multiply, `weight_scale_inv` too.
+4. `scale_fmt` ue8m0 means scales of inputs that are rounded up to powers of two. No scheme here
+   says so: such a folder is refused.
+
+Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`;
+arXiv:2412.19437, section 3.3.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,18 +44,18 @@ from quantflow.formats.weight_layout import (
 
 NAME = "fp8"
 METHOD = "fp8"
-_STORED = "F8_E4M3"  # as safetensors names e4m3fn
-_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # as configurations do; the first is written
-_OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # as transformers names scales
+_STORED = "F8_E4M3"  # e4m3fn in safetensors' words
+_FMT = ("e4m3", "float8_e4m3fn", "float8_e4m3")  # in configurations' words; the first is written
+_OF_BLOCKS, _OF_INPUTS = "weight_scale_inv", "activation_scale"  # transformers' names of scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Layout:
-    """The layout; which of its kinds a linear has, its scheme says.
+    """The layout; the scheme of a linear says its kind.
 
     Attributes:
         reordered: always False: there is no g_idx.
-        scale, input_scale: what the scales of a folder without blocks are called inside a linear.
+        scale, input_scale: names of the scales inside a linear, in a folder without blocks.
     """
 
     reordered: bool = False
@@ -60,15 +64,15 @@ class FP8Layout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "FP8Layout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         weights, inputs = scheme.weights, scheme.input
         if (mixed := why_not_mixed(scheme)) is not None:
@@ -81,18 +85,25 @@ class FP8Layout:
             ):
                 return f"scheme {scheme.name} has float8 of {part.float8}, the layout holds e4m3fn"
         if weights.kind != "float" or weights.num_bits != 8:
-            return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
-        known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(
-            weights.granularity, ()
-        )
-        if inputs is None or inputs.kind != "float" or inputs.granularity not in known:
+            return (
+                f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout "
+                "holds e4m3fn"
+            )
+        granularities = {
+            "per_block": ("per_group",),
+            "per_tensor": ("per_token", "per_tensor"),
+        }.get(weights.granularity, ())
+        if inputs is None or inputs.kind != "float" or inputs.granularity not in granularities:
             taken = "as they are" if inputs is None else inputs.granularity.replace("_", " ")
             held = weights.granularity.replace("_", " ")
-            return f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has blocks, or one scale per tensor"
+            return (
+                f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has "
+                "blocks, or one scale per tensor"
+            )
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         blocks = scheme.weights.granularity == "per_block"
         static = scheme.input is not None and not scheme.input.dynamic
         parts = [
@@ -105,7 +116,10 @@ class FP8Layout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: scales are float32.
+        """
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
@@ -125,7 +139,7 @@ class FP8Layout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         weight, scale, *inputs = self.tensor_names(name, scheme)
         codes = matrix(tensors, weight)
@@ -133,7 +147,10 @@ class FP8Layout:
         if weights.granularity == "per_block":
             size = weights.block_rows
             if codes.shape[1] % size:
-                cause = f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide them"
+                cause = (
+                    f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide "
+                    "them"
+                )
                 raise UnsupportedError(cause, "use a folder whose blocks divide its linears")
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
         codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
@@ -144,8 +161,10 @@ class FP8Layout:
         else:
             stored = single_scale(tensors, scale, weights).reshape(1, 1)
         input_scale = single_scale(tensors, inputs[0], weights).reshape(1) if inputs else None
-        found = QTensor(qvalue=codes, scale=stored, scheme=weights)
-        return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
+        qtensor = QTensor(qvalue=codes, scale=stored, scheme=weights)
+        return QuantizedLinear(
+            weight=checked(name, qtensor), scheme=scheme, input_scale=input_scale
+        )
 
     def quantization_config(
         self,
@@ -155,7 +174,7 @@ class FP8Layout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
         size = first.weights.group_size
@@ -176,12 +195,10 @@ class FP8Layout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        activation, blocks = (
-            config.get("activation_scheme", "dynamic"),
-            config.get("weight_block_size"),
-        )
+        activation = config.get("activation_scheme", "dynamic")
+        blocks = config.get("weight_block_size")
         if activation not in ("dynamic", "static") or (
             blocks is not None and activation != "dynamic"
         ):
@@ -190,7 +207,10 @@ class FP8Layout:
             )
             raise UnsupportedError(cause, "use dynamic, or static without blocks")
         if config.get("scale_fmt") not in (None, "float"):
-            cause = f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up to powers of two"
+            cause = (
+                f"config.json: scale_fmt {config['scale_fmt']!r}: scales of inputs are rounded up "
+                "to powers of two"
+            )
             raise UnsupportedError(cause, "use a folder without scale_fmt, or with float")
         if config.get("fmt", _FMT[0]) not in _FMT:
             cause = f"config.json: fmt {config['fmt']!r}, {', '.join(_FMT)} are known"
@@ -226,7 +246,7 @@ class FP8Layout:
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     if config.get("quant_method") != METHOD:
         return None
     usual, leaves = FP8Layout(), {name.rpartition(".")[2] for name in infos}
@@ -237,7 +257,10 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
 
 
 def who_reads(schemes: Mapping[str, LinearScheme]) -> str | None:
-    """Return which programs read what is written of some linears, in a sentence; None where all of the method do."""
+    """Sentence on the programs that read these linears; None where all programs of fp8 do."""
     if all(scheme.weights.granularity == "per_block" for scheme in schemes.values()):
         return None
-    return "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them and computes something else"
+    return (
+        "one scale per tensor under vLLM's names: for vLLM alone, transformers does not read them "
+        "and computes something else"
+    )

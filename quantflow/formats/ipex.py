@@ -1,22 +1,26 @@
-"""The low-precision checkpoint of Intel's extension for PyTorch (IPEX), as neural-compressor's weight-only export writes it.
+"""The low-precision checkpoint of Intel's extension for PyTorch (IPEX).
 
-The weights are one file of torch.save, `gptq_checkpoint_g128.pt`, beside a config.json that does
-not speak of them. A linear called NAME of G = I / group_size groups is stored as
+neural-compressor's weight-only export writes it. The weights are one file of torch.save,
+`gptq_checkpoint_g128.pt`, beside a config.json that does not speak of them. A linear called NAME of
+G = I / group_size groups is stored as
 
-| tensor             | dtype, shape                | content                                            |
-|--------------------|-----------------------------|----------------------------------------------------|
-| NAME.packed_weight | int32 [O, ceil(I / 8)]      | qvalue + 8, of a row eight inputs in a word         |
-| NAME.scale         | [O, G]                      | scale                                              |
-| NAME.packed_zp     | int32 [O, ceil(G / 8)]      | zero_point + 8, of a row eight groups in a word     |
-| NAME.gptq_perm     | int64 [I]                   | the input that each column belongs to; may be missing |
+| tensor             | dtype, shape           | content                                          |
+|--------------------|------------------------|--------------------------------------------------|
+| NAME.packed_weight | int32 [O, ceil(I / 8)] | qvalue + 8; a word has eight inputs of a row     |
+| NAME.scale         | [O, G]                 | scale                                            |
+| NAME.packed_zp     | int32 [O, ceil(G / 8)] | zero_point + 8; a word has eight groups of a row |
+| NAME.gptq_perm     | int64 [I], or missing  | the input that each column belongs to            |
 
-Eights stand lowest bits first. There are 4 bits alone; one group is a scale per row. How many
-inputs a group has is I / G. Symmetric weights are stored with zero points of 8; read again they are
-weights with zero points, of the same values. A file without zero points is of symmetric weights,
-whose codes are two's complement: qvalue, its lowest four bits. IPEX 2.8 takes GPTQ's and AWQ's
-layouts instead, and none of these names. Source: neural_compressor 3.x, `WeightOnlyLinear.pack`
-(compression_dtype int32, compression_dim 1), and IPEX 2.1,
-`ipex.optimize_transformers(low_precision_checkpoint=...)`.
+1. The first of eight has the lowest bits. Only 4 bits are known.
+2. A group has I / G inputs; one group is a scale per row.
+3. Symmetric weights are stored with zero points of 8. Read again they are weights with zero points,
+   of the same values.
+4. A file without zero points is of symmetric weights, whose codes are two's complement: the lowest
+   four bits of qvalue.
+5. IPEX 2.8 takes GPTQ's and AWQ's layouts instead, and none of these names.
+
+Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1),
+and IPEX 2.1, `ipex.optimize_transformers(low_precision_checkpoint=...)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import packing
-from quantflow.core.groups import group_size_for, to_groups
+from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -35,13 +39,16 @@ from quantflow.files.checkpoint import LOW_PRECISION, LOW_PRECISION_NAME
 from quantflow.formats.weight_layout import (
     SAME_NAMES,
     Infos,
+    beside_positive,
     checked,
     integers,
+    matrix,
     only_scheme,
     scales,
     stored_scales,
     tensor,
     why_not_integers,
+    zero_point_of,
 )
 
 NAME = "ipex"
@@ -55,8 +62,8 @@ class IPEXLayout:
     """The layout.
 
     Attributes:
-        reordered: whether linears have the inputs of their columns in `gptq_perm`.
-        bare: whether there are no zero points: of files that others wrote.
+        reordered: whether `gptq_perm` names the inputs of the columns.
+        bare: whether there are no zero points, as in files that others wrote.
     """
 
     reordered: bool = False
@@ -64,31 +71,27 @@ class IPEXLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "IPEXLayout":
-        """Return the layout as it is written where groups are of inputs that do not stand together."""
+        """The layout as it is written where groups are of inputs that lie apart."""
         return IPEXLayout(reordered=True, bare=self.bare)
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
-        weights = scheme.weights
-        if (reason := why_not_integers(scheme)) is not None:
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
+        held = "the layout holds integers of 4 bits per group"
+        if (reason := why_not_integers(scheme, (_BITS,), held)) is not None:
             return reason
-        if (
-            weights.kind != "int"
-            or weights.num_bits != _BITS
-            or weights.granularity not in ("per_group", "per_channel")
-        ):
-            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
-        if weights.group_size is None and shape[1] % _PER_WORD:
-            return f"in_features={shape[1]} with a scale per row, whole words hold multiples of {_PER_WORD}"
+        if scheme.weights.group_size is None and shape[1] % _PER_WORD:
+            return (
+                f"in_features={shape[1]} with a scale per row, whole words hold multiples of "
+                f"{_PER_WORD}"
+            )
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         parts = [
             _WEIGHT,
@@ -101,31 +104,20 @@ class IPEXLayout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight = linear.weight
         weight.validate(name)
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
         if linear.order is not None and not self.reordered:
             raise UnsupportedError(
                 f"{name}: its groups are of inputs that do not stand together, and no other "
                 "linear's are",
                 "export the whole folder",
             )
-        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same
-        # bits.
-        # [O, G], all bits set where the sign changes
-        turned = (weight.scale < 0).to(torch.int8).neg()
-        # [O, G, g]
-        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])
-        qvalue = (split ^ turned[..., None]).reshape(weight.qvalue.shape)  # [O, I]
+        qvalue, zero_point = beside_positive(weight.qvalue, zero_point_of(weight), weight.scale)
         tensors = {
             f"{name}.{_WEIGHT}": packing.pack(qvalue, _BITS),
             f"{name}.{_SCALE}": stored_scales(name, weight.scale.abs(), scale_dtype),
-            f"{name}.{_ZEROS}": packing.pack(zero_point ^ turned, _BITS),
+            f"{name}.{_ZEROS}": packing.pack(zero_point, _BITS),
         }
         if self.reordered:
             order = torch.arange(qvalue.shape[1]) if linear.order is None else linear.order
@@ -135,23 +127,18 @@ class IPEXLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights = scheme.weights
-        stored = tensors.get(f"{name}.{_SCALE}")
-        if stored is None or stored.ndim != 2:
-            shape = "missing" if stored is None else f"is {list(stored.shape)}"
-            raise InputError(
-                f"{name}.{_SCALE}: {shape}, [out_features, groups] is needed",
-                "make the checkpoint again",
-            )
-        rows, groups = stored.shape
+        rows, groups = matrix(tensors, f"{name}.{_SCALE}", "[out_features, groups]").shape
         packed = tensors.get(f"{name}.{_WEIGHT}")
-        words = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
+        word_count = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
         columns = (
-            groups * weights.group_size if weights.group_size is not None else words * _PER_WORD
+            groups * weights.group_size
+            if weights.group_size is not None
+            else word_count * _PER_WORD
         )
         try:
-            found = (
+            group_count = (
                 columns // group_size_for(weights, columns, name=f"{name}.{_WEIGHT}")
                 if columns > 0
                 else groups
@@ -161,7 +148,7 @@ class IPEXLayout:
         packed = tensor(
             tensors, f"{name}.{_WEIGHT}", (torch.int32,), (rows, -(-columns // _PER_WORD))
         )
-        scale = scales(tensors, f"{name}.{_SCALE}", (rows, found), weights)
+        scale = scales(tensors, f"{name}.{_SCALE}", (rows, group_count), weights)
         zero_point = None
         if not weights.symmetric:
             zeros = tensor(
@@ -195,7 +182,7 @@ class IPEXLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return an empty table: config.json says nothing.  See `WeightLayout.quantization_config`."""
+        """An empty table: config.json says nothing. See `WeightLayout.quantization_config`."""
         del ignore, model_type, modules
         only_scheme(schemes, NAME)
         return {}
@@ -207,33 +194,36 @@ class IPEXLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del config
-        found = {}
+        by_name = {}
         for name, (rows, columns) in shapes.items():
             if f"{name}.{_WEIGHT}" not in infos:
                 continue
             scale = infos.get(f"{name}.{_SCALE}")
             groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 0
             if not groups or columns % groups or scale is None or scale.shape[0] != rows:
-                told = "missing" if scale is None else f"is {list(scale.shape)}"
-                cause = f"{name}.{_SCALE}: {told}, [{rows}, groups] that divide {columns} inputs is needed"
+                problem = "missing" if scale is None else f"is {list(scale.shape)}"
+                cause = (
+                    f"{name}.{_SCALE}: {problem}, [{rows}, groups] that divide {columns} inputs is "
+                    "needed"
+                )
                 raise InputError(cause, "check that config.json belongs to this checkpoint")
             size = -1 if groups == 1 else columns // groups
-            found[name] = named(
+            by_name[name] = named(
                 integers(_BITS, size, symmetric=self.bare, where=name), None, "pack-quantized"
             )
-        return found
+        return by_name
 
 
 def file_name(schemes: Mapping[str, LinearScheme]) -> str:
-    """Return how the file is called, as the programs that write it call it.  schemes: of one scheme."""
+    """Name of the file in the words of the programs that write it; `schemes` are all alike."""
     size = next(iter(schemes.values())).weights.group_size
     return f"{LOW_PRECISION_NAME}{-1 if size is None else size}.pt"
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> IPEXLayout | None:
-    """Return the layout if a folder has such a checkpoint; None for another method."""
+    """The layout if a folder has such a checkpoint; None for another method."""
     if config.get("quant_method") != METHOD:
         return None
     return IPEXLayout(

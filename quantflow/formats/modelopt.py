@@ -1,23 +1,27 @@
 """The layout of NVIDIA's Model Optimizer, which TensorRT-LLM, vLLM and SGLang read.
 
-| `quant_algo`              | tensors of a linear called NAME                                                                |
-|---------------------------|------------------------------------------------------------------------------------------------|
-| FP8                       | NAME.weight e4m3fn [O, I], NAME.weight_scale and NAME.input_scale, float32 []                  |
-| FP8_PER_CHANNEL_PER_TOKEN | NAME.weight e4m3fn [O, I], NAME.weight_scale float32 [O]                                       |
-| MXFP8                     | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, I / 32] (e8m0)                          |
-| NVFP4                     | NAME.weight uint8 [O, I / 2] (e2m1), NAME.weight_scale e4m3fn [O, I / 16],                     |
-|                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
-| W4A16_NVFP4               | the same without NAME.input_scale                                                              |
+| `quant_algo`              | tensors of a linear called NAME                                      |
+|---------------------------|----------------------------------------------------------------------|
+| FP8                       | NAME.weight e4m3fn [O, I],                                           |
+|                           | NAME.weight_scale and NAME.input_scale, float32 []                   |
+| FP8_PER_CHANNEL_PER_TOKEN | NAME.weight e4m3fn [O, I], NAME.weight_scale float32 [O]             |
+| MXFP8                     | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, I / 32], e8m0 |
+| NVFP4                     | NAME.weight uint8 [O, I / 2] (e2m1),                                 |
+|                           | NAME.weight_scale e4m3fn [O, I / 16],                                |
+|                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                 |
+| W4A16_NVFP4               | the same without NAME.input_scale                                    |
+| a KV cache in FP8         | ATTENTION.k_proj.k_scale, ATTENTION.v_proj.v_scale, float32 []       |
 
-Where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` float of 8 bits, ATTENTION.k_proj.k_scale
-and ATTENTION.v_proj.v_scale, float32 [], are the scales of the cache of the module ATTENTION, as
-compressed-tensors has them by other names. That is read, and not written. All of these numbers
-multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A group of NVFP4 whose
-scale is 0 is one of zeros, whatever its codes are; it is read as zero codes beside a scale of 1. A
-folder has one algorithm. config.json has it in the words of compressed-tensors, and
-hf_quant_config.json in those that older readers look for. Source: vLLM 0.32,
-`model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
-`modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
+1. All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale.
+2. A group of NVFP4 whose scale is 0 is one of zeros, whatever its codes are. It is read as zero
+   codes beside a scale of 1.
+3. A folder has one algorithm. config.json names it in the words of compressed-tensors,
+   hf_quant_config.json in those that older readers look for.
+4. The KV cache is FP8 where `kv_cache_quant_algo` is FP8, or `kv_cache_scheme` is float of 8 bits.
+   That is read, and not written.
+
+Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model
+Optimizer, `modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +65,7 @@ _SCHEMES: Mapping[str, LinearScheme] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptLayout:
-    """The layout; which algorithm a linear has, its scheme says.
+    """The layout; the scheme of a linear says its algorithm.
 
     Attributes:
         reordered: always False: there is no g_idx.
@@ -71,15 +75,15 @@ class ModelOptLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "ModelOptLayout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
@@ -89,7 +93,7 @@ class ModelOptLayout:
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         parts = ["weight", "weight_scale"]
         if scheme.weights.scale_format == "e4m3":
             parts.append("weight_scale_2")
@@ -100,14 +104,15 @@ class ModelOptLayout:
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: the layout has its own.
+        """
         del scale_dtype
         weight, scheme = linear.weight, linear.weight.scheme
         weight.validate(name)
-        codes, scale = (
-            weight.qvalue,
-            weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale,
-        )
+        codes = weight.qvalue
+        scale = weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale
         parts = {"weight": codes}
         if scheme.scale_format == "e4m3":
             assert weight.global_scale is not None  # beside every scale in e4m3
@@ -128,11 +133,11 @@ class ModelOptLayout:
                 scale.flatten() if scheme.granularity == "per_channel" else scale
             )
         if linear.input_scale is not None:
-            given = linear.input_scale
+            input_scale = linear.input_scale
             parts["input_scale"] = (
-                _inverse(f"{name}.input_scale", given)
+                _inverse(f"{name}.input_scale", input_scale)
                 if scheme.scale_format == "e4m3"
-                else given.reshape(())
+                else input_scale.reshape(())
             )
         # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that
         # share memory.
@@ -144,7 +149,7 @@ class ModelOptLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         weights, key = scheme.weights, f"{name}.weight"
         stored = matrix(tensors, key)
         if weights.num_bits == 4:
@@ -155,7 +160,10 @@ class ModelOptLayout:
             qvalue = tensor(tensors, key, (torch.float8_e4m3fn,), tuple(stored.shape))
         rows, columns = qvalue.shape
         if columns % (weights.group_size or 1):
-            cause = f"{key}: {columns} input features, groups of {weights.group_size} do not divide them"
+            cause = (
+                f"{key}: {columns} input features, groups of {weights.group_size} do not divide "
+                "them"
+            )
             raise InputError(cause, "check that config.json belongs to these weights")
         global_scale = input_scale = None
         key, groups = f"{name}.weight_scale", (rows, columns // (weights.group_size or columns))
@@ -175,8 +183,10 @@ class ModelOptLayout:
         else:
             scale = scales(tensors, key, (rows,), weights).reshape(rows, 1)
         if scheme.input is not None and scheme.input.measured:
-            found = single_scale(tensors, f"{name}.input_scale", weights).reshape(1)
-            input_scale = 1 / found if weights.scale_format == "e4m3" else found
+            stored_input_scale = single_scale(tensors, f"{name}.input_scale", weights).reshape(1)
+            input_scale = (
+                1 / stored_input_scale if weights.scale_format == "e4m3" else stored_input_scale
+            )
         weight = QTensor(qvalue=qvalue, scale=scale, scheme=weights, global_scale=global_scale)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
 
@@ -188,22 +198,22 @@ class ModelOptLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         first = only_scheme(schemes, NAME)
-        words: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "dynamic": False,
             "num_bits": first.weights.num_bits,
             "type": "float",
         }
         if first.weights.group_size is not None:
-            words["group_size"] = first.weights.group_size
+            arguments["group_size"] = first.weights.group_size
         weights = (
-            {**words, "strategy": "channel"}
+            {**arguments, "strategy": "channel"}
             if first.weights.granularity == "per_channel"
-            else words
+            else arguments
         )
-        inputs = {} if first.input is None else {"input_activations": words}
+        inputs = {} if first.input is None else {"input_activations": arguments}
         return {
             "quant_method": METHOD,
             "quant_algo": _algorithm(first),
@@ -221,19 +231,19 @@ class ModelOptLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del modules
-        words = config.get("quantization", config)
-        algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
+        table = config.get("quantization", config)
+        algorithm = str(table.get("quant_algo")).upper() if isinstance(table, Mapping) else "None"
         scheme = _SCHEMES.get(algorithm)
         if scheme is None:
             raise UnsupportedError(
                 f"config.json: quant_algo {algorithm!r}", f"use a folder of {', '.join(_SCHEMES)}"
             )
-        if algorithm == "NVFP4" and _weights_alone(words):
+        if algorithm == "NVFP4" and _weights_alone(table):
             scheme = _SCHEMES["W4A16_NVFP4"]
-        if words.get("group_size") not in (None, 0, scheme.weights.group_size):
-            cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
+        if table.get("group_size") not in (None, 0, scheme.weights.group_size):
+            cause = f"config.json: group_size {table['group_size']!r} with quant_algo {algorithm}"
             raise UnsupportedError(
                 cause, f"use a folder with groups of {scheme.weights.group_size}"
             )
@@ -243,30 +253,30 @@ class ModelOptLayout:
 
 
 def kv_tensor_names(attention: str) -> tuple[str, str]:
-    """Return the names of the scales of the keys and of the values that the module `attention` writes to its cache."""
+    """Names of the scales of keys and of values in the KV cache of the module `attention`."""
     return f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"
 
 
 def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
-    """Return how config.json's `quantization_config` says that keys and values are kept, None for as they are.
+    """Scheme of keys and values that a `quantization_config` names; None for the model's dtype.
 
     Raises:
-        UnsupportedError: in another way than float8 with one measured scale.
+        UnsupportedError: another one than float8 with one measured scale.
     """
-    words = config.get("quantization", config)
+    table = config.get("quantization", config)
     cache = (
-        words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
-        if isinstance(words, Mapping)
+        table.get("kv_cache_scheme") or table.get("kv_cache_quant_algo")
+        if isinstance(table, Mapping)
         else None
     )
     if cache is None:
         return None
-    told = (
+    kind = (
         (cache.get("type"), cache.get("num_bits"), cache.get("dynamic", False))
         if isinstance(cache, Mapping)
         else cache
     )
-    if told not in (("float", 8, False), "FP8"):
+    if kind not in (("float", 8, False), "FP8"):
         raise UnsupportedError(
             f"config.json: keys and values are kept as {cache!r}",
             "use a folder without that, or with FP8",
@@ -275,7 +285,7 @@ def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
 
 
 def _algorithm(scheme: LinearScheme) -> str | None:
-    """Return the `quant_algo` of a scheme, None where there is none."""
+    """The `quant_algo` of a scheme; None where there is none."""
     matches = (
         (known.weights, known.input) == (scheme.weights, scheme.input)
         for known in _SCHEMES.values()
@@ -283,9 +293,9 @@ def _algorithm(scheme: LinearScheme) -> str | None:
     return next((name for name, same in zip(_SCHEMES, matches, strict=True) if same), None)
 
 
-def _weights_alone(words: Mapping[str, Any]) -> bool:
-    """Return whether no group of a configuration quantizes inputs, which vLLM reads as weights alone."""
-    groups = words.get("config_groups")
+def _weights_alone(table: Mapping[str, Any]) -> bool:
+    """Whether no group of a configuration quantizes inputs; vLLM reads that as weights alone."""
+    groups = table.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
     return bool(listed) and all(
         isinstance(one, Mapping) and one.get("input_activations") is None for one in listed
@@ -293,10 +303,10 @@ def _weights_alone(words: Mapping[str, Any]) -> bool:
 
 
 def _inverse(key: str, value: Tensor) -> Tensor:
-    """Return 1 / value, float32 [], from which a reader has value again.
+    """1 / value, float32 [], from which a reader computes the value again.
 
     Raises:
-        UnsupportedError: it has another.
+        UnsupportedError: the reader would compute another value.
     """
     inverse = 1 / value.reshape(())
     if (back := 1 / inverse) != value.reshape(()):
@@ -307,9 +317,9 @@ def _inverse(key: str, value: Tensor) -> Tensor:
 
 
 def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json.  config: what `quantization_config` returned."""
+    """Content of hf_quant_config.json, from what `quantization_config` returned."""
     size = {"group_size": config["group_size"]} if "group_size" in config else {}
-    words = {
+    algorithm = {
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": None,
         **size,
@@ -317,10 +327,10 @@ def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     # older readers take the file for this name alone
     producer = {"name": METHOD, "version": "quantflow"}
-    return {"producer": producer, "quantization": words}
+    return {"producer": producer, "quantization": algorithm}
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> ModelOptLayout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     del infos
     return ModelOptLayout() if str(config.get("quant_method")).startswith(METHOD) else None

@@ -1,16 +1,17 @@
-"""MXFP4 as OpenAI's gpt-oss is published: the experts of a layer in a tensor of blocks and one of scales.
+"""MXFP4 as OpenAI's gpt-oss is published: a layer's experts in one tensor of blocks, one of scales.
 
-| tensor        | dtype, shape                 | content                                                     |
-|---------------|------------------------------|-------------------------------------------------------------|
-| STACK_blocks  | uint8 [E, O, I / 32, 16]     | e2m1 codes of 32 inputs, two a byte, the lower half first   |
-| STACK_scales  | uint8 [E, O, I / 32]         | the exponent of each 32, plus 127; 255 is NaN               |
-| STACK_bias    | [E, O]                       | as it is                                                    |
+| tensor       | dtype, shape             | content                                             |
+|--------------|--------------------------|-----------------------------------------------------|
+| STACK_blocks | uint8 [E, O, I / 32, 16] | e2m1 codes of 32 inputs, two a byte, low half first |
+| STACK_scales | uint8 [E, O, I / 32]     | the exponent of each 32, plus 127; 255 is NaN       |
+| STACK_bias   | [E, O]                   | the bias, unchanged                                 |
 
 A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or
 EXPERTS.down_proj. `split` names the share of each expert: its linear EXPERTS.3.gate_proj is
 `weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which lie in the stacks'
-bytes with steps between them. `stacks` is the way back. Source: transformers 5.23,
-`integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
+bytes with steps between them. `stacks` is the way back.
+
+Source: transformers 5.23, `integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
 """
 
 import re
@@ -40,15 +41,13 @@ METHOD = "mxfp4"
 _SCHEME = PRESETS["MXFP4A16"]
 _GROUP = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
-# of a stack, whose rows take turns
+# stack -> its linears, whose rows take turns
 _LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXPERT = re.compile(
     r"(?P<experts>.+[.]experts)[.](?P<number>[0-9]+)[.](?P<linear>gate_proj|up_proj|down_proj)"
 )
-_MODEL_TYPE, _PLAIN = (
-    "gpt_oss",
-    ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
-)
+_MODEL_TYPE = "gpt_oss"
+_PLAIN = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 _AGAIN = "download the folder again"
 _LEAVE = "quantize with --ignore for all other linears, such as 're:.*self_attn.*'"
 
@@ -65,15 +64,15 @@ class MXFP4Layout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "MXFP4Layout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         del shape
         if (mixed := why_not_mixed(scheme)) is not None:
             return mixed
@@ -81,14 +80,17 @@ class MXFP4Layout:
         return None if same else f"scheme {scheme.name}, the layout holds {_SCHEME.name}"
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return f"{name}.weight{_BLOCKS}", f"{name}.weight{_SCALES}"
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
+        """Tensors of a linear; see `WeightLayout.encode`.
+
+        `scale_dtype` is not read: scales are exponents.
+        """
         del scale_dtype
         if _EXPERT.fullmatch(name) is None:
             raise UnsupportedError(
@@ -104,7 +106,7 @@ class MXFP4Layout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         blocks, scales = self.tensor_names(name, scheme)
         packed = matrix(tensors, blocks)
         rows, width = packed.shape[0], 2 * packed.shape[1]
@@ -124,7 +126,7 @@ class MXFP4Layout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del schemes, ignore, modules
         if model_type != _MODEL_TYPE:
             raise UnsupportedError(
@@ -140,29 +142,29 @@ class MXFP4Layout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         del config, modules
         return {name: _SCHEME for name in shapes if f"{name}.weight{_BLOCKS}" in infos}
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> MXFP4Layout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     del infos
     return MXFP4Layout() if config.get("quant_method") == METHOD else None
 
 
 def split(infos: Infos) -> dict[str, SplitTensor]:
-    """Return the tensors of all stacks, and the share that each linear of an expert has of them.
+    """Tensors of all stacks, and the share that each linear of an expert has of them.
 
     Args:
-        infos: headers of all tensors, as the files have them.
+        infos: headers of all tensors as the files have them.
 
     Raises:
-        InputError: blocks without scales, scales without blocks, or another dtype or shape of one
+        InputError: blocks without scales, scales without blocks, or a wrong dtype or shape of one
             of them.
         UnsupportedError: a stack of linears that gpt-oss does not have.
     """
-    found: dict[str, SplitTensor] = {}
+    tensors: dict[str, SplitTensor] = {}
     for key, info in infos.items():
         stack = key.removesuffix(_BLOCKS)
         if key.endswith(_SCALES) and f"{key.removesuffix(_SCALES)}{_BLOCKS}" not in infos:
@@ -179,41 +181,44 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
         _require_pair(info, scales, f"{stack}{_SCALES}", turns=len(_LINEARS[leaf]))
         count, rows, groups, _ = info.shape
         whole = _stack(stack, count=count, rows=rows, groups=groups)
-        found |= {name: one for name, one in whole.items() if name in infos}
-    return found
+        tensors |= {name: one for name, one in whole.items() if name in infos}
+    return tensors
 
 
 def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
-    """Return the tensors that stand for experts in a folder that is written, and the share of each linear.
+    """Stacks that stand for experts in a folder that is written, and the share of each linear.
 
     Args:
         shapes: name of each quantized linear -> (O, I).
     """
-    counts, found = dict[str, int](), dict[str, SplitTensor]()
+    counts, stacked = dict[str, int](), dict[str, SplitTensor]()
     for match in filter(None, map(_EXPERT.fullmatch, shapes)):
         counts[match["experts"]] = max(counts.get(match["experts"], 0), 1 + int(match["number"]))
     for experts, count in counts.items():
         for leaf, linears in _LINEARS.items():
             rows, columns = shapes.get(f"{experts}.0.{linears[0]}", (0, 0))
-            found |= _stack(
+            stacked |= _stack(
                 f"{experts}.{leaf}", count=count, rows=rows * len(linears), groups=columns // _GROUP
             )
-    return found
+    return stacked
 
 
 def _stack(stack: str, *, count: int, rows: int, groups: int) -> dict[str, SplitTensor]:
-    """Return blocks, scales and bias of a stack of `count` experts, `rows` of an expert, and the shares of their linears."""
+    """Blocks, scales and bias of a stack, and the shares of its linears.
+
+    The stack has `count` experts of `rows` rows, each of `groups` groups.
+    """
     experts, _, leaf = stack.rpartition(".")
     size = _GROUP // 2
-    found = {}
+    stacked = {}
     for ending, kind, row, shape in (
         (_BLOCKS, f"weight{_BLOCKS}", (groups * size,), (groups, size)),
         (_SCALES, f"weight{_SCALES}", (groups,), (groups,)),
         (_BIAS, "bias", (), ()),
     ):
         parts = _shares(f"{experts}.{{}}.{{}}.{kind}", _LINEARS[leaf], count, rows, row)
-        found[f"{stack}{ending}"] = SplitTensor(shape=(count, rows, *shape), parts=tuple(parts))
-    return found
+        stacked[f"{stack}{ending}"] = SplitTensor(shape=(count, rows, *shape), parts=tuple(parts))
+    return stacked
 
 
 def _shares(
@@ -222,11 +227,11 @@ def _shares(
     """Yield the rows of each linear of each of `count` experts, whose rows take turns.
 
     Args:
-        name: of a share, without the number of the expert and the linear.
-        linears: of an expert.
-        count: experts.
-        rows: of an expert, those of all its linears.
-        row: shape of one of them.
+        name: name of a share, with {} for the number of the expert and for the linear.
+        linears: linears of an expert.
+        count: number of experts.
+        rows: rows of an expert, those of all its linears.
+        row: shape of one row.
     """
     turns, width = len(linears), row[0] if row else 1
     strides = (turns * width, *(1 for _ in row))
@@ -245,13 +250,13 @@ def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, t
     """Refuse blocks and scales that do not belong together.
 
     Args:
-        blocks: a stack's.
-        scales: its scales; None: they are missing.
-        name: of the scales.
+        blocks: header of a stack's blocks.
+        scales: header of its scales; None where they are missing.
+        name: name of the scales.
         turns: linears whose rows are in the stack.
 
     Raises:
-        InputError: naming the tensor.
+        InputError: the two disagree; the tensor is named.
     """
     if scales is None:
         raise InputError(f"{name}: missing, {blocks.name} is there", _AGAIN)
@@ -259,7 +264,10 @@ def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, t
         if each.dtype != "U8":
             raise InputError(f"{each.name}: is {each.dtype}, U8 is needed", _AGAIN)
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _GROUP // 2):
-        cause = f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: {_GROUP // 2} bytes to a scale"
+        cause = (
+            f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: "
+            f"{_GROUP // 2} bytes to a scale"
+        )
         raise InputError(cause, _AGAIN)
     if blocks.shape[1] % turns:
         raise InputError(

@@ -1,27 +1,30 @@
-"""OpenVINO's IR: a model's graph in `openvino_model.xml`, and its constants in `openvino_model.bin`.
+"""OpenVINO's IR: a graph in `openvino_model.xml`, and its constants in `openvino_model.bin`.
 
 The weight of a quantized linear, [O, I] in G groups of g inputs or one scale per row, is a constant
-of codes and the operations that make float32 of them, as NNCF writes it and OpenVINO's plugins fuse
-it into the product:
+of codes and the operations that make float32 of them. NNCF writes it so, and OpenVINO's plugins
+fuse it into the product:
 
-    codes [O, G, g] -> Convert -> Subtract(zero points [O, G, 1] -> Convert) -> Multiply(scales [O, G, 1])
-                    -> Reshape [O, I] -> Convert
+    codes [O, G, g] -> Convert -> Subtract(zero points [O, G, 1] -> Convert)
+                    -> Multiply(scales [O, G, 1]) -> Reshape [O, I] -> Convert
 
-| part        | element type                                   | content                                         |
-|-------------|------------------------------------------------|-------------------------------------------------|
-| codes       | i4, i8; with zero points u4, u8                | qvalue; with zero points qvalue + 2 ** (b - 1)  |
-| zero points | u4, u8; symmetric weights have none            | zero_point + 2 ** (b - 1)                       |
-| scales      | f16, or f32, which then all the operations have | scale                                          |
+| part        | element type                                | content                          |
+|-------------|---------------------------------------------|----------------------------------|
+| codes       | i4, i8                                      | qvalue                           |
+|             | u4, u8 beside zero points                   | qvalue + 2 ** (num_bits - 1)     |
+| zero points | u4, u8; symmetric weights have none         | zero_point + 2 ** (num_bits - 1) |
+| scales      | f16, or f32, which all operations then have | scale                            |
 
-Weights with a scale per row have codes [O, I], scales and zero points [O, 1], and no Reshape. The
-last Convert is to f32, and is not there where scales have f32. Two codes of 4 bits are a byte, the
-first in its lower half. The constant of codes has the name that the float weight had: `self.model.`
-and the module's parameter. OpenVINO computes scale * (code - zero point) in float32 on a CPU,
-whatever the element type of the operations is, so no value of the artifact changes.
+1. Weights with a scale per row have codes [O, I], scales and zero points [O, 1], and no Reshape.
+2. The last Convert is to f32. It is missing where scales have f32.
+3. Two codes of 4 bits are a byte, the first in its lower half.
+4. The constant of codes has the name that the float weight had: `self.model.` and the module's
+   parameter.
+5. On a CPU, OpenVINO computes scale * (code - zero point) in float32, whatever the element type of
+   the operations is. So no value of the artifact changes.
+6. The graph takes `input_ids`, `attention_mask` and `position_ids` [B, S], and `beam_idx` [B], and
+   returns `logits` [B, S, V]. Keys and values are its state, which OpenVINO GenAI needs.
 
-The graph takes `input_ids`, `attention_mask` and `position_ids` [B, S], and `beam_idx` [B], and
-returns `logits` [B, S, V]. Keys and values are its state, as OpenVINO GenAI wants it. Sources: NNCF
-3.4 `openvino_backend.py`, optimum-intel 2.2 `stateful.py`.
+Sources: NNCF 3.4 `openvino_backend.py`, optimum-intel 2.2 `stateful.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,28 +76,20 @@ def require_packages() -> None:
 
 
 def why_not(scheme: LinearScheme) -> str | None:
-    """Return why the IR cannot hold a linear of a scheme, in a sentence; None when it can."""
-    if (reason := why_not_integers(scheme)) is not None:
-        return reason
-    weights = scheme.weights
-    if (
-        weights.kind != "int"
-        or weights.num_bits not in _BITS
-        or weights.granularity not in ("per_group", "per_channel")
-    ):
-        held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-        return f"scheme {scheme.name} has weights of {held}, the IR holds integers of 4 or 8 bits per group or row"
-    return None
+    """Reason why the IR cannot hold a linear of a scheme; None when it can."""
+    held = "the IR holds integers of 4 or 8 bits per group or row"
+    return why_not_integers(scheme, _BITS, held)
 
 
 def traced(module: nn.Module, example: Mapping[str, Tensor], *, outputs: Sequence[str]) -> Any:
-    """Return a module's graph, an `openvino.Model` whose constants share the memory of the parameters.
+    """A module's graph: an `openvino.Model` whose constants share the parameters' memory.
 
-    OpenVINO's `convert_model` would do the same, and tell its makers over the network that it did.
+    OpenVINO's `convert_model` would do the same, and report to its makers over the network that it
+    did.
 
     Args:
-        module: called with the tensors of `example` one by one; returns a tuple of as many tensors
-            as `outputs` has names.
+        module: module that is called with the tensors of `example` one by one; returns a tuple of
+            as many tensors as `outputs` has names.
         example: name of each input -> a tensor that stands for it; its sizes may be others later.
         outputs: names of the outputs.
 
@@ -134,10 +129,12 @@ def traced(module: nn.Module, example: Mapping[str, Tensor], *, outputs: Sequenc
 
 
 def make_stateful_(model: Any, pairs: Mapping[str, str]) -> None:
-    """Turn inputs and outputs into state that is empty at first, and add the input `beam_idx`: whose state each row continues.
+    """Turn inputs and outputs into state that is empty at first.
+
+    The new input `beam_idx` names the row whose state each row continues.
 
     Args:
-        model: with an input `input_ids`, [B, S].
+        model: model with an input `input_ids`, [B, S].
         pairs: name of an input [B, heads, past, width] -> the output that it becomes.
     """
     import openvino as ov
@@ -170,7 +167,7 @@ def make_stateful_(model: Any, pairs: Mapping[str, str]) -> None:
 
 
 def constants(model: Any) -> dict[str, Any]:
-    """Return the constants of a graph by their names."""
+    """Constants of a graph by their names."""
     return {
         each.get_friendly_name(): each
         for each in model.get_ops()
@@ -182,9 +179,9 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
     """Put codes, zero points and scales in the place of a float32 constant that has their values.
 
     Args:
-        constant: of the weight, [O, I].
-        name: the linear's, for messages.
-        weight: of a scheme that `why_not` has no reason against.
+        constant: the weight's constant, [O, I].
+        name: name of the linear, for messages.
+        weight: weight of a scheme that `why_not` has no reason against.
         scale_dtype: a value of SCALE_DTYPES.
 
     Raises:
@@ -198,7 +195,7 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
     if not np.array_equal(constant.data, weight.dequantize().numpy()):
         cause = f"{name}: its weight is not a constant of the traced graph as it is"
         raise UnsupportedError(cause, "export it in another format")
-    bits, words = weight.scheme.num_bits, constant.get_friendly_name()
+    bits, friendly_name = weight.scheme.num_bits, constant.get_friendly_name()
     (rows, columns), groups = weight.qvalue.shape, weight.scale.shape[1]
     whole = weight.scheme.granularity == "per_channel"
     shape, small = (
@@ -213,24 +210,22 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
         (4, True): ov.Type.u4,
         (8, True): ov.Type.u8,
     }
-    kind, real = (
-        kinds[bits, offset > 0],
-        ov.Type.f16 if scale_dtype == torch.float16 else ov.Type.f32,
-    )
+    kind = kinds[bits, offset > 0]
+    real = ov.Type.f16 if scale_dtype == torch.float16 else ov.Type.f32
 
     def integers(values: Tensor, form: tuple[int, ...], called: str) -> Any:
         stored = ov.Tensor(_bytes(values, bits, offset).numpy(), ov.Shape(form), kind)
-        made = opset13.constant(stored, shared_memory=False)
-        made.set_friendly_name(called)
-        return opset13.convert(made, real)
+        codes = opset13.constant(stored, shared_memory=False)
+        codes.set_friendly_name(called)
+        return opset13.convert(codes, real)
 
-    node = integers(weight.qvalue, shape, words)
-    constant.set_friendly_name(f"{words}/float")
+    node = integers(weight.qvalue, shape, friendly_name)
+    constant.set_friendly_name(f"{friendly_name}/float")
     if weight.zero_point is not None:
-        points = integers(weight.zero_point, small, f"{words}/zero_point")
-        node = opset13.subtract(node, points, name=f"{words}/zero_point/subtract")
-    scales = opset13.constant(scale.reshape(small).numpy(), name=f"{words}/scale")
-    node = opset13.multiply(node, scales, name=f"{words}/fq_weights_1")
+        points = integers(weight.zero_point, small, f"{friendly_name}/zero_point")
+        node = opset13.subtract(node, points, name=f"{friendly_name}/zero_point/subtract")
+    scales = opset13.constant(scale.reshape(small).numpy(), name=f"{friendly_name}/scale")
+    node = opset13.multiply(node, scales, name=f"{friendly_name}/fq_weights_1")
     if not whole:
         node = opset13.reshape(
             node, opset13.constant(np.array([rows, columns], dtype=np.int64)), special_zero=False
@@ -242,14 +237,17 @@ def put_weight_(constant: Any, name: str, weight: QTensor, *, scale_dtype: torch
 
 
 def narrow_(model: Any) -> None:
-    """Store float32 constants in 16 bits where these hold every value: float16 first, then bfloat16."""
+    """Store float32 constants in 16 bits where these hold every value.
+
+    float16 is tried first, then bfloat16.
+    """
     import openvino as ov
     from openvino import opset13
 
     for constant in constants(model).values():
         if constant.get_element_type() != ov.Type.f32 or constant.data.size < _NARROWED:
             continue
-        values, words = torch.from_numpy(constant.data), constant.get_friendly_name()
+        values, name = torch.from_numpy(constant.data), constant.get_friendly_name()
         exact = (
             dtype
             for dtype in (torch.float16, torch.bfloat16)
@@ -261,9 +259,9 @@ def narrow_(model: Any) -> None:
         stored = ov.Tensor(
             values.to(dtype).view(torch.float16).numpy(), ov.Shape(values.shape), kind
         )
-        constant.set_friendly_name(f"{words}/float")
+        constant.set_friendly_name(f"{name}/float")
         short = opset13.constant(stored, shared_memory=False)
-        short.set_friendly_name(words)
+        short.set_friendly_name(name)
         node = opset13.convert(short, ov.Type.f32)
         for reader in constant.output(0).get_target_inputs():
             reader.replace_source_output(node.output(0))
@@ -271,11 +269,11 @@ def narrow_(model: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weight:
-    """A quantized weight as a graph has it.
+    """A quantized weight in a graph.
 
     Attributes:
         codes: int16 [O, I], zero points not subtracted.
-        zero_point: int16 [O, G], None where there is none.
+        zero_point: int16 [O, G]; None where there is none.
         scale: float32 [O, G].
     """
 
@@ -284,7 +282,7 @@ class Weight:
     scale: Tensor
 
     def dequantize(self) -> Tensor:
-        """Return the weight, float32 [O, I]: scale * (code - zero point)."""
+        """The weight, float32 [O, I]: scale * (code - zero point)."""
         (rows, columns), groups = self.codes.shape, self.scale.shape[1]
         split = self.codes.float().reshape(rows, groups, columns // groups)
         if self.zero_point is not None:
@@ -293,8 +291,8 @@ class Weight:
 
 
 def weights(model: Any) -> dict[str, Weight]:
-    """Return the quantized weights of a graph by the names of their codes."""
-    found = {}
+    """Quantized weights of a graph by the names of their codes."""
+    by_name = {}
     for multiply in model.get_ops():
         if multiply.get_type_name() != "Multiply":
             continue
@@ -309,12 +307,12 @@ def weights(model: Any) -> dict[str, Weight]:
         point = None if zero is None else _integers(zero).reshape(rows, -1)
         real = torch.from_numpy(scale.data.astype(np.float32)).reshape(rows, -1)
         weight = Weight(codes=_integers(codes).reshape(rows, -1), zero_point=point, scale=real)
-        found[codes.get_friendly_name()] = weight
-    return found
+        by_name[codes.get_friendly_name()] = weight
+    return by_name
 
 
 def read(folder: Path) -> Any:
-    """Return the graph of a folder.
+    """The graph of a folder.
 
     Raises:
         IntegrityError: OpenVINO does not read it.
@@ -330,27 +328,29 @@ def read(folder: Path) -> Any:
 
 
 def logits(model: Any, pieces: Sequence[Tensor]) -> Tensor:
-    """Return the logits that OpenVINO computes on the CPU in float32, one piece of a text after the other: float32 [1, S, V].
+    """Logits of a text, float32 [1, S, V], from OpenVINO on the CPU in float32.
+
+    One piece of the text follows the other; the model's state carries over.
 
     Args:
-        model: stateful.
+        model: stateful graph.
         pieces: int64 [1, n], together S tokens.
     """
     import openvino as ov
 
     request = ov.Core().compile_model(model, "CPU", EXACT).create_infer_request()
     request.reset_state()
-    found, length = [], 0
+    outputs, length = [], 0
     for ids in pieces:
         start, length = length, length + ids.shape[1]
-        given = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, length), dtype=np.int64)}
-        given |= {
+        inputs = {"input_ids": ids.numpy(), "attention_mask": np.ones((1, length), dtype=np.int64)}
+        inputs |= {
             "position_ids": np.arange(start, length)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        request.infer({name: value for name, value in given.items() if _has_input(model, name)})
-        found.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
-    return torch.cat(found, dim=1)
+        request.infer({name: value for name, value in inputs.items() if _has_input(model, name)})
+        outputs.append(torch.from_numpy(request.get_tensor("logits").data.copy()))
+    return torch.cat(outputs, dim=1)
 
 
 def _has_input(model: Any, name: str) -> bool:
@@ -358,7 +358,7 @@ def _has_input(model: Any, name: str) -> bool:
 
 
 def _bytes(values: Tensor, bits: int, offset: int) -> Tensor:
-    """Return integers as OpenVINO packs them, uint8, one after the other."""
+    """Integers in OpenVINO's packing, uint8, one after the other."""
     # two's complement where there is no offset
     plain = (values.reshape(-1).to(torch.int16) + offset).to(torch.uint8)
     if bits == 8:
@@ -370,11 +370,9 @@ def _bytes(values: Tensor, bits: int, offset: int) -> Tensor:
 
 
 def _integers(constant: Any) -> Tensor:
-    """Return the integers of a constant, int16, one after the other."""
-    kind, count = (
-        constant.get_element_type().get_type_name(),
-        int(np.prod(constant.get_output_shape(0))),
-    )
+    """Integers of a constant, int16, one after the other."""
+    kind = constant.get_element_type().get_type_name()
+    count = int(np.prod(constant.get_output_shape(0)))
     stored = torch.from_numpy(
         np.ascontiguousarray(constant.data).reshape(-1).view(np.uint8).copy()
     ).to(torch.int16)
@@ -385,7 +383,7 @@ def _integers(constant: Any) -> Tensor:
 
 
 def _converted(node: Any) -> Any:
-    """Return the constant of integers that a Convert reads; None for anything else."""
+    """Constant of integers that a Convert reads; None for anything else."""
     if node.get_type_name() != "Convert":
         return None
     source = node.input_value(0).get_node()

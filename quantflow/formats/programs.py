@@ -7,7 +7,7 @@ _RECIPE = "recipe.yaml"  # llm-compressor keeps what it did beside the weights
 
 
 def program_of(config: Mapping[str, Any], files: Collection[str]) -> str | None:
-    """Return the program, with its version where that is said; None where nothing says it.
+    """The program, with its version where that is said; None where nothing says it.
 
     Args:
         config: the `quantization_config` of config.json.

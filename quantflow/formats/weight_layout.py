@@ -1,12 +1,11 @@
-"""One interface for layouts that other programs made: what they hold, and a linear's tensors both ways.
+"""One interface for the layouts of other programs, and what those layouts share.
 
 Every layout converts to and from `QuantizedLinear`, whose equation is `real = scale * (qvalue -
 zero_point)`. No conversion rounds: what a layout cannot hold exactly is refused with the tensor and
 the value that would change.
 
-Which linears of a folder are quantized is read from its headers: a linear has the layout's tensors,
-or a plain weight. Their config.json says the rest. Both have to agree with the shapes of the
-tensors.
+A folder's headers say which linears are quantized: a linear has the layout's tensors, or a plain
+weight. Its config.json says the rest. Both have to agree with the shapes of the tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine
+from quantflow.core.groups import to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -30,20 +30,23 @@ _AGAIN = "download the folder again, or make it again with the program that wrot
 
 
 class TensorLayout(Protocol):
-    """How the tensors of one quantized linear are named and read; `quantflow.formats.compressed_tensors` is one too."""
+    """How the tensors of one quantized linear are named and read.
+
+    `quantflow.formats.compressed_tensors` is one too.
+    """
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
 
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear.
+        """The linear.
 
         Args:
             name: its source name, without `.weight`.
             tensors: full name -> tensor; may hold other linears too; not modified.
-            scheme: as the layout's configuration says.
+            scheme: scheme that the layout's configuration says.
 
         Raises:
             InputError: a tensor is missing, or has another dtype, shape or value than the scheme
@@ -52,35 +55,38 @@ class TensorLayout(Protocol):
 
 
 class WeightLayout(TensorLayout, Protocol):
-    """A layout as a value: what may differ between two files of one kind (a version, a packing) is in its fields."""
+    """A layout as a value: its fields hold what differs between two files of one kind.
+
+    That is a version or a packing, for example.
+    """
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
 
     @property
     def reordered(self) -> bool:
-        """Whether groups may be of inputs that do not stand together, so that `decode` returns an order of inputs."""
+        """Whether groups may be of inputs that lie apart, so that `decode` returns an order."""
 
     def with_order(self) -> "WeightLayout":
-        """Return the layout as it is written where `reordered` holds; itself where it has no words for that."""
+        """The layout as it is written where `reordered` holds; itself if it has no words for it."""
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear that `why_not` has no reason against, in the order of `tensor_names`.
+        """Tensors of a linear that `why_not` has no reason against, in the order of `tensor_names`.
 
         Args:
             name: its source name, without `.weight`.
-            linear: not modified.
-            scale_dtype: in which the scales of integers are stored.
+            linear: linear of a scheme that the layout holds; not modified.
+            scale_dtype: dtype in which the scales of integers are stored.
 
         Raises:
-            UnsupportedError: a value that the layout would change; the message has the tensor, and
-                both values.
+            UnsupportedError: the layout would change a value; the message has the tensor and both
+                values.
         """
 
     def quantization_config(
@@ -91,13 +97,13 @@ class WeightLayout(TensorLayout, Protocol):
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json.
+        """The `quantization_config` of config.json.
 
         Args:
             schemes: source name -> scheme, every quantized linear of the model; not empty.
             ignore: the model's other linears, by all names that loaders know.
             model_type: config.json's.
-            modules: source name -> what the model in memory calls it, where that differs.
+            modules: source name -> name in the model in memory, where that differs.
 
         Raises:
             UnsupportedError: the layout has no words for schemes that differ between linears.
@@ -110,14 +116,14 @@ class WeightLayout(TensorLayout, Protocol):
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear.
+        """Scheme of each quantized linear.
 
         Args:
             config: the `quantization_config` of config.json.
             shapes: source name -> (O, I) of all linears of the model.
             infos: headers of all tensors.
-            modules: source name -> what the model calls a linear, where that differs; a
-                configuration may mean either.
+            modules: source name -> name in the model in memory, where that differs; a configuration
+                may mean either.
 
         Raises:
             UnsupportedError: a bit width, group size or option that this version does not know.
@@ -126,7 +132,9 @@ class WeightLayout(TensorLayout, Protocol):
 
 
 def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> TensorScheme:
-    """Return the scheme of integer weights as most configurations spell it: a group size of -1 is a scale per row.
+    """Scheme of integer weights as most configurations spell it.
+
+    A group size of -1 is a scale per row.
 
     Raises:
         UnsupportedError: a bit width or group size that no layout here has.
@@ -145,39 +153,62 @@ def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> 
 
 
 def why_not_mixed(scheme: LinearScheme) -> str | None:
-    """Return why a layout without words for Hadamard matrices cannot hold a scheme, in a sentence; None where it may."""
+    """Reason why a layout without words for Hadamard matrices cannot hold a scheme, or None."""
     if scheme.rotation is None:
         return None
     return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
 
 
-def why_not_integers(scheme: LinearScheme) -> str | None:
-    """Return why no layout of integer weights alone can hold a scheme, in a sentence; None where one may."""
+def why_not_integers(scheme: LinearScheme, bits: Sequence[int], held: str) -> str | None:
+    """Reason why a layout of integer weights in groups or rows cannot hold a scheme, or None.
+
+    Args:
+        scheme: scheme of a linear.
+        bits: numbers of bits that the layout holds.
+        held: the layout's weights, at the end of the sentence.
+    """
+    weights = scheme.weights
     if scheme.input is not None:
         return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
-    if scheme.weights.block_type is not None:
+    if weights.block_type is not None:
         return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
-    return why_not_mixed(scheme)
+    if (mixed := why_not_mixed(scheme)) is not None:
+        return mixed
+    grouped = weights.granularity in ("per_group", "per_channel")
+    if weights.kind != "int" or weights.num_bits not in bits or not grouped:
+        kind = f"{weights.kind}{weights.num_bits} {weights.granularity}"
+        return f"scheme {scheme.name} has weights of {kind}, {held}"
+    return None
 
 
 def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> LinearScheme:
-    """Return the scheme of all linears.
+    """The scheme of all linears.
 
     Raises:
-        UnsupportedError: two linears have different ones.
+        UnsupportedError: two linears have different schemes.
     """
     first_name, first = next(iter(schemes.items()))
     for name, scheme in schemes.items():
         if (scheme.weights, scheme.input) != (first.weights, first.input):
-            cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {layout} has one for all"
+            cause = (
+                f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {layout} has one "
+                "for all"
+            )
             raise UnsupportedError(
                 cause, "keep it as compressed-tensors, or quantize all linears alike"
             )
     return first
 
 
-def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
-    """Return a weight's tensor, whatever its dtype.
+def matrix(
+    tensors: Mapping[str, Tensor], key: str, axes: str = "[out_features, in_features]"
+) -> Tensor:
+    """A matrix among a linear's tensors, of any dtype.
+
+    Args:
+        tensors: full name -> tensor.
+        key: full name of the matrix.
+        axes: its axes, for the message.
 
     Raises:
         InputError: it is missing, or no matrix.
@@ -185,53 +216,54 @@ def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
     stored = tensors.get(key)
     if stored is None or stored.ndim != 2:
         cause = f"{key}: {'missing' if stored is None else f'is {list(stored.shape)}'}"
-        raise InputError(f"{cause}, [out_features, in_features] is needed", _AGAIN)
+        raise InputError(f"{cause}, {axes} is needed", _AGAIN)
     return stored
 
 
 def tensor(
     tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
 ) -> Tensor:
-    """Return a tensor after comparing its dtype and shape.
+    """A tensor after comparing its dtype and shape.
 
     Raises:
-        InputError: it is missing, or has others.
+        InputError: it is missing, or has another dtype or shape.
     """
-    found = tensors.get(key)
-    if found is None:
+    stored = tensors.get(key)
+    if stored is None:
         raise InputError(f"{key}: missing, its linear's other tensors are there", _AGAIN)
-    if found.dtype not in dtypes or tuple(found.shape) != shape:
+    if stored.dtype not in dtypes or tuple(stored.shape) != shape:
         needed = " or ".join(str(dtype) for dtype in dtypes)
         cause = (
-            f"{key}: is {found.dtype} {list(found.shape)}, config.json needs {needed} {list(shape)}"
+            f"{key}: is {stored.dtype} {list(stored.shape)}, config.json needs {needed} "
+            f"{list(shape)}"
         )
         raise InputError(
             cause, "check bits and group_size in config.json; or download the folder again"
         )
-    return found
+    return stored
 
 
 def scales(
     tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weights: TensorScheme
 ) -> Tensor:
-    """Return the scales of a weight, float32 of `shape`, after looking at their values.
+    """Scales of a weight, float32 of `shape`, after looking at their values.
 
     Raises:
         InputError: one is no scale (`affine.is_scale`).
     """
-    found = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
-    bad = ~affine.is_scale(found, weights)
+    values = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
+    bad = ~affine.is_scale(values, weights)
     if bad.any():
         raise InputError(
-            f"{key}: scale {found[bad][0].item()}, scales are finite and "
+            f"{key}: scale {values[bad][0].item()}, scales are finite and "
             f"{affine.sign_of_scales(weights)}",
             _AGAIN,
         )
-    return found
+    return values
 
 
 def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme) -> Tensor:
-    """Return a scale of one number, float32 [], which some write as [1].
+    """A scale of one number, float32 [], which some write as [1].
 
     Raises:
         InputError: it is missing, is several numbers, or is no scale.
@@ -243,22 +275,44 @@ def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme)
     )
 
 
+def zero_point_of(weight: QTensor) -> Tensor:
+    """Zero points of a weight of integers, int8 [O, G]; zeros where it is symmetric."""
+    if weight.zero_point is None:
+        return torch.zeros_like(weight.scale, dtype=torch.int8)
+    return weight.zero_point
+
+
+def beside_positive(qvalue: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and zero points that mean beside |scale| what these mean beside scale, to the bit.
+
+    scale * (q - z) is -scale * (~q - ~z).
+
+    Args:
+        qvalue: int8 [O, I].
+        zero_point: int8 [O, G].
+        scale: scales of either sign, [O, G].
+    """
+    turned = (scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
+    split = to_groups(qvalue, qvalue.shape[1] // scale.shape[1])  # [O, G, g]
+    return (split ^ turned[..., None]).reshape(qvalue.shape), zero_point ^ turned
+
+
 def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales in a dtype that holds them exactly.
+    """Scales in a dtype that holds them exactly.
 
     Raises:
-        UnsupportedError: naming the first that it does not hold.
+        UnsupportedError: the dtype does not hold a scale; the first is named.
     """
-    found = scale.to(dtype)
+    stored = scale.to(dtype)
     in_dtype = f" in {str(dtype).removeprefix('torch.')}"
     require_same_scales(
         name,
         scale,
-        found.float(),
+        stored.float(),
         where=in_dtype,
         instead="export with --dtype bf16 or f32, where the reader takes such scales",
     )
-    return found
+    return stored
 
 
 def require_same_scales(
@@ -267,14 +321,14 @@ def require_same_scales(
     """Refuse scales that a layout would change.
 
     Args:
-        name: of the linear or the tensor.
-        before: float32 [O, G].
-        after: what a reader would have, likewise.
-        instead: what to do.
-        where: how they would be stored, after the values.
+        name: name of the linear or the tensor.
+        before: scales of the weight, float32 [O, G].
+        after: scales that a reader would have, float32 [O, G].
+        instead: remedy of the error.
+        where: the stored form, at the end of the message.
 
     Raises:
-        UnsupportedError: naming the first that changes, its row and group, and both values.
+        UnsupportedError: a scale changes; the first is named, with its row, group and both values.
     """
     changed = before != after
     if changed.any():
@@ -288,10 +342,10 @@ def require_same_scales(
 
 
 def checked(name: str, weight: QTensor) -> QTensor:
-    """Return the weight after comparing its values with its scheme.
+    """The weight after comparing its values with its scheme.
 
     Raises:
-        InputError: one is out of range.
+        InputError: a value is out of range.
     """
     try:
         weight.validate(name)
@@ -301,38 +355,38 @@ def checked(name: str, weight: QTensor) -> QTensor:
 
 
 def number(config: Mapping[str, Any], *keys: str) -> int:
-    """Return the integer of the first of several keys that is there.
+    """Integer of the first of several keys that is there.
 
     Raises:
-        InputError: none is there, or it is no integer.
+        InputError: none of the keys is there, or its value is no integer.
     """
-    found = next((config[key] for key in keys if config.get(key) is not None), None)
-    if type(found) is not int:
+    value = next((config[key] for key in keys if config.get(key) is not None), None)
+    if type(value) is not int:
         raise InputError(
-            f"config.json: quantization_config: {keys[0]} is {found!r}, an integer is needed",
+            f"config.json: quantization_config: {keys[0]} is {value!r}, an integer is needed",
             _AGAIN,
         )
-    return found
+    return value
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Return a boolean of the configuration.
+    """A boolean of the configuration.
 
     Raises:
-        InputError: it is none.
+        InputError: the value is no boolean.
     """
-    found = config.get(key)
-    if found is None:
+    value = config.get(key)
+    if value is None:
         return default
-    if type(found) is not bool:
+    if type(value) is not bool:
         raise InputError(
-            f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN
+            f"config.json: quantization_config: {key} is {value!r}, true or false is needed", _AGAIN
         )
-    return found
+    return value
 
 
 def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:
-    """Return the order in which inputs come when groups stand side by side, [I]; None where they do already.
+    """Order of inputs in which groups stand side by side, [I]; None where they do already.
 
     Raises:
         InputError: a group that is not there, or that has more inputs than the others.

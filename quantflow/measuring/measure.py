@@ -57,10 +57,10 @@ from quantflow.measuring.replicas import Replica
 from quantflow.measuring.text import hash_sequences, read_documents, select
 from quantflow.measuring.text_sources import text_digest, with_calibration_text
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph, graph_for, text_config
+from quantflow.models.graph import Graph, text_config
 from quantflow.models.identity import identify
 from quantflow.models.load import Source, open_source, reading_ahead
-from quantflow.models.source import refuse_not_finite
+from quantflow.models.open import graph_for, refuse_not_finite
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients

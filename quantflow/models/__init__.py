@@ -1,11 +1,14 @@
-"""Hugging Face causal language models as a list of named linears, one decoder layer in memory at a time.
+"""Hugging Face causal LMs as named linears, with one decoder layer in memory at a time.
 
-    graph        which linears there are, which share an input, and which norm feeds them
+    family       one row per family: names, decoder design, GGUF names
+    graph        linears, the ones that share an input, and the norms before them
+    discovery    the same, from one forward of a model without weights
+    open         a folder opened as files, and the graph of its model
     names        checkpoint names and module names
-    load         tensors from safetensors files, a model on meta, and back
+    skeleton     a model on meta
+    load         tensors from safetensors files, into a model and back
     capture      embeddings, decoder layers and head, run layer by layer with the model's own code
-    calibration  text files to token sequences
-    llama_cpp    names, metadata and tokenizers in llama.cpp's words
+    layer_store  the resume state of a stage, layer by layer
 
-Supported families are those of `quantflow.models.graph.FAMILIES`.
+A family needs no row to be supported; see `quantflow.models.family`.
 """

@@ -1,8 +1,8 @@
 """The model as embeddings, decoder layers and head, with one decoder layer in memory at a time.
 
 No family's forward is written again here. The model's own forward is run with every decoder layer
-replaced by a recorder; what it handed to each layer (masks, position embeddings) is replayed later,
-layer by layer.
+replaced by a recorder. The arguments of each layer's call (masks, position embeddings) are replayed
+later, layer by layer.
 
     states = stream.begin(sequences)
     for index in range(len(graph.layers)):
@@ -10,8 +10,6 @@ layer by layer.
             stream.advance(layer, states)
     with stream.head():
         logits = [stream.finish(state.hidden) for state in states]
-
-Longer than 300 lines because recording and replaying share what a layer is called with.
 """
 
 import threading
@@ -34,9 +32,9 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import RepeatedHeads
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_
+from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import (
     Call,
     Given,
@@ -61,10 +59,10 @@ class State:
     """One sequence on its way through the layers.
 
     Attributes:
-        calls: per decoder layer, what it is called with; tensors are shared over layers and
-            sequences, never modified.
-        store: holds the hidden states of all sequences.
-        index: this sequence's place in it.
+        calls: arguments of each decoder layer; tensors are shared over layers and sequences, never
+            modified.
+        store: hidden states of all sequences.
+        index: this sequence's place in the store.
     """
 
     calls: tuple[Call, ...]
@@ -81,10 +79,13 @@ class LayerStream:
     """A model that runs layer by layer; between calls only buffers are in memory.
 
     Attributes:
+        weights: opened checkpoint or artifact.
+        graph: graph of the model.
+        dtype: dtype of weights and hidden states.
         model: the causal LM, parameters on meta.
-        names: what every tensor of the checkpoint is in the model.
-        cache: what keys and values go through where a call brings none.
-        device: where layers and head run; embeddings are looked up in host memory.
+        names: binding of the checkpoint's tensors to the model's.
+        cache: KV cache of calls that bring none.
+        device: device of layers and head; embeddings are looked up in host memory.
     """
 
     def __init__(
@@ -99,15 +100,15 @@ class LayerStream:
         """Build the model without storage and check it against the checkpoint and the graph.
 
         Args:
-            weights: the opened checkpoint or artifact.
-            graph: its graph.
-            dtype: of the weights and hidden states, whatever the checkpoint stores.
-            cache: what keys and values go through where a call brings none, a `KVRounder`, or None.
-            device: where layers and head run.
+            weights: opened checkpoint or artifact.
+            graph: graph of the model.
+            dtype: dtype of the weights and hidden states, whatever the checkpoint stores.
+            cache: KV cache of calls that bring none, a `KVRounder`, or None.
+            device: device of layers and head.
 
         Raises:
             InputError: the checkpoint and its config.json do not belong together.
-            UnsupportedError: the model's decoder layers are not what the graph says.
+            UnsupportedError: the model's decoder layers differ from the graph's.
         """
         self.weights = weights
         self.graph = graph
@@ -118,7 +119,7 @@ class LayerStream:
         self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
-        self._latest = -1  # the layer that was asked for last
+        self._latest = -1  # the last layer that `layer` yielded
         self._index = {module: index for index, module in enumerate(self._originals)}
         self._mine = threading.local()
         self._given = [
@@ -142,7 +143,10 @@ class LayerStream:
         return found
 
     def _untie(self) -> None:
-        """Follow the checkpoint where it holds both of two tied parameters, as transformers does when they differ."""
+        """Untie parameters of which the checkpoint holds both.
+
+        transformers does so when the two differ.
+        """
         tied = self.model.all_tied_weights_keys
         for name, twin in list(tied.items()):
             if self.names.to_source[name] != self.names.to_source[twin]:
@@ -177,18 +181,18 @@ class LayerStream:
     def begin(
         self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None
     ) -> list[State]:
-        """Embed sequences, one per forward, and record what every decoder layer is called with.
+        """Embed sequences, one per forward, and record the arguments of every decoder layer's call.
 
-        Of the embedding only the rows that the sequences name are read, and that of padding: it is
-        what a model that reads images too puts where a sequence names one.
+        Only those rows of the embedding are read that the sequences name, and the padding token's:
+        a model that reads images too puts padding where a sequence names an image.
 
         Args:
             sequences: token ids, int64 [S] each.
-            hidden: where the hidden states go, of this stream's device; None keeps them in memory.
-                One that was restored keeps its own.
+            hidden: store of the hidden states, on this stream's device; None keeps them in memory.
+                A restored store keeps its own.
 
         Raises:
-            InputError: a sequence that is empty or holds an id outside the vocabulary.
+            InputError: a sequence is empty or holds an id outside the vocabulary.
         """
         vocabulary = self._embeds.num_embeddings
         for number, sequence in enumerate(sequences):
@@ -234,12 +238,15 @@ class LayerStream:
             ]
 
     def _padding(self) -> int | None:
-        """Return the token that fills texts up; None where config.json names none that is embedded."""
+        """The padding token; None where config.json names none that is embedded."""
         padding: int | None = getattr(text_config(self.model.config), "pad_token_id", None)
         return padding if padding in range(self._embeds.num_embeddings) else None
 
     def _base(self) -> Any:
-        """Return the model without its head; Llama 4 has none by the name that it gives, but a decoder."""
+        """The model without its head.
+
+        Llama 4 has no module under the base model's name; its decoder is taken.
+        """
         base = self.model.base_model
         return self.model.get_decoder() if base is self.model else base
 
@@ -255,21 +262,25 @@ class LayerStream:
             for part in recorders
         ]
         if not store.restored:
-            carried, hidden = self.graph.family.carried, recorders[0].hidden
+            carried = self.graph.family.carried
+            hidden = recorders[0].hidden
             store.put(index, hidden if carried is None else carried.joined(hidden, None))
         return State(calls=tuple(calls), store=store, index=index)
 
     @contextmanager
     def layer(self, index: int, *, as_stored: bool = False) -> Iterator[nn.Module]:
-        """Yield a decoder layer with its weights in memory; they are released on exit. One that text goes past has none.
+        """Yield a decoder layer with its weights in memory; they are released on exit.
+
+        A skipped layer, which text goes past, has no weights.
 
         Args:
-            index: which one.
-            as_stored: keep the weights of its linears in the dtype that they are stored in, half
-                the memory for the same outputs up to rounding
-                (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
+            index: index of the layer.
+            as_stored: keep the weights of its linears in their stored dtype: half the memory, for
+                the same outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must
+                not be quantized.
         """
-        module, layer = self._originals[index], self.graph.layers[index]
+        module = self._originals[index]
+        layer = self.graph.layers[index]
         if layer.skipped:
             yield module
             return
@@ -284,8 +295,8 @@ class LayerStream:
             for name in stored:
                 (weight,) = self.weights.read([names[name]]).values()
                 materialize_(module, {name: self.device.put(weight)}, dtype=weight.dtype)
-                # whoever has the module may let go of it, which a name that waits here would
-                # prevent
+                # The caller may release the weight while this generator waits at `yield`; a local
+                # name would keep it alive.
                 del weight
             self._want_after(index)
             with placed(module, self.device), in_parts(linears.values(), dtype=self.dtype):
@@ -294,7 +305,7 @@ class LayerStream:
             self.weights.empty_(module, names)
 
     def _want_after(self, index: int) -> None:
-        """Have the layer read that comes after this one in the direction in which layers are asked for."""
+        """Start to read the next layer in the direction in which layers are asked for."""
         after = index + (1 if index >= self._latest else -1)
         self._latest = index
         if self.weights.ahead is not None and 0 <= after < len(self._originals):
@@ -305,11 +316,11 @@ class LayerStream:
 
     @torch.no_grad()
     def run(self, module: nn.Module, state: State, *, cache: Cache | None = None) -> Tensor:
-        """Return what a decoder layer makes of a state, [1, S, H]; the state stays as it is.
+        """The output of a decoder layer for a state, [1, S, H]; the state stays as it is.
 
         Args:
-            module: as `layer` yields it.
-            state: the sequence, `state.hidden` is the layer's input.
+            module: layer that `layer` yielded.
+            state: the sequence; `state.hidden` is the layer's input.
             cache: a `KVRecorder` or `KVRounder`, or None for the stream's own.
         """
         return self.forward(module, state, state.hidden, cache=cache)
@@ -317,24 +328,26 @@ class LayerStream:
     def forward(
         self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None
     ) -> Tensor:
-        """Return what a decoder layer makes of a hidden state, [1, S, H]; gradients flow where they are enabled.
+        """The output of a decoder layer for a hidden state, [1, S, H].
 
-        Of a family whose layers hand on more, both tensors have that in further columns
-        (`quantflow.models.carried`).
+        Gradients flow where they are enabled. In a family whose layers hand on further values, both
+        tensors hold these in further columns (`quantflow.models.carried`).
 
         Args:
-            module: as `layer` yields it.
-            state: the sequence that the layer is called for; its own hidden state is not read.
+            module: layer that `layer` yielded.
+            state: sequence whose recorded call is replayed; its own hidden state is not read.
             hidden: the layer's input, [1, S, H].
             cache: a `KVRecorder` or `KVRounder`, or None for the stream's own.
         """
         if self.graph.layers[self._index[module]].skipped:
             return hidden
-        call, carried = state.calls[self._index[module]], self.graph.family.carried
+        call = state.calls[self._index[module]]
+        carried = self.graph.family.carried
         if carried is not None:
             hidden, value = carried.parted(hidden, numbers=self.dtype)
             call = call.given(carried.argument, value)
-        kwargs, cache = call.kwargs, self.cache if cache is None else cache
+        kwargs = call.kwargs
+        cache = self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
         alone = self.device.is_host or self.dtype != torch.float32
@@ -351,13 +364,13 @@ class LayerStream:
         cache: Cache | None = None,
         workers: Workers = SEQUENTIAL,
     ) -> None:
-        """Run a decoder layer over states, in order, and make its outputs their hidden states.
+        """Run a decoder layer over states, in order; its outputs become their hidden states.
 
         Args:
-            module: as `layer` yields it.
+            module: layer that `layer` yielded.
             states: every sequence of a store.
-            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own; it must bear calls
-                from several threads.
+            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own; it must be
+                thread-safe.
             workers: run several sequences at once.
         """
         waiting = list(states)
@@ -369,11 +382,11 @@ class LayerStream:
     def head(
         self, linear: QuantizedLinear | None = None, *, products: torch.dtype | None = None
     ) -> Iterator[None]:
-        """Keep the final norm and the head in memory for many calls of `finish`; the head as it is stored.
+        """Keep the final norm and the head in memory, as stored, for many calls of `finish`.
 
         Args:
-            linear: computes the logits in the place of the weights' own head; inside another
-                `head()` until this one ends.
+            linear: quantized head that computes the logits instead of the weights' own, inside
+                another `head()` until this one ends.
             products: dtype in which the weights' own head is multiplied; None is the stream's.
         """
         inside = isinstance(self.model.get_submodule(self._head), HeadStandIn | QuantizedHead)
@@ -385,7 +398,8 @@ class LayerStream:
         others = [
             other for other in self._outer if other not in (name, f"{self._embedding}.weight")
         ]
-        linear, bias = linear or self.weights.quantized(source), None
+        linear = linear or self.weights.quantized(source)
+        bias = None
         if (added := self.names.to_source.get(f"{self._head}.bias")) is not None:
             bias = self.device.put(self.weights.read([added], self.dtype)[added])
         if linear:
@@ -408,14 +422,15 @@ class LayerStream:
 
     @torch.no_grad()
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the logits [1, S, V] of the last layer's output [1, S, H]; reads the head unless inside `head()`.
+        """The logits [1, S, V] of the last layer's output [1, S, H].
 
-        Inside `head()` several threads may call it; outside it changes the model while it runs.
+        Inside `head()` several threads may call it. Outside it reads the head, and changes the
+        model while it runs.
         """
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the same as `finish`; gradients flow where they are enabled."""
+        """The logits of `finish`; gradients flow where they are enabled."""
         hidden = self.alone(hidden)
         with self.head(), giving(self._mine, hidden), widened(self.dtype):
             logits: Tensor = self.model(
@@ -424,12 +439,12 @@ class LayerStream:
         return logits
 
     def alone(self, hidden: Tensor) -> Tensor:
-        """Return a hidden state as the layer returned it, without what is carried beside it."""
+        """A hidden state as the layer returned it, without the values carried beside it."""
         carried = self.graph.family.carried
         return hidden if carried is None else carried.parted(hidden, numbers=self.dtype)[0]
 
     def parts(self, tokens: int) -> list[slice]:
-        """Return a sequence's tokens in parts, each with few enough logits for several threads to have some at once."""
+        """A sequence's tokens in parts, each with few enough logits for several threads at once."""
         return spans(tokens, logit_rows(text_config(self.model.config).vocab_size))
 
     @contextmanager

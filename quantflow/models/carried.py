@@ -1,11 +1,12 @@
-"""What layers of some families hand to the next one beside the hidden state, on its way in one tensor with it.
+"""A value that layers of some families hand to the next beside the hidden state, in one tensor.
 
-Which tokens an indexer chose is read by the layers behind it, and some routers read what the router
-before them computed. Where layers run one at a time, both values wait in one tensor, so that
-everything that keeps hidden states keeps both:
+The tokens that an indexer chose are read by the layers behind it, and some routers read a result of
+the router before them. Where layers run one at a time, hidden state and value wait in one tensor,
+so that everything that keeps hidden states keeps both:
 
-    [1, S, H]          the hidden state of a family that carries nothing, as the layer returned it
-    [1, S, H + C]      a hidden state of H features, all axes behind the tokens in one, and C columns of what is carried
+    [1, S, H]          hidden state of a family that carries nothing, as the layer returned it
+    [1, S, H + C]      hidden state of H features, all axes behind the tokens in one, and C columns
+                       of the carried value
     [1, S, H]          the same before the first layer that hands something on
 
 Numbers are carried in the dtype of the hidden state, which is float32 in some models that run in
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BITS = torch.int32  # of an index
+_BITS = torch.int32  # dtype of an index on its way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,10 @@ class Carried:
 
     Attributes:
         argument: its name in the call, or its place behind the hidden state.
-        output: which of the values that a layer returns.
-        dtype: of indices, such as `int64`; None where it is numbers.
-        width: features per token, of indices the most.
-        hidden: the axes of the hidden state behind the tokens, (H,) of most families.
+        output: its place in the tuple that a layer returns.
+        dtype: dtype of indices, such as `int64`; None for numbers.
+        width: features per token; the most there may be where they are indices.
+        hidden: axes of the hidden state behind the tokens, (H,) in most families.
     """
 
     argument: str | int
@@ -44,7 +45,7 @@ class Carried:
         return int(torch.Size(self.hidden).numel())
 
     def joined(self, hidden: Tensor, value: Tensor | None) -> Tensor:
-        """Return both in one tensor.
+        """Hidden state and value in one tensor.
 
         Args:
             hidden: [1, S, *self.hidden].
@@ -58,11 +59,11 @@ class Carried:
         return torch.cat([flat, value.to(flat.dtype)], dim=-1)
 
     def parted(self, both: Tensor, *, numbers: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden state, and what was joined to it, as the layer returned them.
+        """Hidden state and value apart, as the layer returned them.
 
         Args:
             both: [1, S, *], as `joined` returns it.
-            numbers: the dtype that the model runs in, which numbers that are carried have.
+            numbers: dtype that the model runs in, which a carried value of numbers has.
         """
         flat, value = both[..., : self.features], both[..., self.features :]
         hidden = flat.reshape(*flat.shape[:-1], *self.hidden)

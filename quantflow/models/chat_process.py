@@ -1,7 +1,7 @@
-"""The process of `quantflow.models.chat_template`: a line of JSON is a conversation, the line that answers is its text.
+"""The process of `quantflow.models.chat_template`: JSON lines of conversations to lines of text.
 
-Whoever asks ends it when it takes too long. Where they were killed meanwhile, an alarm does. Ctrl-C
-is theirs to answer.
+The caller ends the process when a conversation takes too long. An alarm does so where the caller
+was killed meanwhile. Ctrl-C is left to the caller.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-MEMORY = 1 << 30  # bytes beyond what the process has when it begins
+MEMORY = 1 << 30  # bytes beyond those of the process at its start
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def _rendered(order: dict[str, Any]) -> dict[str, str]:
         if len(text) > longest:
             return {"why": f"{len(text)} characters, {longest} are taken"}
         return {"text": text}
-    except Exception as error:  # a template raises what its maker wants
+    except Exception as error:  # a template can raise any exception
         said = " ".join(str(error).split()) or type(error).__name__
         return {"why": said[:200].encode(errors="replace").decode()}
 

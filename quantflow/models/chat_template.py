@@ -1,11 +1,15 @@
-"""A chat template, rendered in a process of its own that has seconds and a gigabyte: a template is a program of its maker.
+"""A chat template, rendered in a process with limits on time and memory.
 
-    {{ 'x'.center(2 * 10 ** 9) }}        {% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+A template is a program of its maker:
 
-transformers runs templates in a sandbox that keeps them from Python, not from memory and time. The
-process starts with the first conversation and serves all that follow. One that does not answer is
-ended, and the next conversation gets another. A command has one process; a server has one for each
-model, so that a template delays conversations of its own model alone.
+    {{ 'x'.center(2 * 10 ** 9) }}
+    {% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+
+transformers runs templates in a sandbox that keeps them from Python, not from memory and time. So
+the process has seconds and a gigabyte. It starts with the first conversation and serves all that
+follow. One that does not answer is ended, and the next conversation gets another. A command has one
+process. A server has one for each model, so that a template delays conversations of its own model
+alone.
 """
 
 import atexit
@@ -26,8 +30,8 @@ from quantflow import child_process
 from quantflow.errors import InputError
 from quantflow.models.token_ids import tokens_of
 
-SECONDS = 5.0  # of a conversation
-START = 120.0  # seconds until the process has imported what it needs
+SECONDS = 5.0  # most seconds of a conversation
+START = 120.0  # most seconds of the process's imports
 LONGEST = 1 << 24  # characters of a rendered conversation
 _REMEDY = "give the roles it expects, or use the template of a model that you trust"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -45,18 +49,18 @@ def chat_tokens(
     answer: bool,
     template: str | None = None,
 ) -> list[int]:
-    """Return the tokens of a conversation, as `apply_chat_template` does.
+    """The tokens of a conversation, as `apply_chat_template` makes them.
 
     Args:
-        tokenizer: with a chat template.
-        messages: `role` and `content` of each.
-        where: the conversation, for messages.
-        answer: end where the answer begins.
-        template: in place of the tokenizer's own.
+        tokenizer: tokenizer with a chat template.
+        messages: messages, each with `role` and `content`.
+        where: name of the conversation, for messages.
+        answer: whether the text ends where the answer begins.
+        template: template in place of the tokenizer's own.
 
     Raises:
-        InputError: the template refuses the conversation, is none, or needs more time, memory or
-            characters than it gets.
+        InputError: the template refuses the conversation, is none, or exceeds its time, memory or
+            characters.
     """
     try:
         text = render(tokenizer, messages, answer=answer, template=template)
@@ -75,21 +79,21 @@ def render(
     options: Mapping[str, Any] = _NOTHING,
     renderer: "Renderer | None" = None,
 ) -> str:
-    """Return the text of a conversation, as `apply_chat_template(..., tokenize=False)` does.
+    """The text of a conversation, as `apply_chat_template(..., tokenize=False)` makes it.
 
     Args:
-        tokenizer: with a chat template, where none is given.
-        messages: what JSON can hold; a key whose value is None is left out.
-        answer: end where the answer begins (transformers' `add_generation_prompt`).
-        template: in place of the tokenizer's own.
+        tokenizer: tokenizer, with a chat template unless `template` is one.
+        messages: messages of JSON values; a key whose value is None is left out.
+        answer: whether the text ends where the answer begins (transformers'
+            `add_generation_prompt`).
+        template: template in place of the tokenizer's own.
         tools: JSON schemas of functions.
-        options: further variables of the template; they stand in place of special tokens of the
-            same name.
-        renderer: the process; None: the one of this command.
+        options: further variables of the template; they replace special tokens of the same name.
+        renderer: process that renders; None is that of this command.
 
     Raises:
-        NotRendered: the template refuses the conversation, is none, or needs more time, memory or
-            characters than it gets.
+        NotRendered: the template refuses the conversation, is none, or exceeds its time, memory or
+            characters.
     """
     if not messages:
         raise NotRendered("there is no message")
@@ -117,15 +121,18 @@ def render(
 
 
 class Renderer:
-    """The process, started when it is first asked. One conversation is rendered at a time; threads wait for their turn."""
+    """The rendering process, started by the first conversation.
+
+    One conversation is rendered at a time; threads wait for their turn.
+    """
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Begin without a process."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, str]:
-        """Return `text`, or `why` there is none."""
+        """The reply: `text`, or `why` there is none."""
         try:
             line = json.dumps(order).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -133,9 +140,8 @@ class Renderer:
         with self._lock:
             try:
                 return self._answer(line)
-            except (
-                BaseException
-            ):  # of a question that is broken off here, the next one would read the answer
+            except BaseException:
+                # Otherwise the next conversation would read the answer of this one.
                 self._end()
                 raise
 
@@ -182,9 +188,11 @@ class Renderer:
             process.communicate()
 
     def _line(self, seconds: float) -> bytes | None:
-        """Return the next line; None where there is none in time, nothing where the process ended."""
+        """The next line; None where there is none in time, empty where the process ended."""
         assert self._process is not None and self._process.stdout is not None
-        stream, end, line = self._process.stdout, time.monotonic() + seconds, bytearray()
+        stream = self._process.stdout
+        end = time.monotonic() + seconds
+        line = bytearray()
         while not line.endswith(b"\n"):
             left = end - time.monotonic()
             if left <= 0 or not select.select([stream], [], [], left)[0]:

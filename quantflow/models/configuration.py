@@ -1,4 +1,7 @@
-"""A checkpoint's configuration as transformers understands it, without its model code, which takes seconds to import."""
+"""A checkpoint's configuration as transformers understands it.
+
+Nothing here imports transformers' model code, which takes seconds.
+"""
 
 from pathlib import Path
 
@@ -11,17 +14,17 @@ from transformers.models.auto.modeling_auto import (
 
 from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.files.checkpoint import Checkpoint
-from quantflow.models.graph import FAMILIES, family_for, text_config
+from quantflow.models.graph import UNTRACED, family_for, text_config
 from quantflow.models.source import require_numbers
 
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-# the language model in the latter
+# the second holds types with a language model beside more
 _TABLES = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return the checkpoint's configuration; code that comes with the checkpoint is not run.
+    """The checkpoint's configuration; code that comes with the checkpoint is not run.
 
     Raises:
         InputError: transformers refuses the configuration.
@@ -32,9 +35,8 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=False, local_files_only=True
         )
-    except (
-        Exception
-    ) as error:  # the library raises what its validators raise: no narrower common base than this
+    # transformers raises whatever its validators raise, which have no narrower common base
+    except Exception as error:
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: {first_line(error)}",
             "repair config.json or download it again",
@@ -44,29 +46,33 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _require_causal_lm(model_type: object, architectures: object) -> None:
-    """Refuse what transformers has no causal language model for, and another architecture of a type that it has one for.
+    """Refuse a type without a causal language model in transformers, and any other architecture.
 
     Raises:
         UnsupportedError: naming both.
     """
-    if isinstance(model_type, str) and model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in UNTRACED:
         family_for(model_type, architectures)
         return
-    found = [table.get(model_type) for table in _TABLES] if isinstance(model_type, str) else []
+    entries = [table.get(model_type) for table in _TABLES] if isinstance(model_type, str) else []
     names = [
-        name for known in found if known for name in ((known,) if isinstance(known, str) else known)
+        name
+        for entry in entries
+        if entry
+        for name in ((entry,) if isinstance(entry, str) else entry)
     ]
-    told = f"config.json: model_type {model_type!r} (architectures {architectures})"
+    subject = f"config.json: model_type {model_type!r} (architectures {architectures})"
     if not names:
-        remedy = "use a causal language model of this version, or round its weights alone: --algorithm rtn --linears PATTERN"
         raise UnsupportedError(
-            f"{told} is no causal language model of transformers {VERSION}", remedy
+            f"{subject} is no causal language model of transformers {VERSION}",
+            "use a causal language model of this version, or round its weights alone: --algorithm "
+            "rtn --linears PATTERN",
         )
     if architectures is not None and not (
         isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in names
     ):
         raise UnsupportedError(
-            f"{told}; this type is supported as {names[0]}",
+            f"{subject}; this type is supported as {names[0]}",
             "use the causal language model of this family",
         )
 
@@ -74,7 +80,7 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
 def _require_numbers(config: PreTrainedConfig, path: Path) -> None:
     """Refuse sizes and heads that make no model; see `quantflow.models.source.require_numbers`."""
     config = text_config(config)
-    # there each layer has its own heads
+    # each layer of a heterogeneous model has its own heads
     names = _SIZES if getattr(config, "is_heterogeneous", False) else (*_SIZES, *_HEADS)
     numbers = {name: getattr(config, name, None) for name in names}
     require_numbers({name: value for name, value in numbers.items() if value is not None}, path)

@@ -1,24 +1,25 @@
-"""What a decoder layer is made of, found by running the model's own forward once: no table of families.
+"""The parts of a decoder layer, found by running the model's own forward once, without a row.
 
-    graph = graph_of(config)                      one forward of a few tokens, no weight in memory
-    graph.layers[0].groups                        which linears receive the same tensor, and what that tensor comes from
+    graph = graph_of(config)          one forward of a few tokens, no weight in memory
+    graph.layers[0].groups            linears that receive the same tensor, and where it comes from
 
-Every decoder layer runs as transformers wrote it, but for its linears: they hand out random numbers
-of the right shape. So no matrix is needed, and the outputs of a linear depend on nothing: what is
-computed from them leads back to that linear alone. Parameters are a single number, stretched to
-their shape. All operations in between are recorded, and answer
+Every decoder layer runs as transformers wrote it, but for its linears, which return random numbers
+of the right shape. So no matrix is needed, and the outputs of a linear depend on nothing: a value
+that is computed from them leads back to that linear alone. Other parameters are a single number,
+stretched to their shape. All operations in between are recorded, and answer
 
-    which linears receive the same tensor         the same value came in
-    which norm put it out, for nobody else        its only producer is a norm, its only readers are these linears
-    which linear feeds which                      on the way back lie operations through which a factor of each channel goes:
-                                                  copies and views, products with numbers that do not depend on that linear, and
-                                                  attention where it is the values
-    what is a router                              a linear inside a mixture with an output for each expert, or a single one
-    where keys and values enter the cache         the module that called the cache's update
+    which linears receive the same tensor     the same value came in
+    which norm put it out, for them alone     its only producer is a norm, its only readers they
+    which linear feeds which                  on the way back lie operations that keep a factor of a
+                                              channel: copies and views, products with numbers that
+                                              do not depend on that linear, attention over values
+    what is a router                          a linear inside a mixture with an output for each
+                                              expert, or a single one
+    where keys and values enter the cache     the module that called the cache's update
 
-Layers are replayed one by one later, with what each was called with. So a model is refused whose
-layers read anything of earlier layers but the hidden state and one tensor more that the layer
-before returns (`quantflow.models.carried`).
+Later stages replay layers one by one, with the arguments that each was called with. So a model is
+refused whose layers read anything of earlier layers but the hidden state and one tensor more that
+the layer before returns (`quantflow.models.carried`).
 """
 
 import copy
@@ -44,14 +45,14 @@ from quantflow.models.carried import Carried
 from quantflow.models.experts import Experts, is_stacked, names_in_files
 from quantflow.models.experts import split as split_experts
 from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
-from quantflow.models.load import as_written, skeleton
 from quantflow.models.names import HubNames
+from quantflow.models.skeleton import as_written, skeleton
 
-TOKENS = 6  # of the sequence that is run
+TOKENS = 6  # length of the sequence that is run
 _BY_NAME = "round its weights alone: --algorithm rtn --linears PATTERN"
 _OTHER = f"use a model whose decoder layers follow one another, or {_BY_NAME}"
 _LINEARS = (nn.Linear, Conv1D)
-# Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the
+# Operations that leave a factor of a channel unchanged, whatever they do to the axes before the
 # channels.
 _COPIES = frozenset(
     {
@@ -88,8 +89,8 @@ _ATTENTION = {  # operation -> which argument is the values
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
-    """A value of a tensor: an operation in place makes another one of the same tensor."""
+class TensorVersion:
+    """A tensor between two operations that change it: each operation in place makes another one."""
 
     number: int
 
@@ -99,75 +100,72 @@ class Operation:
     """One recorded operation.
 
     Attributes:
-        name: torch's, without the overload: `aten.mul`.
-        inputs: the values that it reads, in the order of its arguments; None where an argument is
-            no tensor.
-        outputs: the values that it makes.
+        name: torch's name without the overload: `aten.mul`.
+        inputs: values that it reads, in the order of its arguments; None where an argument is no
+            tensor.
+        outputs: values that it makes.
     """
 
     name: str
-    inputs: tuple[Moment | None, ...]
-    outputs: tuple[Moment, ...]
+    inputs: tuple[TensorVersion | None, ...]
+    outputs: tuple[TensorVersion, ...]
 
 
 @dataclass(kw_only=True, eq=False)
-class Called:
+class LayerCall:
     """A call of a decoder layer.
 
     Attributes:
-        hidden: the value that it received first.
-        others: the other values that it was called with, each with the name of its argument, or its
-            place behind the first.
-        features: the axes of the hidden state behind the tokens.
+        hidden: its first argument, the hidden state.
+        others: its other arguments, each with its name or its place behind the first.
+        features: axes of the hidden state behind the tokens.
         output: the hidden state that it returned.
-        tuple_of: it returned it as the first of a tuple of so many, 0 where alone.
-        beside: the tensors that it returned beside it, by their place in the tuple: value, dtype
-            and shape.
+        tuple_of: length of the tuple that it returned, the hidden state first; 0 for no tuple.
+        beside: place in the tuple -> value, dtype and shape of each further tensor.
     """
 
-    hidden: Moment
-    others: tuple[tuple[str | int, Moment], ...]
+    hidden: TensorVersion
+    others: tuple[tuple[str | int, TensorVersion], ...]
     features: tuple[int, ...] = ()
-    output: Moment | None = None
+    output: TensorVersion | None = None
     tuple_of: int = 0
-    beside: dict[int, tuple[Moment, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    beside: dict[int, tuple[TensorVersion, torch.dtype, tuple[int, ...]]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(kw_only=True, eq=False)
-class Record:
-    """What happened in one forward.
+class ForwardRecord:
+    """The record of one forward.
 
     Attributes:
-        operations: in order.
-        linears: name of a linear -> the value that it received, first call first; a linear that is
-            called again stays in place.
-        outputs: value -> the linear that handed it out.
-        norms: value -> the module without linears below it that returned it.
-        cached: attention module -> (shape of the keys, shape of the values) as they enter the
-            cache.
-        called: decoder layer -> (its hidden state, the other values that it was called with, its
-            output, whether in a tuple).
-        read_by: value -> how often something read it.
+        operations: all operations in order.
+        linears: linear -> its input at its first call; the order is that of the first calls.
+        outputs: value -> the linear that returned it.
+        norms: value -> the norm that returned it.
+        cached: attention module -> shapes of the keys and of the values that enter the cache.
+        called: decoder layer -> its first call.
+        read_by: value -> number of reads.
         made_by: value -> the operation that made it.
-        weights: linear -> its weight, as a tensor that something but the linear may have read.
-        chosen: module of experts -> how many of them a token goes to.
+        weights: linear -> its weight, which other operations may read too.
+        chosen: module of experts -> number of experts that a token goes to.
         ran: modules that were called, linears apart.
     """
 
     operations: list[Operation] = field(default_factory=list)
-    linears: dict[str, Moment] = field(default_factory=dict)
-    outputs: dict[Moment, str] = field(default_factory=dict)
-    norms: dict[Moment, str] = field(default_factory=dict)
+    linears: dict[str, TensorVersion] = field(default_factory=dict)
+    outputs: dict[TensorVersion, str] = field(default_factory=dict)
+    norms: dict[TensorVersion, str] = field(default_factory=dict)
     cached: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    called: dict[str, "Called"] = field(default_factory=dict)
-    read_by: dict[Moment, int] = field(default_factory=dict)
-    made_by: dict[Moment, Operation] = field(default_factory=dict)
-    weights: dict[str, Moment] = field(default_factory=dict)
+    called: dict[str, LayerCall] = field(default_factory=dict)
+    read_by: dict[TensorVersion, int] = field(default_factory=dict)
+    made_by: dict[TensorVersion, Operation] = field(default_factory=dict)
+    weights: dict[str, TensorVersion] = field(default_factory=dict)
     chosen: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
 
     def skipped(self, layer: str) -> bool:
-        """Return whether nothing of a layer ran."""
+        """Whether nothing of a layer ran."""
         return not any(f"{name}.".startswith(f"{layer}.") for name in (*self.ran, *self.linears))
 
 
@@ -176,19 +174,18 @@ class TracedLayer:
     """A decoder layer as it ran; names are those of modules inside the layer.
 
     Attributes:
-        prefix: the layer's own name, `model.layers.3`.
+        prefix: name of the layer, `model.layers.3`.
         groups: every linear that ran, and those of every expert of a mixture, whether a token went
             there or not.
-        routers: linears that decide which experts a token goes to and what they count.
+        routers: linears that decide which experts a token goes to and how much they count.
         idle: linears that did not run, such as those that read an encoder, or whose weight
             something else read.
         skipped: the layer did not run.
-        experts: the module of a mixture's experts, None outside one.
-        chosen: how many of them a token goes to.
-        attention: the module that writes the cache, None where nothing does.
-        kv_heads, key_dim, value_dim: heads that enter the cache, and their features; 1 where
-            nothing does.
-        tuple_of: it returns the hidden state as the first of a tuple of so many, 0 where alone.
+        experts: module of a mixture's experts; None in a dense layer.
+        chosen: number of experts that a token goes to.
+        attention: module that writes the KV cache; None where nothing does.
+        kv_heads, key_dim, value_dim: heads in the KV cache, and their features; 1 without a cache.
+        tuple_of: length of the tuple that it returns, the hidden state first; 0 for no tuple.
     """
 
     prefix: str
@@ -206,67 +203,70 @@ class TracedLayer:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation below autograd, by the identity of tensors; all of them are kept alive until the end."""
+    """Records every operation below autograd, by the identity of tensors.
 
-    def __init__(self, record: Record) -> None:
+    Tensors are kept alive until the end, so that no two have one identity.
+    """
+
+    def __init__(self, record: ForwardRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
-        self._values: dict[int, Moment] = {}
+        self._values: dict[int, TensorVersion] = {}
         self._kept: list[Tensor] = []
         self.paused = False
 
-    def value_of(self, tensor: Tensor) -> Moment:
-        """Return the present value of a tensor."""
-        found = self._values.get(id(tensor))
-        return self.renew(tensor) if found is None else found
+    def value_of(self, tensor: Tensor) -> TensorVersion:
+        """The present version of a tensor."""
+        version = self._values.get(id(tensor))
+        return self.renew(tensor) if version is None else version
 
-    def renew(self, tensor: Tensor) -> Moment:
-        """Return a new value of a tensor."""
+    def renew(self, tensor: Tensor) -> TensorVersion:
+        """A new version of a tensor."""
         self._kept.append(tensor)
-        self._values[id(tensor)] = made = Moment(len(self._kept))
-        return made
+        self._values[id(tensor)] = version = TensorVersion(len(self._kept))
+        return version
 
-    def read(self, tensor: Tensor) -> Moment:
-        """Return the present value of a tensor, and count that something reads it."""
+    def read(self, tensor: Tensor) -> TensorVersion:
+        """The present version of a tensor, which is counted as read."""
         value = self.value_of(tensor)
         self.record.read_by[value] = self.record.read_by.get(value, 0) + 1
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record it."""
-        given = kwargs or {}
+        keywords = kwargs or {}
         if self.paused:
-            return func(*args, **given)
+            return func(*args, **keywords)
         inputs = tuple(self.read(item) if isinstance(item, Tensor) else None for item in args)
-        listed = [item for item in args if isinstance(item, list | tuple)]
-        more = tuple(
-            self.read(item) for items in listed for item in items if isinstance(item, Tensor)
+        lists = [item for item in args if isinstance(item, list | tuple)]
+        in_lists = tuple(
+            self.read(item) for items in lists for item in items if isinstance(item, Tensor)
         )
-        result = func(*args, **given)
+        result = func(*args, **keywords)
         results = result if isinstance(result, tuple | list) else (result,)
         outputs = tuple(self.renew(item) for item in results if isinstance(item, Tensor))
-        made = Operation(
+        operation = Operation(
             name=f"aten.{func._schema.name.partition('::')[2]}",
-            inputs=(*inputs, *more),
+            inputs=(*inputs, *in_lists),
             outputs=outputs,
         )
-        self.record.operations.append(made)
+        self.record.operations.append(operation)
         for output in outputs:
-            self.record.made_by[output] = made
+            self.record.made_by[output] = operation
         return result
 
 
 class _Cache(DynamicCache):  # type: ignore[misc]
-    """A cache that tells which module put keys and values into it, and returns them."""
+    """A cache that records which module put keys and values into it, and returns them."""
 
-    def __init__(self, calling: list[str], record: Record, config: Any) -> None:
+    def __init__(self, calling: list[str], record: ForwardRecord, config: Any) -> None:
         super().__init__(config=config)
         self._calling, self._record = calling, record
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are."""
+        """Keys and values as they are."""
         self._record.cached[self._calling[-1]] = (
             tuple(key_states.shape),
             tuple(value_states.shape),
@@ -275,25 +275,24 @@ class _Cache(DynamicCache):  # type: ignore[misc]
 
 
 def graph_of(config: Any) -> Graph:
-    """Return the graph of a model whose family is not in the table, found by one forward.
+    """The graph of a model, found by one forward.
 
     Args:
-        config: transformers' own.
+        config: transformers' configuration.
 
     Raises:
-        UnsupportedError: it cannot be traced, or has what nothing here quantizes yet; says what
-            stood in the way.
+        UnsupportedError: the model cannot be traced, or has a part that nothing here quantizes; the
+            message names the reason.
     """
     values = config.to_dict()
     values.pop("quantization_config", None)
     return _graph_of(json.dumps(values, sort_keys=True, default=str))
 
 
-# a process asks several times about one model, and about its artifact
+# A process asks several times for the graph of one model, and of its artifact.
 @functools.lru_cache(maxsize=4)
-def _graph_of(told: str) -> Graph:
-    values = json.loads(told)
-    config: PreTrainedConfig = AutoConfig.for_model(**values)
+def _graph_of(config_json: str) -> Graph:
+    config: PreTrainedConfig = AutoConfig.for_model(**json.loads(config_json))
     model = skeleton(config)
     place = layers_of(model)
     layers, carried = traced(model, place)
@@ -312,17 +311,16 @@ def _graph_of(told: str) -> Graph:
         tuple_of=first.tuple_of,
         carried=carried,
     )
-    found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
     return Graph(
         family=family,
-        layers=found,
+        layers=tuple(_graph_layer(model, index, layer, hub) for index, layer in enumerate(layers)),
         split=_split(as_written(config), place, hub),
         others=_others(model, place, hub),
     )
 
 
 def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...]:
-    """Return the linears outside the layers but the head, as the model and as a checkpoint calls them."""
+    """The linears outside the layers but the head, by their names in model and in checkpoint."""
     head = model.get_output_embeddings()
     inside = f"{place}."
     linears = [
@@ -330,21 +328,21 @@ def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not name.startswith(inside)
     ]
-    return tuple(dict.fromkeys(known for name in linears for known in (name, hub.of_module(name))))
+    return tuple(dict.fromkeys(each for name in linears for each in (name, hub.of_module(name))))
 
 
 def _name_of(model: PreTrainedModel, module: object) -> str:
-    found: str = next(name for name, part in model.named_modules() if part is module)
-    return found
+    name: str = next(name for name, part in model.named_modules() if part is module)
+    return name
 
 
 def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, SplitTensor]:
-    """Return the tensors of a checkpoint that hold linears in another form than [O, I], and what each is read as.
+    """The tensors of a checkpoint that hold linears in another form than [O, I] -> their parts.
 
     Args:
-        model: with transformers' own modules, on meta.
+        model: model with transformers' own modules, on meta.
         place: the list of decoder layers.
-        hub: what a checkpoint calls tensors.
+        hub: names of tensors in a checkpoint.
 
     Raises:
         UnsupportedError: transformers turns the experts of a checkpoint into others, and not by
@@ -353,12 +351,12 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
     inside = {
         name: module for name, module in model.named_modules() if name.startswith(f"{place}.")
     }
-    found: dict[str, SplitTensor] = {}
+    split: dict[str, SplitTensor] = {}
     for name, module in inside.items():
         if isinstance(module, Conv1D):
             shape, strides = (module.nf, module.nx), (1, module.nf)
             part = TensorPart(name=f"{name}.weight", shape=shape, strides=strides)
-            found[f"{name}.weight"] = SplitTensor(shape=(module.nx, module.nf), parts=(part,))
+            split[f"{name}.weight"] = SplitTensor(shape=(module.nx, module.nf), parts=(part,))
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
         own = split_experts(name, stacked[name], names, exchanged=hub.exchanged)
@@ -367,18 +365,21 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
             for each in own
             if not (hub.kept(each) or hub.exchanged(each) or hub.split_into(each))
         ]:
-            cause = f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these experts in another form"
-            raise UnsupportedError(cause, _BY_NAME)
-        found |= own
+            raise UnsupportedError(
+                f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these "
+                "experts in another form",
+                _BY_NAME,
+            )
+        split |= own
     return {
         hub.of(name): _in_files(whole, hub)
-        for name, whole in found.items()
+        for name, whole in split.items()
         if hub.kept(name) or hub.exchanged(name)
     }
 
 
 def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:
-    """Return a tensor's parts under a checkpoint's names."""
+    """A split tensor whose parts have a checkpoint's names."""
     parts = tuple(replace(part, name=hub.of(part.name)) for part in whole.parts)
     return replace(
         whole,
@@ -387,8 +388,8 @@ def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:
     )
 
 
-def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:
-    """Return a layer of the graph, whose names are full and those of a checkpoint.
+def _graph_layer(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:
+    """A layer of the graph, whose names are full and those of a checkpoint.
 
     Raises:
         UnsupportedError: a checkpoint holds a linear in several tensors.
@@ -408,25 +409,26 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
     place, groups, repeats = layer.prefix, list[LinearGroup](), 1
     inside = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_modules() if name]
     tensors = [f"{place}.{name}" for name in model.get_submodule(place).state_dict()]
-    prefix = _common([hub.of(name) for name in tensors], index)
-    known = {name: hub.of_module(name) for name in inside}
-    sources = known | {name: hub.of(name) for name in tensors}
-    for group in (_renamed(group, lambda name: known[f"{place}.{name}"]) for group in layer.groups):
-        linear: Any = model.get_submodule(f"{place}.{layer.groups[len(groups)].linears[0]}")
-        shared = layer.kv_heads * layer.value_dim
-        # it reads something else than whole heads
-        if group.per_head and linear.in_features % shared:
+    prefix = _common_prefix([hub.of(name) for name in tensors], index)
+    source_of = {name: hub.of_module(name) for name in inside}
+    sources = source_of | {name: hub.of(name) for name in tensors}
+    values = layer.kv_heads * layer.value_dim  # features of all kv heads
+    for traced_group in layer.groups:
+        group = _renamed(traced_group, lambda name: source_of[f"{place}.{name}"])
+        linear: Any = model.get_submodule(f"{place}.{traced_group.linears[0]}")
+        if group.per_head and linear.in_features % values:
+            # the linear reads something else than whole heads
             group = replace(group, feeder=None, per_head=False)
-        repeats = linear.in_features // shared if group.per_head else repeats
+        repeats = linear.in_features // values if group.per_head else repeats
         groups.append(group)
     experts = None if layer.experts is None else model.get_submodule(f"{place}.{layer.experts}")
     return Layer(
         index=index,
         prefix=prefix,
-        attention=None if layer.attention is None else known[f"{place}.{layer.attention}"],
+        attention=None if layer.attention is None else source_of[f"{place}.{layer.attention}"],
         groups=tuple(groups),
-        routers=tuple(known[f"{place}.{name}"] for name in layer.routers),
-        idle=tuple(known[f"{place}.{name}"] for name in layer.idle),
+        routers=tuple(source_of[f"{place}.{name}"] for name in layer.routers),
+        idle=tuple(source_of[f"{place}.{name}"] for name in layer.idle),
         skipped=layer.skipped,
         place=None if place == prefix else place,
         renamed={
@@ -436,7 +438,7 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
         },
         block=None
         if layer.experts is None
-        else known[f"{place}.{layer.experts}"].rpartition(".")[0],
+        else source_of[f"{place}.{layer.experts}"].rpartition(".")[0],
         block_place=(layer.experts or "").rpartition(".")[0],
         experts=0 if experts is None else len(experts),
         chosen=layer.chosen,
@@ -446,52 +448,53 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
     )
 
 
-def _common(names: Sequence[str], index: int) -> str:
-    """Return what the names of a layer's tensors begin with, up to the layer's number where that is among it."""
-    words = [name.split(".")[:-1] for name in names]
-    shared = [
+def _common_prefix(names: Sequence[str], index: int) -> str:
+    """The beginning of all names of a layer, up to the layer's number where that is in it."""
+    parts = [name.split(".")[:-1] for name in names]
+    prefix = [
         column[0]
         for column in itertools.takewhile(
-            lambda column: len(set(column)) == 1, zip(*words, strict=False)
+            lambda column: len(set(column)) == 1, zip(*parts, strict=False)
         )
     ]
-    number = str(index)
-    while number in shared[:-1]:
-        shared.pop()
-    return ".".join(shared)
+    while str(index) in prefix[:-1]:
+        prefix.pop()
+    return ".".join(prefix)
 
 
 def traced(model: PreTrainedModel, place: str) -> tuple[tuple[TracedLayer, ...], Carried | None]:
-    """Run a model without weights once; return what its decoder layers are made of, and what one hands to the next.
+    """The decoder layers of a model that ran once without weights, and the value that one carries.
 
     Args:
-        model: of `quantflow.models.load.skeleton`: parameters on meta, buffers real. It is as it
-            was afterwards.
+        model: a model of `quantflow.models.skeleton`, parameters on meta; it is as it was
+            afterwards.
         place: the list of decoder layers; see `layers_of`.
 
     Raises:
-        UnsupportedError: the forward does not run so, or layers cannot be run one by one; says what
-            stood in the way.
+        UnsupportedError: the forward does not run without weights, or layers cannot be run one by
+            one; the message names the reason.
     """
     names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]
     try:
         record = _run(model, names, cached=True)
-    except Exception:  # it takes no cache of this kind, or none at all
+    except Exception:  # the model takes no cache of this kind, or none at all
         try:
             record = _run(model, names, cached=False)
-        except (
-            Exception
-        ) as error:  # whatever a family's forward raises where it is no ordinary decoder
-            cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
-            raise UnsupportedError(cause, _OTHER) from error
+        # a forward that is no ordinary decoder's may raise anything
+        except Exception as error:
+            raise UnsupportedError(
+                f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: "
+                f"{first_line(error)}",
+                _OTHER,
+            ) from error
     carried = _chain(record, names, model.config)
     _require_own_weights(model, names)
     return tuple(_layer(record, model, name) for name in names), carried
 
 
-def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Record:
-    """Return what happened in one forward of a few tokens."""
-    record, calling = Record(), list[str]()
+def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> ForwardRecord:
+    """The record of one forward of a few tokens."""
+    record, calling = ForwardRecord(), list[str]()
     recorder, config = _Recorder(record), text_config(model.config)
     with _standing_in(model, recorder, calling, layers=layers), recorder, torch.no_grad():
         ids = torch.arange(2, 2 + TOKENS)[None] % config.vocab_size
@@ -500,14 +503,16 @@ def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Reco
     return record
 
 
-def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
-    """Return what every layer hands to the next beside the hidden state; layers that did not run are passed over.
+def _chain(record: ForwardRecord, names: Sequence[str], config: Any) -> Carried | None:
+    """The value that every layer hands to the next beside the hidden state; None for nothing.
+
+    Layers that did not run are passed over.
 
     Raises:
         UnsupportedError: the layers cannot be replayed one by one: none ran, or one did not return
             a hidden state, or reads of earlier layers more than the one before returned.
     """
-    before: Called | None = None
+    before: LayerCall | None = None
     carried: Carried | None = None
     kind, inside = config.model_type, f"{names[0].rpartition('.')[0]}."
     ran = [name for name in names if not record.skipped(name)]
@@ -522,13 +527,9 @@ def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
                 f"{kind}: {name} does not read what the layer before it returned", _OTHER
             )
         handed = None if before is None else _handed(before, called, text_config(config))
-        carried = carried or handed  # that of the first two layers is every layer's
-        known = carried is not None and handed == carried
-        others = [
-            value
-            for key, value in called.others
-            if not (known and carried is not None and key == carried.argument)
-        ]
+        carried = carried or handed  # the first two layers set it for all
+        argument = carried.argument if carried is not None and handed == carried else None
+        others = [value for key, value in called.others if argument is None or key != argument]
         if read := sorted(
             linear for linear in _depends(record, others) if linear.startswith(inside)
         ):
@@ -539,8 +540,8 @@ def _chain(record: Record, names: Sequence[str], config: Any) -> Carried | None:
     return carried
 
 
-def _handed(before: Called, called: Called, config: Any) -> Carried | None:
-    """Return what a layer was called with that the one before returned beside the hidden state; None for nothing."""
+def _handed(before: LayerCall, called: LayerCall, config: Any) -> Carried | None:
+    """The argument of a layer that the one before returned beside the hidden state, or None."""
     for argument, value in called.others:
         for output, (returned, dtype, shape) in before.beside.items():
             if value is returned and len(shape) == 3:
@@ -559,7 +560,7 @@ def _handed(before: Called, called: Called, config: Any) -> Carried | None:
 
 
 def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Refuse layers that share a weight: of a checkpoint that holds it once, each would make another one.
+    """Refuse layers that share a weight, since each would change the one tensor of a checkpoint.
 
     Raises:
         UnsupportedError: two layers share a weight; names both.
@@ -575,12 +576,15 @@ def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> str:
-    """Return the name of the list of decoder layers: the one that holds most linears, in the decoder where there is more.
+    """The name of the list of decoder layers.
+
+    Of several lists it is one in the decoder, then one of num_hidden_layers, then the one that
+    holds most linears.
 
     Raises:
         UnsupportedError: there is none.
     """
-    found: dict[str, tuple[bool, bool, int, int]] = {}
+    lists: dict[str, tuple[bool, bool, int, int]] = {}
     count = getattr(text_config(model.config), "num_hidden_layers", None)
     decoder = model.get_decoder()
     within = next((name for name, module in model.named_modules() if module is decoder), "")
@@ -588,17 +592,17 @@ def layers_of(model: PreTrainedModel) -> str:
         if isinstance(module, nn.ModuleList) and len(module) and ".experts" not in f".{name}":
             linears = sum(isinstance(part, _LINEARS) for part in module.modules())
             if linears:
-                found[name] = (
+                lists[name] = (
                     name.startswith(within),
                     len(module) == count,
                     linears,
                     -name.count("."),
                 )
-    if not found:
+    if not lists:
         raise UnsupportedError(
             f"{model.config.model_type}: no list of layers that hold linears", _OTHER
         )
-    return max(found, key=lambda name: found[name])
+    return max(lists, key=lambda name: lists[name])
 
 
 @contextmanager
@@ -608,9 +612,9 @@ def _standing_in(
     """Give parameters a number and linears a result, and watch modules, until the block ends.
 
     Args:
-        model: as `traced` takes it.
-        recorder: knows the values of tensors.
-        calling: gets the names of the modules that run, the innermost last.
+        model: the model of `traced`.
+        recorder: the recorder of the forward.
+        calling: list that holds the names of the modules that run, the innermost last.
         layers: names of the decoder layers.
     """
     record = recorder.record
@@ -623,10 +627,10 @@ def _standing_in(
         if isinstance(module, Experts):
             record.chosen[name] = args[1].shape[-1]
         if name in layers:
-            given: list[tuple[str | int, Any]] = [*enumerate(args, -1), *kwargs.items()]
+            arguments: list[tuple[str | int, Any]] = [*enumerate(args, -1), *kwargs.items()]
             tensors = [
                 (key, item)
-                for key, one in given
+                for key, one in arguments
                 for item in (one if isinstance(one, tuple | list) else (one,))
             ]
             values = [
@@ -634,7 +638,7 @@ def _standing_in(
             ]
             if args and isinstance(args[0], Tensor) and name not in record.called:
                 (_, hidden), *others = values
-                record.called[name] = Called(
+                record.called[name] = LayerCall(
                     hidden=hidden, others=tuple(others), features=tuple(args[0].shape[2:])
                 )
 
@@ -676,7 +680,10 @@ def _standing_in(
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes x @ W.T + b, or Conv1D's x @ W + b; of a subclass it is tried with a small matrix."""
+    """Whether a module computes x @ W.T + b, or Conv1D's x @ W + b.
+
+    A subclass of Linear is tried with a small matrix.
+    """
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     if not isinstance(module, nn.Linear):
@@ -697,7 +704,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is one vector of weights, perhaps with a bias: what norms are."""
+    """Whether a module has vectors of weights alone, as norms have."""
     own = [parameter for parameter in module.parameters()]
     return (
         bool(own)
@@ -707,7 +714,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _stand_in(name: str, module: Any, recorder: _Recorder) -> Callable[[Tensor], Tensor]:
-    """Return the function that is called in the place of a linear."""
+    """The function that is called in the place of a linear."""
     width: int = module.out_features if isinstance(module, nn.Linear) else module.nf
 
     def forward(input: Tensor) -> Tensor:
@@ -722,11 +729,11 @@ def _stand_in(name: str, module: Any, recorder: _Recorder) -> Callable[[Tensor],
     return forward
 
 
-def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
-    """Read what a layer is made of from the record.
+def _layer(record: ForwardRecord, model: PreTrainedModel, prefix: str) -> TracedLayer:
+    """A layer as the record has it.
 
     Raises:
-        UnsupportedError: it has more than one attention or mixture.
+        UnsupportedError: the layer has more than one attention or mixture.
     """
     inside, skipped = f"{prefix}.", record.skipped(prefix)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
@@ -754,11 +761,12 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
         if name in linears and name not in read
     }
     routers = tuple(name for name in ran if _routes(model, name))
-    groups: dict[Moment, list[str]] = {}
+    groups: dict[TensorVersion, list[str]] = {}
     received = [value for name, value in ran.items() if name not in routers]
     for name, value in ran.items():
         if name not in routers:
-            # what reads a view is not seen from its source
+            # a read of a view is not counted for its source, so go to the source only where the
+            # linears are all that reads the view
             alone = record.read_by.get(value) == received.count(value)
             groups.setdefault(_source(record, value) if alone else value, []).append(name)
     attentions = [name for name in record.cached if name.startswith(inside)]
@@ -767,15 +775,17 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
             f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER
         )
     keys, values = record.cached[attentions[0]] if attentions else ((1, 1, 1, 1), (1, 1, 1, 1))
-    found = [
-        _group(record, model, value, names, {ran[name] for name in routers})
+    router_inputs = {ran[name] for name in routers}
+    own_groups = [
+        _within(inside, _group(record, model, value, names, router_inputs))
         for value, names in groups.items()
     ]
-    found = [_within(inside, group) for group in found]
-    found += [group for name, pool in pools.items() for group in _of_experts(name, pool)]
+    own_groups += [group for name, pool in pools.items() for group in _of_experts(name, pool)]
     return TracedLayer(
         prefix=prefix,
-        groups=tuple(_renamed(group, lambda name: name.removeprefix(inside)) for group in found),
+        groups=tuple(
+            _renamed(group, lambda name: name.removeprefix(inside)) for group in own_groups
+        ),
         routers=tuple(name.removeprefix(inside) for name in routers),
         idle=tuple(name.removeprefix(inside) for name in linears if name not in ran),
         skipped=skipped,
@@ -790,7 +800,7 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
 
 
 def _within(inside: str, group: LinearGroup) -> LinearGroup:
-    """Return a group without what it reads of other layers, which are not in memory beside it."""
+    """A group without norm and feeder of other layers, which are not in memory beside it."""
     norm = group.norm if group.norm is not None and group.norm.startswith(inside) else None
     if group.feeder is None or group.feeder.startswith(inside):
         return replace(group, norm=norm)
@@ -798,7 +808,10 @@ def _within(inside: str, group: LinearGroup) -> LinearGroup:
 
 
 def _of_experts(name: str, pool: Experts) -> Iterator[LinearGroup]:
-    """Yield the groups of every expert; what goes up does not absorb factors for down: its few tokens would choose them."""
+    """The groups of every expert.
+
+    The up projection feeds nothing: an expert's few tokens would choose the factors.
+    """
     for number, names in enumerate(pool.names):
         inside = f"{name}.{number}"
         entering = tuple(f"{inside}.{leaf}" for leaf in names.inputs)
@@ -807,13 +820,21 @@ def _of_experts(name: str, pool: Experts) -> Iterator[LinearGroup]:
 
 
 def _group(
-    record: Record,
+    record: ForwardRecord,
     model: PreTrainedModel,
-    value: Moment,
+    value: TensorVersion,
     names: Sequence[str],
-    others: Iterable[Moment],
+    others: Iterable[TensorVersion],
 ) -> LinearGroup:
-    """Return the group of linears that receive a value."""
+    """The group of linears that receive a value.
+
+    Args:
+        record: record of the forward.
+        model: the model that ran.
+        value: the value that the linears receive.
+        names: the linears.
+        others: inputs of the layer's routers.
+    """
     norm = record.norms.get(value)
     readers = record.read_by.get(value, 0)
     if norm is not None and not _absorbs(model.get_submodule(norm)):
@@ -829,9 +850,9 @@ def _group(
 
 
 def _absorbs(norm: nn.Module) -> bool:
-    """Return whether what a norm puts out is multiplied by its weight, and its bias added: tried on random numbers.
+    """Whether a factor can be folded into a norm's weight and bias: tried on random numbers.
 
-    That of Gemma multiplies by 1 + its weight, which no factor can be folded into.
+    Gemma's norm multiplies by 1 + its weight, so no factor can.
     """
     trial = copy.deepcopy(norm).float()
     features = next(norm.parameters()).shape[0]
@@ -848,76 +869,77 @@ def _absorbs(norm: nn.Module) -> bool:
         for parameter in trial.parameters():
             parameter.mul_(factors)
         return bool(torch.allclose(trial(x), before * factors, rtol=1e-4, atol=1e-5))
-    except (
-        RuntimeError,
-        TypeError,
-        IndexError,
-        AttributeError,
-    ):  # it takes other inputs than a norm
+    # the module takes other inputs than a norm
+    except (RuntimeError, TypeError, IndexError, AttributeError):
         return False
 
 
-def _source(record: Record, value: Moment) -> Moment:
-    """Return the value that another one is a view of."""
-    while (made := record.made_by.get(value)) is not None and made.name in (
-        "aten.view",
-        "aten.alias",
-        "aten.detach",
-    ):
-        source = made.inputs[0]
+def _source(record: ForwardRecord, value: TensorVersion) -> TensorVersion:
+    """The value that another one is a view of."""
+    views = ("aten.view", "aten.alias", "aten.detach")
+    while (operation := record.made_by.get(value)) is not None and operation.name in views:
+        source = operation.inputs[0]
         if source is None or record.read_by.get(source, 0) != 1:
             break
         value = source
     return value
 
 
-def _feeder(record: Record, value: Moment) -> tuple[str, bool] | None:
-    """Return the linear of whose outputs a value is a sum of multiples, and whether attention lies between; None for none."""
+def _feeder(record: ForwardRecord, value: TensorVersion) -> tuple[str, bool] | None:
+    """The linear that feeds a value, and whether attention lies between; None for none.
+
+    A linear feeds a value that is a weighted sum of its outputs, each channel from one output, by
+    weights that do not depend on that linear. So a factor of a channel goes through.
+    """
     if value in record.outputs:
         return record.outputs[value], False
-    made = record.made_by.get(value)
-    if made is None:
+    operation = record.made_by.get(value)
+    if operation is None:
         return None
-    if made.name in _COPIES and made.inputs[0] is not None:
-        return _feeder(record, made.inputs[0])
-    if made.name in _ATTENTION and len(made.inputs) > _ATTENTION[made.name]:
-        at = _ATTENTION[made.name]
-        found = None if made.inputs[at] is None else _feeder(record, made.inputs[at])  # type: ignore[arg-type]
-        others = [
-            item for index, item in enumerate(made.inputs) if index != at and item is not None
-        ]
-        clean = found is not None and found[0] not in _depends(record, others)
-        return (found[0], True) if clean and found is not None else None
-    if made.name in _PRODUCTS:
-        for at, item in enumerate(made.inputs[: 1 if made.name == "aten.div" else None]):
-            found = None if item is None else _feeder(record, item)
-            others = [
-                other
-                for index, other in enumerate(made.inputs)
-                if index != at and other is not None
-            ]
-            if found is not None and found[0] not in _depends(record, others):
-                return found
+    if operation.name in _COPIES and operation.inputs[0] is not None:
+        return _feeder(record, operation.inputs[0])
+    if operation.name in _ATTENTION and len(operation.inputs) > _ATTENTION[operation.name]:
+        linear = _feeding(record, operation, _ATTENTION[operation.name])
+        return None if linear is None else (linear[0], True)
+    if operation.name in _PRODUCTS:
+        # both factors of a product may be fed, but a divisor feeds nothing
+        factors = 1 if operation.name == "aten.div" else len(operation.inputs)
+        for at in range(factors):
+            if (linear := _feeding(record, operation, at)) is not None:
+                return linear
     return None
 
 
-def _depends(record: Record, values: Iterable[Moment]) -> set[str]:
-    """Return the linears whose outputs the values were computed from."""
-    found, seen, left = set(), set(), list(values)
+def _feeding(record: ForwardRecord, operation: Operation, at: int) -> tuple[str, bool] | None:
+    """The linear that feeds one input of an operation, if the other inputs do not depend on it."""
+    item = operation.inputs[at]
+    linear = None if item is None else _feeder(record, item)
+    others = [
+        other for index, other in enumerate(operation.inputs) if index != at and other is not None
+    ]
+    return None if linear is None or linear[0] in _depends(record, others) else linear
+
+
+def _depends(record: ForwardRecord, values: Iterable[TensorVersion]) -> set[str]:
+    """The linears whose outputs the values were computed from."""
+    linears, seen, left = set(), set(), list(values)
     while left:
         value = left.pop()
         if value in seen:
             continue
         seen.add(value)
         if value in record.outputs:
-            found.add(record.outputs[value])
-        elif (made := record.made_by.get(value)) is not None:
-            left += [item for item in made.inputs if item is not None]
-    return found
+            linears.add(record.outputs[value])
+        elif (operation := record.made_by.get(value)) is not None:
+            left += [item for item in operation.inputs if item is not None]
+    return linears
 
 
 def _routes(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a linear chooses experts, or says what a shared one counts: it lies beside experts and is no wider."""
+    """Whether a linear chooses experts, or says how much a shared one counts.
+
+    It lies beside experts, and has an output for each of them or a single one.
+    """
     owner = name.rpartition(".")[0]
     while owner and not any(
         child == "experts" for child, _ in model.get_submodule(owner).named_children()
@@ -931,7 +953,7 @@ def _routes(model: PreTrainedModel, name: str) -> bool:
 
 
 def _renamed(group: LinearGroup, rename: Callable[[str], str]) -> LinearGroup:
-    """Return a group with other names."""
+    """A group with other names."""
     return replace(
         group,
         linears=tuple(map(rename, group.linears)),

@@ -4,13 +4,14 @@ transformers 5 keeps the experts of a layer in `gate_up_proj` [E, 2 I, H] and `d
 or their transposes, some with biases, some without a gate. A checkpoint mostly holds a linear per
 expert and projection, `experts.3.gate_proj.weight`. With this view in their place every linear of
 an expert is a module of its own: watched, filled from the checkpoint, and replaced by a quantized
-one like any other.
+one like any other. For token t,
 
-    y[t] = sum_e weight[t, e] * down_e(act(gate_e(x[t])) * up_e(x[t]))    over the experts that the router chose for token t
+    y[t] = sum_e weight[t, e] * down_e(act(gate_e(x[t])) * up_e(x[t]))
 
-The router stays the family's own, and so does what joins gate and up where it is another product.
-Experts are added up in ascending order, as in transformers' own loop over them. Sources: Shazeer et
-al. 2017, arXiv:1701.06538 (the sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
+over the experts e that the router chose. The router stays the family's own, and so does the
+function that joins gate and up where it is not this product. Experts are added up in ascending
+order, as in transformers' own loop over them. Sources: Shazeer et al. 2017, arXiv:1701.06538 (the
+sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,20 +26,22 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
 from quantflow.files.safetensors_header import SplitTensor, TensorPart
-from quantflow.models.graph import FAMILIES
+from quantflow.models.graph import UNTRACED
 from quantflow.models.names import HubNames
 
 RoutedCallback = Callable[[Tensor], None]
-# what comes out of gate and up, [n, I] each -> what goes down, [n, I]
+# outputs of gate and up, [n, I] each -> input of down, [n, I]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """The linears of an expert.
+    """The names of an expert's linears.
 
     Attributes:
         gate: None where nothing is gated.
+        up: first linear beside the gate.
+        down: last linear.
     """
 
     gate: str | None = "gate_proj"
@@ -47,7 +50,7 @@ class ExpertNames:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Those that read the hidden state, in call order."""
+        """The linears that read the hidden state, in call order."""
         return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
@@ -60,12 +63,12 @@ class Expert(nn.Module):
         """Make the linears.
 
         Args:
-            names: of gate, up and down.
+            names: names of gate, up and down.
             hidden: features of the hidden state, H.
             width: features between the linears, I.
-            bias: whether each has one.
-            join: makes what goes down of what comes out of gate and up.
-            act: the activation, which is all that there is where nothing is gated.
+            bias: whether each linear has one.
+            join: function from the outputs of gate and up to the input of down.
+            act: the activation, used alone where nothing is gated.
         """
         super().__init__()
         self.names, self._join = names, join
@@ -75,7 +78,7 @@ class Expert(nn.Module):
         self.add_module(names.down, nn.Linear(width, hidden, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return down(act(gate(x)) * up(x)), [n, H] of [n, H]."""
+        """Outputs down(act(gate(x)) * up(x)), [n, H] of [n, H]."""
         gate, *up = (getattr(self, name)(x) for name in self.names.inputs)
         inner = self._join(gate, *up) if up else self.act_fn(gate)
         output: Tensor = getattr(self, self.names.down)(inner)
@@ -87,16 +90,16 @@ class Experts(nn.ModuleList):
 
     @property
     def names(self) -> tuple[ExpertNames, ...]:
-        """What the linears of each expert are called."""
+        """The names of each expert's linears."""
         return tuple(expert.names for expert in self if isinstance(expert, Expert))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of what each token's experts make of it.
+        """The weighted sum of the outputs of each token's experts.
 
         Args:
             hidden_states: [T, H].
             top_k_index: int64 [T, k], the experts of each token.
-            top_k_weights: [T, k], how much each counts.
+            top_k_weights: [T, k], the weight of each expert.
 
         Returns:
             [T, H] in the dtype of the hidden states.
@@ -112,7 +115,10 @@ class Experts(nn.ModuleList):
     def of_every_token(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """Return the same sum, after every expert has seen every token; what the router did not ask for is dropped."""
+        """The same sum with every expert run on every token.
+
+        Outputs that were not routed are dropped.
+        """
         total = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
             place, token = torch.where((top_k_index == number).T)
@@ -121,14 +127,21 @@ class Experts(nn.ModuleList):
 
 
 def _add_(total: Tensor, outputs: Tensor, token: Tensor, weights: Tensor) -> None:
-    """Add an expert's outputs [n, H], times their weights [n], to the rows `token` [n] of the total [T, H]."""
+    """Add an expert's weighted outputs to some rows of the total.
+
+    Args:
+        total: [T, H], modified.
+        outputs: [n, H].
+        token: [n], rows of the total.
+        weights: [n].
+    """
     total.index_add_(0, token, (outputs * weights[:, None]).to(total.dtype))
 
 
 def view_(model: PreTrainedModel) -> None:
-    """Put the view in the place of the stacked experts of a model on meta; a model without experts stays as it is."""
+    """Put the view in the place of a meta model's stacked experts, if it has any."""
     stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
-    family = FAMILIES.get(model.config.model_type)
+    family = UNTRACED.get(model.config.model_type)
     if stacked and family is not None and family.mixture is not None:
         gate, up, down = family.mixture.linears
         known = dict.fromkeys(stacked, ExpertNames(gate=gate, up=up, down=down))
@@ -139,8 +152,9 @@ def view_(model: PreTrainedModel) -> None:
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Return whether a module holds experts in the tensors that transformers' own products of experts take."""
-    has_gate, down = getattr(module, "has_gate", None), getattr(module, "down_proj", None)
+    """Whether a module holds experts in the stacked tensors of transformers' own products."""
+    has_gate = getattr(module, "has_gate", None)
+    down = getattr(module, "down_proj", None)
     known = has_gate is not None and not getattr(module, "has_post_expert_norm", False)
     return known and isinstance(down, nn.Parameter) and down.ndim == 3
 
@@ -148,11 +162,11 @@ def is_stacked(module: nn.Module) -> bool:
 def names_in_files(
     model: PreTrainedModel, stacked: Mapping[str, nn.Module]
 ) -> dict[str, ExpertNames]:
-    """Return what a checkpoint calls the linears of experts, transformers' own words where it holds them stacked too.
+    """A checkpoint's names of the linears of experts; transformers' own where it stacks them too.
 
     Args:
-        model: whose table of names is read.
-        stacked: full name -> module of its experts.
+        model: model whose table of names is read.
+        stacked: full name -> module of experts.
     """
     table = HubNames(model)
     found = {}
@@ -170,12 +184,12 @@ def names_in_files(
 def split(
     name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[str], bool]
 ) -> dict[str, SplitTensor]:
-    """Return what the stacked tensors of experts are read as: name -> the weights, or the biases, of every expert.
+    """Stacked tensor -> its split into the weights, or the biases, of every expert.
 
     Args:
         name: full name of the module.
-        stacked: it.
-        names: of the linears of an expert.
+        stacked: module of stacked experts.
+        names: names of an expert's linears.
         exchanged: full name of a tensor -> whether checkpoints hold its last two axes either way
             round.
     """
@@ -201,8 +215,12 @@ def split(
 def _split(
     whole: Tensor, name: str, *, transposed: bool, leaves: Sequence[str], concatenated: bool
 ) -> SplitTensor:
-    """Return the shares of a tensor that holds the rows of the linears `leaves` of all experts, [E, O, ...] or [E, I, O]."""
-    count, parts = len(leaves), []
+    """The parts of a tensor that holds the linears `leaves` of all experts.
+
+    The tensor is [E, O, ...], or [E, I, O] when transposed; O counts the rows of all leaves.
+    """
+    count = len(leaves)
+    parts = []
     for number, both in enumerate(whole.mT if transposed else whole):
         found = (
             both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
@@ -220,7 +238,7 @@ def _split(
 def _view(stacked: Any, names: ExpertNames) -> Experts:
     count, *shape = stacked.down_proj.shape
     width, hidden = shape if stacked.is_transposed else shape[::-1]
-    act = getattr(stacked, "act_fn", None)  # whose own code joins gate and up may have none
+    act = getattr(stacked, "act_fn", None)  # a family with its own join may have none
     join: Join = partial(_gated, act)
     if type(stacked)._apply_gate is not _default_apply_gate:
         join = partial(_joined, stacked._apply_gate, interleaved=not stacked.is_concatenated)
@@ -239,7 +257,10 @@ def _gated(act: Any, gate: Tensor, up: Tensor) -> Tensor:
 def _joined(
     join: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, *, interleaved: bool
 ) -> Tensor:
-    """Return what the family's own code makes of gate and up, [n, I] each, in the one tensor that it takes, [n, 2 I]."""
+    """The family's own join of gate and up, [n, I] each.
+
+    It takes both in one tensor, [n, 2 I].
+    """
     both = (
         torch.stack([gate, up], dim=-1).flatten(-2)
         if interleaved
@@ -250,9 +271,10 @@ def _joined(
 
 @contextmanager
 def every_token(module: nn.Module) -> Iterator[None]:
-    """Let every expert inside a module see every token until the block ends; what the module returns is the same.
+    """Let every expert inside a module run on every token until the block ends.
 
-    An expert's rows come from a product with more rows then, so that their last digits may differ.
+    The module returns the same. An expert's rows then come from a product with more rows, so their
+    last digits may differ.
     """
     chosen: list[Any] = [part for part in module.modules() if isinstance(part, Experts)]
     try:
@@ -269,8 +291,8 @@ def watch_routing(module: nn.Module, callback: RoutedCallback) -> Iterator[None]
     """Call `callback(tokens)` whenever experts inside a module are called, until the block ends.
 
     Args:
-        module: a decoder layer.
-        callback: takes how many tokens the router sent to each expert, int64 [E].
+        module: decoder layer.
+        callback: receives the number of tokens that the router sent to each expert, int64 [E].
     """
     with ExitStack() as stack:
         for part in module.modules():

@@ -1,13 +1,14 @@
-"""Which linears a model has, which of them share an input, and what that input comes from: one table per family.
+"""The linears of a model: which of them share an input, and what that input comes from.
 
-Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
-For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the
-module tree, but for what `Layer.relative` renames; `quantflow.models.capture` checks that when it
-opens a model. The experts of a mixture are linears of their own, as the checkpoint has them:
-`quantflow.models.experts` gives the module tree the same. The rows of `FAMILIES` are what one
-forward finds of these families (`quantflow.models.discovery`; a test holds that they are equal).
-They stand here for the start of a command: reading a row takes 0.04 s, the forward 3.8 s, nearly
-all of it for the import of transformers' model code.
+All names here are SOURCE names, those of the checkpoint, without the `.weight` at the end. The
+experts of a mixture are linears of their own, as the checkpoint has them; the module tree gets the
+same from `quantflow.models.experts`. In the families of `UNTRACED` a decoder layer has the same
+names in the checkpoint and in the module tree, but for what `Layer.relative` renames;
+`quantflow.models.capture` checks that when it opens a model.
+
+A graph comes from the row of a family (`row_graph`; a test holds that it equals what a trace
+finds), from a trace of the model's forward (`quantflow.models.discovery`), or from names that a
+user chose (`named_graph`). `quantflow.models.open.graph_for` takes the one that fits.
 """
 
 import re
@@ -17,11 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.safetensors_header import SplitTensor
+from quantflow.models.family import FAMILIES, FamilyRow, Mixture
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch
     from quantflow.models.carried import Carried
 
-HEAD = "lm_head"  # how transformers calls what makes logits, whatever a checkpoint does
+HEAD = "lm_head"  # transformers' name of the module that makes logits, whatever a checkpoint says
+MLP = "mlp"  # transformers' name of a layer's MLP, and of the mixture in its place
+_NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # the beginning of every name of a layer
+# Rope types whose angles depend on the position alone; others look at the sequence's length.
+_ROPE_TYPES_BY_POSITION = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +36,16 @@ class LinearGroup:
 
     Attributes:
         linears: names, inside the layer in a `Family`, full in a `Layer`.
-        norm: the norm whose output is exactly the group's input and nobody else's, or None when
-            something else lies between, or the router, which is not quantized, reads that output
-            too.
-        feeder: the linear of whose outputs the group's input is a sum of multiples, each channel
-            from one output, by numbers that do not depend on it: a factor goes through. Attention
-            weighs values, a gate multiplies what goes up.
-        per_head: the feeder's outputs are heads, each of which `Layer.repeats` heads of the group's
-            input come from.
-        fused: runtimes run the group as one linear, so per-tensor scales have to be shared over it.
-        expert: the expert that the linears are part of, such as `mlp.experts.3`; None outside a
-            mixture. Only some tokens reach it.
+        norm: norm whose output is the group's input and is read by nothing else; None where another
+            operation lies between, or where a router, which is not quantized, reads it too.
+        feeder: linear whose outputs the group's input is a weighted sum of, each channel from one
+            output, by weights that do not depend on it: so a factor of a channel goes through.
+            Attention weighs values, a gate multiplies what goes up. None where there is none.
+        per_head: the feeder's outputs are heads; `Layer.repeats` heads of the group's input come
+            from each.
+        fused: runtimes run the group as one linear, so its linears share per-tensor scales.
+        expert: expert that the linears are part of, such as `mlp.experts.3`, which only some tokens
+            reach; None outside a mixture.
     """
 
     linears: tuple[str, ...]
@@ -52,40 +57,21 @@ class LinearGroup:
 
     @property
     def gated(self) -> bool:
-        """Whether the input is what went up, multiplied by a gate: that of a down projection outside a mixture's experts."""
+        """Whether a gate multiplies the input: that of a down projection outside of experts."""
         return self.feeder is not None and not self.per_head
 
     @property
     def folds(self) -> bool:
-        """Whether what the group reads comes from something that factors can be folded into."""
+        """Whether factors can be folded into what the group's input comes from."""
         return self.norm is not None or self.feeder is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """What a sparse layer has in the place of its MLP.
-
-    Attributes:
-        block: its module inside a layer, as the checkpoint calls it; transformers calls it `mlp` in
-            every family.
-        linears: what the gate, up and down linears of an expert are called.
-        shared: linears that every token goes through beside the experts, in call order.
-        routers: linears that decide which experts a token goes to and what they count; they stay as
-            they are.
-    """
-
-    block: str = "mlp"
-    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: tuple[LinearGroup, ...] = ()
-    routers: tuple[str, ...] = ("gate",)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What reads and writes the hidden state outside the layers, in families whose norms are all RMSNorms.
+    """The modules outside the layers that read and write a hidden state which may be rotated.
 
-    Such a norm multiplies x / sqrt(mean x^2) by its weight (not by 1 + it), so it commutes with
-    rotations.
+    All norms of the family are RMSNorms, x / sqrt(mean x^2) times their weight (not 1 + it), and
+    commute with rotations once the weight is folded into what reads them.
     """
 
     embedding: str = "model.embed_tokens"
@@ -95,25 +81,26 @@ class Residual:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model type.
+    """One model type, as the graphs of its models have it.
 
     Attributes:
-        model_type, architecture: as config.json names them.
+        model_type, architecture: the type and its causal language model, as config.json names them.
         layers: the list of decoder layers, `model.layers`.
-        attention: the attention module inside a layer, the one that writes the KV cache.
-        groups: every linear of a decoder layer exactly once, in the order in which the layer calls
-            them.
-        mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json
+        attention: attention module inside a layer, the one that writes the KV cache.
+        groups: every linear of a dense decoder layer exactly once, in the order in which the layer
+            calls them.
+        mixture: mixture in the place of the `mlp` among `groups`, in the layers that config.json
             makes sparse.
-        embedding, head: what reads the tokens, and what makes logits of the last hidden state.
-        head_place: what the whole model calls the head.
-        residual: None where a norm subtracts the mean, which no rotation commutes with, and for
-            mixtures, whose routers read the hidden state too. Elsewhere the groups whose input is
-            no norm's output write it, and no others do.
-        discovered: it is in no table: `quantflow.models.discovery` found it.
-        tuple_of: a layer returns the hidden state as the first of a tuple of so many; 0 where it
-            returns it alone.
-        carried: what a layer hands to the next beside the hidden state; None where nothing is.
+        embedding, head: token embedding and head, in the checkpoint.
+        head_place: module of the head in the whole model.
+        residual: modules beside the layers that a rotation changes; None where no rotation commutes
+            with a norm, and for mixtures, whose routers read the hidden state too. In families that
+            have it, the groups whose input is no norm's output write the hidden state, and no
+            others do.
+        discovered: a trace found it (`quantflow.models.discovery`), not its row.
+        tuple_of: length of the tuple that a layer returns, whose first is the hidden state; 0 where
+            it returns the hidden state alone.
+        carried: value that a layer hands to the next beside the hidden state; None for nothing.
     """
 
     model_type: str
@@ -136,22 +123,23 @@ class Layer:
     """One decoder layer; all names are full.
 
     Attributes:
-        prefix: what the names of all its tensors begin with, `model.layers.3`.
-        attention: the module that writes the KV cache; None where nothing does, such as in a state
+        index: number of the layer.
+        prefix: beginning of the names of all its tensors, `model.layers.3`.
+        attention: module that writes the KV cache; None where nothing does, such as in a state
             space layer.
+        groups: the linears, in the order in which the layer calls them.
         routers: linears of a mixture that are never quantized; empty in a dense layer.
-        idle: linears that no token of a causal forward goes through, or whose weight is read past
-            them; never quantized.
+        idle: linears that no token of a causal forward goes through, or whose weight something else
+            reads; they are never quantized.
         skipped: text alone goes past the layer, such as one that attends to an image; all its
             linears are idle.
-        place: what the whole model calls it; None where it is `prefix`.
-        renamed: a source name in it -> what the whole model calls it, where more than `prefix`
-            differs.
-        block: the mixture's module, as the checkpoint calls it; None in a dense layer.
-        block_place: what the layer calls that module.
-        experts: how many experts the mixture has, 0 in a dense layer.
-        chosen: how many of them a token goes to.
-        repeats: how many query heads share a key/value head.
+        place: name of the layer in the whole model; None where it is `prefix`.
+        renamed: source name -> name in the whole model, where more than `prefix` differs.
+        block: module of the mixture, as the checkpoint calls it; None in a dense layer.
+        block_place: name of that module inside the layer.
+        experts: number of experts of the mixture, 0 in a dense layer.
+        chosen: number of experts that a token goes to.
+        repeats: number of query heads that share a kv head.
         head_dim: features of a head.
         kv_heads: heads of keys and values.
     """
@@ -181,18 +169,18 @@ class Layer:
     @property
     def gates(self) -> dict[str, str]:
         """Each expert, in order, and its first linear, under which its tokens are counted."""
-        found: dict[str, str] = {}
+        first_linears: dict[str, str] = {}
         for group in self.groups:
             if group.expert is not None:
-                found.setdefault(group.expert, group.linears[0])
-        return found
+                first_linears.setdefault(group.expert, group.linears[0])
+        return first_linears
 
     def inside(self, name: str) -> str:
-        """Return a full name of this layer without the layer's own: `self_attn.q_proj`."""
+        """A full name of this layer without the layer's own: `self_attn.q_proj`."""
         return name.removeprefix(f"{self.prefix}.")
 
     def relative(self, name: str) -> str:
-        """Return a full name of this layer as its module calls it: `mlp.gate` for Mixtral's `block_sparse_moe.gate`."""
+        """A full name as the layer's module has it: `mlp.gate` for `block_sparse_moe.gate`."""
         if name in self.renamed:
             return self.renamed[name].removeprefix(f"{self.place or self.prefix}.")
         if self.block is not None and name.startswith(f"{self.block}."):
@@ -200,7 +188,7 @@ class Layer:
         return self.inside(name)
 
     def module(self, name: str) -> str:
-        """Return a full name of this layer as the whole model calls it: `model.layers.3.mlp.gate`."""
+        """A full name of this layer in the whole model: `model.layers.3.mlp.gate`."""
         return f"{self.place or self.prefix}.{self.relative(name)}"
 
 
@@ -209,6 +197,8 @@ class Graph:
     """The decoder layers of one model, in order.
 
     Attributes:
+        family: the model's type.
+        layers: the decoder layers.
         split: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is
             read as: a transpose, or those of every expert. A checkpoint that has the parts under
             their own names needs none.
@@ -223,7 +213,7 @@ class Graph:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Full names of every linear of the decoder layers, routers not among them, in call order."""
+        """Full names of all linears of the decoder layers, routers not among them, in order."""
         return tuple(name for layer in self.layers for name in layer.linears)
 
     @property
@@ -247,94 +237,64 @@ class Graph:
         return any(layer.experts for layer in self.layers)
 
 
-_NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # what the names of a layer begin with
-MLP = "mlp"  # how transformers calls the MLP of a layer, and the mixture in its place
-_LLAMA_GROUPS = (
-    LinearGroup(
-        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        norm="input_layernorm",
-        fused=True,
-    ),
-    LinearGroup(linears=("self_attn.o_proj",), feeder="self_attn.v_proj", per_head=True),
-    LinearGroup(
-        linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True
-    ),
-    LinearGroup(linears=("mlp.down_proj",), feeder="mlp.up_proj"),
-)
-_LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    layers="model.layers",
-    attention="self_attn",
-    groups=_LLAMA_GROUPS,
-    residual=Residual(),
-)
-# The norms feed the same linears with and without use_parallel_residual; only what is added to the
-# result differs.
-_GPT_NEOX = Family(
-    model_type="gpt_neox",
-    architecture="GPTNeoXForCausalLM",
-    layers="gpt_neox.layers",
-    attention="attention",
-    groups=(
-        LinearGroup(linears=("attention.query_key_value",), norm="input_layernorm"),
-        LinearGroup(linears=("attention.dense",)),
-        LinearGroup(linears=("mlp.dense_h_to_4h",), norm="post_attention_layernorm"),
-        LinearGroup(linears=("mlp.dense_4h_to_h",)),
-    ),
-    embedding="gpt_neox.embed_in",
-    head="embed_out",
-)
-# The shared expert reads what the experts and the router read; its own gate is a row that says how
-# much it counts.
-_QWEN2_MOE = Mixture(
-    shared=(
-        LinearGroup(linears=("shared_expert.gate_proj", "shared_expert.up_proj"), fused=True),
-        LinearGroup(linears=("shared_expert.down_proj",), feeder="shared_expert.up_proj"),
-    ),
-    routers=("gate", "shared_expert_gate"),
-)
-_SPARSE = replace(_LLAMA, residual=None)
-_MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
-# of each position alone; the others look at the sequence's length
-_ROTATIONS = ("default", "linear", "llama3", "yarn")
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        _LLAMA,
-        replace(_LLAMA, model_type="mistral", architecture="MistralForCausalLM"),
-        replace(_LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM"),
-        replace(_LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM"),
-        _GPT_NEOX,
-        replace(_SPARSE, model_type="mixtral", architecture="MixtralForCausalLM", mixture=_MIXTRAL),
-        replace(
-            _SPARSE, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE
-        ),
-        replace(
-            _SPARSE, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()
-        ),
-        replace(_SPARSE, model_type="olmoe", architecture="OlmoeForCausalLM", mixture=Mixture()),
+def _family(row: FamilyRow) -> Family:
+    """The family of a row."""
+    names = row.names
+    return Family(
+        model_type=row.model_type,
+        architecture=row.architecture,
+        layers=names.layers,
+        attention=names.attention,
+        groups=_groups(row),
+        mixture=row.mixture,
+        embedding=names.embedding,
+        head=names.head,
+        residual=Residual(embedding=names.embedding, norm=names.norm, head=names.head)
+        if row.rotates
+        else None,
     )
+
+
+def _groups(row: FamilyRow) -> tuple[LinearGroup, ...]:
+    """The groups of a dense layer: attention and MLP read a norm each, or the hidden state.
+
+    One linear of queries, keys and values feeds nothing: a factor would reach queries too. Nothing
+    feeds a down projection without a gate, since no factor goes through an activation.
+    """
+    names = row.names
+    values = names.qkv[2] if len(names.qkv) == 3 else None
+    up = names.up[-1] if row.gated and len(names.up) == 2 else None
+    return (
+        LinearGroup(linears=names.qkv, norm=names.attention_norm, fused=len(names.qkv) > 1),
+        LinearGroup(linears=(names.output,), feeder=values, per_head=values is not None),
+        LinearGroup(linears=names.up, norm=names.mlp_norm, fused=len(names.up) > 1),
+        LinearGroup(linears=(names.down,), feeder=up),
+    )
+
+
+# The families whose graph comes from their row.
+UNTRACED: dict[str, Family] = {
+    row.model_type: _family(row) for row in FAMILIES.values() if not row.traced
 }
 
 
 def family_for(model_type: object, architectures: object = None) -> Family:
-    """Return the family of a model.
+    """The family of a model, of those whose graph comes from their row.
 
     Args:
-        model_type: the value in config.json, whatever it is.
-        architectures: the value in config.json; None when it is missing.
+        model_type: value in config.json, whatever it is.
+        architectures: value in config.json; None when it is missing.
 
     Raises:
-        UnsupportedError: the model type is not in `FAMILIES`, or the architecture is not its causal
+        UnsupportedError: the model type is not in `UNTRACED`, or the architecture is not its causal
             LM.
     """
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = UNTRACED.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedError(
             f"config.json: model_type {model_type!r} (architectures {architectures}) is not a "
             "supported family",
-            f"use a model of one of {', '.join(FAMILIES)}",
+            f"use a model of one of {', '.join(UNTRACED)}",
         )
     if architectures is not None and architectures != [family.architecture]:
         raise UnsupportedError(
@@ -345,30 +305,32 @@ def family_for(model_type: object, architectures: object = None) -> Family:
     return family
 
 
-class NamedLinears:
-    """The configuration of a model whose linears were named instead of found: config.json, its keys as attributes."""
+def row_graph(config: Any) -> Graph:
+    """The graph of a model, from its family's row and the sizes in its configuration.
 
-    def __init__(self, config: Mapping[str, Any], graph: Graph) -> None:
-        """Keep both."""
-        self._config, self.graph = config, graph
+    Args:
+        config: configuration of a family of `UNTRACED`: transformers', or a `PlainConfig`.
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the value of a key."""
-        try:
-            return self._config[name]
-        except KeyError as error:
-            raise AttributeError(name) from error
+    Raises:
+        UnsupportedError: the architecture is not the family's causal LM.
+        InputError: a mixture without a number of experts.
+    """
+    family = family_for(config.model_type, getattr(config, "architectures", None))
+    count: int = config.num_hidden_layers
+    return Graph(
+        family=family, layers=tuple(_layer(family, index, config) for index in range(count))
+    )
 
 
 def named_graph(
     config: Mapping[str, Any], names: Sequence[str], *, others: Sequence[str] = ()
 ) -> Graph:
-    """Return the graph of linears that were named: each by itself, those that share a number in their names in one layer.
+    """The graph of chosen linears: each is a group, those with one number in their names a layer.
 
     Args:
-        config: the content of config.json; nothing of it has to be there.
+        config: content of config.json; nothing of it has to be there.
         names: full names of the linears, in the checkpoint's order.
-        others: matrices that were not named, which loaders may take for linears.
+        others: matrices that were not chosen, which loaders may take for linears.
     """
     layers: dict[str, list[str]] = {}
     for name in names:
@@ -398,63 +360,46 @@ def named_graph(
     )
 
 
-def graph_for(config: Any) -> Graph:
-    """Return the graph of a model from its configuration, transformers' or a `PlainConfig`.
-
-    Raises:
-        UnsupportedError: the family is not supported.
-        InputError: a mixture, and no number of experts.
-    """
-    if isinstance(config, NamedLinears):
-        return config.graph
-    if config.model_type not in FAMILIES:
-        # here: it runs the model's own code, which the table makes unnecessary
-        from quantflow.models.discovery import graph_of
-
-        return graph_of(config)
-    family = family_for(config.model_type, getattr(config, "architectures", None))
-    count: int = config.num_hidden_layers
-    return Graph(
-        family=family, layers=tuple(_layer(family, index, config) for index in range(count))
-    )
-
-
 def text_config(config: Any) -> Any:
-    """Return the configuration of the language model in one that speaks of images or sound too; else the configuration."""
+    """The configuration of the language model in one of images or sound too; else the same one."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def moving_rotation(config: Any) -> str | None:
-    """Return the rope type of a model that rotates by more than a position alone, None where it does not."""
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
-    return None if kind in _ROTATIONS else kind
+    """The rope type of a model whose angles depend on more than the position; None elsewhere."""
+    rope_type = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
+    return None if rope_type in _ROPE_TYPES_BY_POSITION else rope_type
 
 
 def _layer(family: Family, index: int, config: Any) -> Layer:
+    """One layer of a family, with full names."""
     prefix = f"{family.layers}.{index}"
     experts = _experts(family, index, config)
     heads = int(config.num_attention_heads)
-    shared = int(getattr(config, "num_key_value_heads", None) or heads)
-    groups = tuple(_full(_unclipped(group, config), prefix) for group in family.groups)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    groups = tuple(_with_prefix(_unclipped(group, config), prefix) for group in family.groups)
     layer = Layer(
         index=index,
         prefix=prefix,
         attention=f"{prefix}.{family.attention}",
         groups=groups,
-        repeats=heads // shared,
-        kv_heads=shared,
+        repeats=heads // kv_heads,
+        kv_heads=kv_heads,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
     if family.mixture is None or not experts:
         return layer
-    block = f"{prefix}.{family.mixture.block}"
-    dense = [group for group in groups if not group.linears[0].startswith(f"{prefix}.{MLP}.")]
-    routed = [group for number in range(experts) for group in _expert(family.mixture, number)]
+    mixture, block = family.mixture, f"{prefix}.{family.mixture.block}"
+    attention = [group for group in groups if not group.linears[0].startswith(f"{prefix}.{MLP}.")]
+    inside = [
+        *_shared_expert(mixture),
+        *(group for number in range(experts) for group in _expert(mixture, number)),
+    ]
     chosen = getattr(config, "num_experts_per_tok", None)
     return replace(
         layer,
-        groups=(*dense, *(_full(group, block) for group in (*family.mixture.shared, *routed))),
-        routers=tuple(f"{block}.{name}" for name in family.mixture.routers),
+        groups=(*attention, *(_with_prefix(group, block) for group in inside)),
+        routers=tuple(f"{block}.{name}" for name in mixture.routers),
         block=block,
         experts=experts,
         chosen=chosen if isinstance(chosen, int) else experts,
@@ -462,37 +407,48 @@ def _layer(family: Family, index: int, config: Any) -> Layer:
 
 
 def _unclipped(group: LinearGroup, config: Any) -> LinearGroup:
-    """Return a group without its feeder where values are cut to a range (OLMoE's `clip_qkv`), which no factor goes through."""
+    """A group without its feeder where values are clipped (OLMoE's `clip_qkv`).
+
+    No factor goes through the clipping.
+    """
     clips = group.per_head and getattr(config, "clip_qkv", None) is not None
     return replace(group, feeder=None, per_head=False) if clips else group
 
 
 def _experts(family: Family, index: int, config: Any) -> int:
-    """Return how many experts a layer has, 0 where it is dense, as the families' own modules decide.
+    """The number of experts of a layer, 0 where it is dense, as the families' modules decide.
 
     Raises:
         InputError: config.json has no number of experts.
     """
     if family.mixture is None:
         return 0
-    # transformers takes either
-    counts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts")]
-    found = [count for count in counts if isinstance(count, int)]
-    if not found:
+    # transformers takes either key
+    values = [getattr(config, key, None) for key in ("num_experts", "num_local_experts")]
+    counts = [value for value in values if isinstance(value, int)]
+    if not counts:
         raise InputError(
-            f"config.json: num_experts and num_local_experts are {counts}, a {family.model_type} "
+            f"config.json: num_experts and num_local_experts are {values}, a {family.model_type} "
             "has experts",
             "restore the file from its source",
         )
     step = getattr(config, "decoder_sparse_step", None) or 1
     dense = index in (getattr(config, "mlp_only_layers", None) or ()) or (index + 1) % step
-    return 0 if dense else found[0]
+    return 0 if dense else counts[0]
+
+
+def _shared_expert(mixture: Mixture) -> tuple[LinearGroup, ...]:
+    """The groups of the expert that every token goes through; none where there is no such one."""
+    if not mixture.shared:
+        return ()
+    gate, up, down = mixture.shared
+    return LinearGroup(linears=(gate, up), fused=True), LinearGroup(linears=(down,), feeder=up)
 
 
 def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
-    """Return the groups of one expert: gate and up share an input, down has its own.
+    """The groups of one expert: gate and up share an input, down has its own.
 
-    What goes up does not absorb factors for down: an expert's few tokens would choose them.
+    The up projection feeds nothing here: an expert's few tokens would choose the factors.
     """
     expert = f"experts.{number}"
     gate, up, down = (f"{expert}.{name}" for name in mixture.linears)
@@ -501,8 +457,8 @@ def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
     )
 
 
-def _full(group: LinearGroup, prefix: str) -> LinearGroup:
-    """Return a group with full names."""
+def _with_prefix(group: LinearGroup, prefix: str) -> LinearGroup:
+    """A group with full names."""
     return replace(
         group,
         linears=tuple(f"{prefix}.{name}" for name in group.linears),

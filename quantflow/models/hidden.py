@@ -1,15 +1,14 @@
-"""What flows between two decoder layers: one hidden state per calibration sequence, on disk or in memory.
+"""Hidden states between two decoder layers, one per calibration sequence, on disk or in memory.
 
-Every hidden state of a layer's input is one generation. While a layer runs, the next generation is
-written beside the current one; `commit` makes it the current one, under a name, with its hash. So a
-process that is killed finds the last committed generation whole, and goes on with the layer that it
-belongs to. What runs backwards afterwards needs the input of every layer: then all generations are
-kept.
+The inputs of one layer are one generation. While a layer runs, the next generation is written
+beside the current one; `commit` makes it the current one, under a name, with its hash. So a process
+that is killed finds the last committed generation whole, and goes on with its layer. A backward
+pass afterwards needs the input of every layer; then all generations are kept.
 
     <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
     <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
 
-With a folder nothing stays in this process's memory: what was written is read again, from the
+With a folder nothing stays in this process's memory: written states are read again, from the
 system's file cache as long as there is room for it. Without one everything is in memory and nothing
 is kept.
 """
@@ -37,27 +36,27 @@ class HiddenStates:
     """The hidden states of `count` sequences, [1, S, H] each; get any, put in order.
 
     Args:
-        count: how many sequences there are.
-        folder: where generations are written; None keeps them in memory.
-        keep: leave every committed generation in the folder.
-        device: where a hidden state is when it is taken; it waits in host memory.
+        count: number of sequences.
+        folder: folder of the generations; None keeps them in memory.
+        keep: whether every committed generation stays in the folder.
+        device: device of the hidden states that `get` returns; they wait in host memory.
     """
 
     def __init__(
         self, count: int, *, folder: Path | None = None, keep: bool = False, device: Device = HOST
     ) -> None:
-        """Start without a generation; the first one is what is put until the first commit."""
+        """Begin without a generation; the states put until the first commit are the first one."""
         self._count = count
         self._folder = folder
         self._keep = keep
         self._device = device
         self._held: list[Tensor | None] = [None] * count  # without a folder
-        # of the current generation, as its dtype and its file
+        # the current generation: its shapes, dtype and file
         self._shapes: list[tuple[int, ...]] = []
         self._dtype = torch.float32
         self._current: Path | None = None
         self._next_shapes: list[tuple[int, ...]] = []  # of the next generation so far
-        self._next_dtype = torch.float32  # a layer may return another one than it was given
+        self._next_dtype = torch.float32  # a layer may return another dtype than its input's
         self._put = 0  # sequences of the next generation so far
         self._hash = hashlib.sha256()
         self._next = -1  # descriptor of the next generation's file
@@ -66,15 +65,15 @@ class HiddenStates:
 
     @property
     def restored(self) -> bool:
-        """Whether a generation was taken up, so that the first one need not be made."""
+        """Whether a generation was restored, so that the first one need not be made."""
         return self._current is not None
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
+        """The number of sequences."""
         return self._count
 
     def get(self, index: int) -> Tensor:
-        """Return a hidden state, [1, S, H]: that of the current generation, or the one put since.
+        """A hidden state, [1, S, H]: that of the current generation, or the one put since.
 
         Raises:
             InputError: the file of the generation ends early.
@@ -85,7 +84,7 @@ class HiddenStates:
         path, shapes, dtype = self._current, self._shapes, self._dtype
         if index < self._put:
             path, shapes, dtype = self._next_path, self._next_shapes, self._next_dtype
-        assert path is not None  # what is not in memory was written
+        assert path is not None  # a state that is not in memory was written
         offset = sum(_bytes(shape, dtype) for shape in shapes[:index])
         hidden = self._device.host_empty(shapes[index], dtype=dtype)
         read_into(path, hidden, offset, name="hidden states")
@@ -127,10 +126,10 @@ class HiddenStates:
         """Make the next generation the current one, and remove the others unless all are kept.
 
         Args:
-            label: the layer whose input it is.
-            key: what it was made from; `restore` compares it.
-            settled: called between the two: returns when every rank of a cut model has its part of
-                the generation, so that there is always one that all of them have.
+            label: index of the layer whose input it is.
+            key: digest of everything that it depends on; `restore` compares it.
+            settled: called between the two steps; it returns when every rank of a cut model has its
+                part of the generation, so that there is always one that all of them have.
 
         Raises:
             UsageError: not every sequence was put.
@@ -162,7 +161,7 @@ class HiddenStates:
                 disk.remove(other)
 
     def restore(self, label: int, *, key: str) -> bool:
-        """Take up the generation of that label if it is there, whole and made from the same; return whether it was."""
+        """Take up the generation of a label; whether it is there, whole and of the same key."""
         if self._folder is None:
             return False
         path = self._folder / f"{label:05d}.hidden"
@@ -177,22 +176,23 @@ class HiddenStates:
             dtype, shapes = _DTYPES[record["dtype"]], [tuple(shape) for shape in record["shapes"]]
             if sum(_bytes(shape, dtype) for shape in shapes) != path.stat().st_size:
                 return False
-        except (InputError, KeyError, TypeError):  # damaged or missing: made again, never used
+        # a damaged or missing generation is made again, never used
+        except (InputError, KeyError, TypeError):
             return False
         self._dtype, self._shapes = dtype, shapes
         self._current, self._put = path, 0
         return True
 
     def move(self, folder: Path) -> None:
-        """Give the current generation to another folder on the same disk, where `restore` takes it up; this one ends with it.
+        """Move the current generation to another folder on the same disk.
 
-        A file there of the same label is replaced: absent, old or complete, whoever else reads or
-        writes it.
+        `restore` takes it up there. A file there of the same label is replaced: at any moment it is
+        absent, old or complete, whoever else reads or writes it.
         """
         if self._current is None or self._current.parent == folder:
             return
         disk.make_folder(folder)
-        # which names the hash comes last
+        # the record, which holds the hash, comes last
         for path in (self._current, self._current.with_suffix(".json")):
             disk.replace(path, folder / path.name)
         self._current = folder / self._current.name
@@ -206,7 +206,10 @@ class HiddenStates:
             os.rmdir(self._folder)
 
     def close(self) -> None:
-        """Drop the generation that is being written, such as what leaves the last layer; committed ones stay."""
+        """Drop the generation that is being written; committed ones stay.
+
+        Such a generation is the output of the last layer.
+        """
         if self._next >= 0:
             os.close(self._next)
             self._next = -1
@@ -214,7 +217,7 @@ class HiddenStates:
 
     @property
     def _next_path(self) -> Path:
-        assert self._folder is not None  # callers have looked
+        assert self._folder is not None  # checked by the callers
         return self._folder / ".next.hidden"
 
 

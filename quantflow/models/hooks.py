@@ -1,4 +1,4 @@
-"""What flows through a decoder layer while it runs: inputs and outputs of its linears, Q, K and V of its attention."""
+"""Hooks on a running decoder layer: its linears' inputs and outputs, its attention's Q, K and V."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,55 +19,64 @@ QueryCallback = Callable[[Tensor], None]
 
 
 class _NoLayers(list[Any]):
-    """The layers of a cache without layers. A model that keeps states of its own with a layer then runs as without a cache."""
+    """The layers of a cache without layers.
+
+    A model that keeps states of its own with a layer then runs as without a cache.
+    """
 
     def __getitem__(self, index: Any) -> Any:
-        """Return None, whatever the index."""
+        """None, whatever the index."""
 
 
 class _Passing(Cache):  # type: ignore[misc]
-    """A cache that stores nothing: a layer that keeps states of another kind beside keys and values begins without them."""
+    """A cache that stores nothing.
+
+    A layer that keeps states of another kind beside keys and values begins without them.
+    """
 
     def __init__(self) -> None:
         """Keep nothing."""
         super().__init__(layers=_NoLayers())
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Return None: there is no earlier token."""
+        """None: there is no earlier token."""
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Return None: there is no earlier token."""
+        """None: there is no earlier token."""
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return what is all that there is."""
+        """The new states, since there are no earlier ones."""
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return what is all that there is."""
+        """The new states, since there are no earlier ones."""
         return recurrent_states
 
     def update_indexer(self, keys: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what is all that there is."""
+        """The new keys, since there are no earlier ones."""
         return keys
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: there is no earlier token."""
+        """False: there is no earlier token."""
         return False
 
     def is_recording_past(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False: nothing is kept."""
+        """False: nothing is kept."""
         return False
 
 
 class KVRecorder(_Passing):
-    """A cache that stores nothing and reports what an attention layer wants to store."""
+    """A cache that stores nothing and reports the K and V that an attention layer would store."""
 
     def __init__(self, callback: KVCallback) -> None:
-        """Report to `callback(layer index, K after RoPE, V)`; K and V are [1, key/value heads, S, head_dim]."""
+        """Report to `callback(layer index, K after RoPE, V)`.
+
+        K and V are [1, kv heads, S, head_dim].
+        """
         super().__init__()
         self._callback = callback
 
@@ -80,23 +89,26 @@ class KVRecorder(_Passing):
 
 
 class KVRounder(_Passing):
-    """A cache that stores nothing and hands back what one that keeps 8 bits would; it bears calls from several threads."""
+    """A cache that stores nothing and returns the K and V of a cache of 8 bits; thread-safe."""
 
     def __init__(self, scales: Mapping[int, KVScales]) -> None:
-        """Round by layer index -> the scales of its keys and values."""
+        """Round by the scales of each layer's keys and values, by layer index."""
         super().__init__()
         self._scales = scales
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return K after RoPE and V, [1, key/value heads, S, head_dim], rounded."""
+        """K after RoPE and V, [1, kv heads, S, head_dim], rounded."""
         scales = self._scales[layer_idx]
         return scales.round_keys(key_states), scales.round_values(value_states)
 
 
 class QueryRecorder(TorchFunctionMode):
-    """While it is entered, by one thread, report what attention is asked: Q after RoPE, [1, heads, S, head_dim]."""
+    """A block of one thread that reports attention's queries.
+
+    They are Q after RoPE, [1, heads, S, head_dim].
+    """
 
     def __init__(self, callback: QueryCallback) -> None:
         """Report to `callback(Q)`, once per attention layer that runs."""
@@ -117,9 +129,9 @@ class QueryRecorder(TorchFunctionMode):
 
 
 class RepeatedHeads(TorchFunctionMode):
-    """While it is entered, by one thread, attention has as many key and value heads as query heads, which it gives itself.
+    """A block of one thread in which attention repeats kv heads itself, one for each query head.
 
-    torch shares heads on a GPU in its flash kernel, which takes no float32, and in plain
+    torch shares kv heads on a GPU in its flash kernel, which takes no float32, and in plain
     mathematics, which makes all scores.
     """
 
@@ -130,12 +142,12 @@ class RepeatedHeads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func` as it is; scaled dot product attention gets repeated keys and values in the place of shared ones."""
+        """Run `func` as it is, but scaled dot product attention with repeated keys and values."""
         given = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention and given.pop("enable_gqa", False):
             given |= dict(zip(("query", "key", "value"), args, strict=False))
             times = given["query"].shape[-3] // given["key"].shape[-3]
-            args = args[3:]  # what a mask and its like are by place stays so
+            args = args[3:]  # a mask and its like, where they are positional, stay so
             whole = [
                 given.pop("query"),
                 *(given.pop(name).repeat_interleave(times, dim=-3) for name in ("key", "value")),
@@ -149,12 +161,12 @@ def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterato
     """Call `callback(input, output)` whenever a submodule has run, until the block ends.
 
     Args:
-        module: a decoder layer.
+        module: decoder layer.
         callbacks: name relative to `module` -> callback; input [1, S, I] and output [1, S, O] are
-            the real ones.
+            the real ones, no copies.
 
     Raises:
-        UsageError: a name that is not in the module.
+        UsageError: a name is not in the module.
     """
     inside = dict(module.named_modules())
     for name in callbacks:

@@ -1,4 +1,4 @@
-"""What a model is known by: the fingerprint of its files, and the hash of a tensor."""
+"""The identity of a model and of a tensor: fingerprint and hash."""
 
 from hashlib import sha256
 
@@ -11,16 +11,16 @@ from quantflow.files.digests import Digests
 from quantflow.models.reading import bytes_of
 from quantflow.models.source import fingerprint
 
-CANARY_TOKENS = 64  # of the calibration text, which prove an artifact
+CANARY_TOKENS = 64  # tokens of the calibration text by which an artifact is proved
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """Return the sha256 of a tensor's bytes."""
+    """The sha256 of a tensor's bytes."""
     return sha256(bytes_of(tensor)).hexdigest()
 
 
 def identify(checkpoint: Checkpoint, digests: Digests) -> str:
-    """Return the model's fingerprint; files whose hashes are not known are read, several at once."""
+    """The model's fingerprint; files whose hashes are not cached are read, several at once."""
     with Workers(process_memory.usable_cores()) as workers:
         digests.of_all(
             [checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map

@@ -1,4 +1,4 @@
-"""Parameters that transformers joins from several tensors of a checkpoint, in parts in memory too.
+"""Parameters that transformers joins from several tensors of a checkpoint, split again in memory.
 
 Linear attentions have one convolution over queries, keys and values, and checkpoints of some
 families one for each. With torch's own parametrization in its place every tensor of the checkpoint
@@ -7,8 +7,8 @@ is a parameter, and the module reads them joined:
     linear_attn.q_conv1d.weight, .k_conv1d.weight, .v_conv1d.weight     in the checkpoint
     linear_attn.conv1d.parametrizations.weight.original0, 1, 2          in memory
 
-A linear that is joined (MiniMax M3's) is several linears, which are quantized as those that the
-checkpoint has:
+A linear that is joined (MiniMax M3's) becomes several linears, which are quantized as those of the
+checkpoint:
 
     mlp.gate_proj.weight, mlp.up_proj.weight                            in the checkpoint
     mlp.gate_up_proj.parts.0.weight, .1.weight                          in memory
@@ -28,16 +28,16 @@ class JoinedParts(nn.Module):
     """A parameter as its parts, which lie one after the other along the first dimension."""
 
     def __init__(self, count: int) -> None:
-        """Take as many parts, of one size, as transformers' saving makes."""
+        """Take as many parts, of one size, as a checkpoint has."""
         super().__init__()
         self._count = count
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """Return the parts joined."""
+        """The parts joined."""
         return torch.cat(parts)
 
     def right_inverse(self, whole: Tensor) -> Sequence[Tensor]:
-        """Return the parts of the whole."""
+        """The parts of the whole."""
         return whole.chunk(self._count)
 
 
@@ -47,21 +47,22 @@ class JoinedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, count: int) -> None:
         """Make as many linears, of one size, on meta."""
         super().__init__()
-        shape, bias = (linear.in_features, linear.out_features // count), linear.bias is not None
+        shape = (linear.in_features, linear.out_features // count)
+        bias = linear.bias is not None
         self.parts = nn.ModuleList(
             nn.Linear(*shape, bias=bias, device="meta") for _ in range(count)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs [..., O] of [..., I]."""
+        """The outputs [..., O] of [..., I]."""
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
-_NAMED_JOINED = "gate_up_proj"  # what transformers calls the linears that it joins
+_NAMED_JOINED = "gate_up_proj"  # transformers' name of the linears that it joins
 
 
 def joined_(model: PreTrainedModel) -> None:
-    """Put the parts in the place of every convolution's weight and every linear that a checkpoint holds in several tensors."""
+    """Split the convolutions' weights and linears that a checkpoint holds in several tensors."""
     found: list[tuple[str, nn.Module]] = [
         (name, module)
         for name, module in model.named_modules()

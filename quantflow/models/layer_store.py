@@ -1,11 +1,11 @@
-"""The resume state of a stage: one finished layer after another, each under the key of what it was made from.
+"""The resume state of a stage: one finished layer after another, each under the key of its inputs.
 
-    layers/00012.safetensors    what the layer became
+    layers/00012.safetensors    tensors of a finished layer
     layers/00012.json           {"key", "sha256", ...}, written after it
-    .inputs.json                what the unfinished result is made from, to say what differs when it is another
-    ../.<folder>.hidden/        the hidden states that enter the next layer, removed at the end
-    ../.<folder>.tune/          layers whose scales are not tuned yet, and how far tuning is
-    (quantflow/quantizing/tuning.py), likewise
+    .inputs.json                inputs of the unfinished result, to name a difference from others
+    ../.<folder>.hidden/        hidden states that enter the next layer, removed at the end
+    ../.<folder>.tune/          layers whose scales are not tuned yet, and the progress of tuning
+                                (quantflow/quantizing/tuning.py), removed at the end
 
 A layer whose key or hash does not hold is made again, never used.
 """
@@ -27,11 +27,14 @@ from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.reading import bytes_of
 
-_NOWHERE = -1  # no layer whose input was kept
+_NOWHERE = -1  # there is no layer whose input was kept
 
 
 def begin(folder: Path, inputs: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
-    """Note what an unfinished result is made from, and tell where that differs from what an earlier attempt noted."""
+    """Note the inputs of an unfinished result, and report how an earlier attempt's differ.
+
+    The first difference is reported.
+    """
     disk.make_folder(folder / "layers")
     disk.remove(folder / stage_folder.DONE)
     path = folder / ".inputs.json"
@@ -49,17 +52,17 @@ def begin(folder: Path, inputs: Mapping[str, Any], *, say: Callable[[str], None]
 
 
 def scratch(folder: Path) -> Path:
-    """Return the private folder beside a stage's folder for what is not part of the result."""
+    """The private folder beside a stage's folder for hidden states."""
     return folder.parent / f".{folder.name}.hidden"
 
 
 def untuned(folder: Path) -> Path:
-    """Return the private folder beside a stage's folder for layers that are still to be tuned."""
+    """The private folder beside a stage's folder for layers that are still to be tuned."""
     return folder.parent / f".{folder.name}.tune"
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the private folders and what is in them."""
+    """Remove the private folders and their content."""
     for path in (scratch(folder), untuned(folder)):
         if path.is_dir():
             disk.remove_tree(path)
@@ -68,16 +71,19 @@ def remove_scratch(folder: Path) -> None:
 def restart(
     folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit: int | None = None
 ) -> int:
-    """Return the layer to go on with: the latest one whose input was kept and before which every layer is finished.
+    """The layer to go on with.
+
+    It is the latest one whose input was kept and before which every layer is finished.
 
     Args:
-        folder: the stage's.
+        folder: folder of the stage.
         key: digest of everything that the result depends on.
-        graph: the model's.
-        hidden: takes up the input of that layer.
-        limit: the latest layer that may be named; None is the last.
+        graph: graph of the model.
+        hidden: store that takes up the input of that layer.
+        limit: latest layer that may be returned; None is the last.
     """
-    count, most = 0, len(graph.layers) if limit is None else limit
+    count = 0
+    most = len(graph.layers) if limit is None else limit
     while count < most and finished(layer_path(folder, count), digest_of([key, count])) is not None:
         count += 1
     for index in range(min(count, len(graph.layers) - 1), -1, -1):
@@ -94,18 +100,19 @@ def restart_together(
     opened: Callable[[], HiddenStates],
     span: Callable[[int], tuple[int, int]],
 ) -> tuple[int, HiddenStates]:
-    """Return the layer to go on with, the same on every card, and the hidden states that enter it.
+    """The layer to go on with, the same on every rank, and the hidden states that enter it.
 
     Args:
-        folder: the stage's.
+        folder: folder of the stage.
         key: digest of everything that the result depends on.
-        graph: the model's.
+        graph: graph of the model.
         opened: returns hidden states without a generation.
-        span: returns the least and the greatest of the cards' values.
+        span: returns the least and the greatest of the ranks' values.
     """
     limit: int | None = None
     while True:
-        hidden, start = opened(), 0
+        hidden = opened()
+        start = 0
         if limit != _NOWHERE:
             start = restart(folder, key, graph, hidden, limit=limit)
         limit, most = span(start if hidden.restored else _NOWHERE)
@@ -114,12 +121,12 @@ def restart_together(
 
 
 def layer_path(folder: Path, index: int) -> Path:
-    """Return the file of one layer."""
+    """The file of one layer."""
     return folder / "layers" / f"{index:05d}.safetensors"
 
 
 def finished(path: Path, key: str) -> dict[str, Any] | None:
-    """Return a layer's record when its file is complete, undamaged and made from the same; else None."""
+    """A layer's record when its file is complete, undamaged and of the same key; else None."""
     record = path.with_suffix(".json")
     if not path.is_file() or not record.is_file():
         return None
@@ -142,10 +149,10 @@ class _Record(TypedDict):
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of all layers of a finished folder, in order.
+    """The records of all layers of a finished folder, in order.
 
     Raises:
-        InputError: one cannot be read, or is none.
+        InputError: a record cannot be read, or is none.
     """
     paths = sorted((folder / "layers").glob("*.json"))
     found = [read_json(path) for path in paths]
@@ -155,13 +162,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def record(folder: Path, index: int) -> dict[str, Any]:
-    """Return the record of a layer that is known to be finished."""
+    """The record of a finished layer."""
     found: dict[str, Any] = read_json(layer_path(folder, index).with_suffix(".json"))
     return found
 
 
 def hashes(folder: Path, graph: Graph) -> dict[str, str]:
-    """Return the sha256 of every layer's file, from its record, by its name in the folder."""
+    """The sha256 of every layer's file, from its record, by its name in the folder."""
     return {
         f"layers/{layer.index:05d}.safetensors": str(record(folder, layer.index)["sha256"])
         for layer in graph.layers
@@ -187,7 +194,10 @@ def save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def remove_others(folder: Path, indices: Iterable[int]) -> None:
-    """Remove from `layers` what belongs to no layer: of a model with more of them, or of a write that was cut off."""
+    """Remove files from `layers` that belong to no layer.
+
+    They are of a model with more layers, or of a write that was cut off.
+    """
     disk.make_folder(folder / "layers")
     known = {layer_path(folder, index).stem for index in indices}
     for path in sorted((folder / "layers").iterdir()):

@@ -1,4 +1,4 @@
-"""Names that a recipe's pattern means."""
+"""Names that match a recipe's pattern."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,15 +7,15 @@ from quantflow.files.patterns import Pattern
 
 
 def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
-    """Return the names that an exact name or a `re:` pattern matches, at least one.
+    """The names that an exact name or a `re:` pattern matches, at least one.
 
     Args:
-        pattern: the recipe's word.
-        names: those that there are.
+        pattern: the recipe's pattern.
+        names: candidates.
         where: the recipe's key, for the message.
 
     Raises:
-        UsageError: it matches nothing, or is no regular expression.
+        UsageError: the pattern matches nothing, or is no regular expression.
     """
     match: Callable[[str], object] = pattern.__eq__
     if pattern.startswith("re:"):

@@ -1,10 +1,10 @@
-"""Names in the checkpoint and names in the module tree, translated by transformers' own conversion table.
+"""Names in the checkpoint and in the module tree, translated by transformers' conversion table.
 
-    source name   embed_out.weight                     what ledgers, recipes and measurements speak
-    module name   lm_head.weight                       what the model in memory calls it
+    source name   embed_out.weight                     in ledgers, recipes and measurements
+    module name   lm_head.weight                       in the model in memory
 
 For most tensors the two are equal. transformers makes the tables of all its families when the first
-is asked for, which takes longer than anything else of opening an artifact; so it is asked for none
+is asked for, which takes longer than anything else of opening an artifact. So no table is asked for
 while every name is a parameter's own.
 """
 
@@ -29,14 +29,15 @@ from transformers.core_model_loading import (
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.parameters import twins
 
-_PART = re.compile(r"(?P<owner>.+)\.parts\.(?P<number>\d+)\.(?P<leaf>\w+)")  # of a joined linear
-# Buffers that old checkpoints carry and that transformers computes itself since then.
+# a part of a joined linear
+_PART = re.compile(r"(?P<owner>.+)\.parts\.(?P<number>\d+)\.(?P<leaf>\w+)")
+# Buffers of old checkpoints, which transformers computes itself since then.
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What every tensor of one checkpoint is in one model.
+    """The tensors of one checkpoint and their places in one model.
 
     Attributes:
         to_module: source name -> module name, one to one.
@@ -44,8 +45,7 @@ class Binding:
             twin's. Parameters beside the language model are missing where transformers makes them
             of other tensors.
         ignored: source names that the family's own loader ignores, such as masks that are computed
-            today, and those that it merges or splits for what reads images or sound; no text needs
-            them.
+            today, and those that it merges or splits for images or sound, which no text needs.
     """
 
     to_module: dict[str, str]
@@ -54,21 +54,22 @@ class Binding:
 
 
 class HubNames:
-    """What a checkpoint that transformers writes calls the tensors of a model."""
+    """The names of a model's tensors in a checkpoint that transformers writes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Turn the table of `model` round; its parameters may be on meta."""
+        """Reverse the table of `model`; its parameters may be on meta."""
         table = get_model_conversion_mapping(model, add_legacy=False)[::-1]
         reverse = [item.reverse_transform() for item in table if not isinstance(item, PrefixChange)]
         self._renamings = [item for item in reverse if isinstance(item, WeightRenaming)]
         self._converters = [item for item in reverse if isinstance(item, WeightConverter)]
 
     def of(self, name: str) -> str:
-        """Return the source name of a parameter."""
+        """The source name of a parameter."""
         if part := _PART.fullmatch(name):
-            whole, number = f"{part['owner']}.{part['leaf']}", int(part["number"])
+            whole = f"{part['owner']}.{part['leaf']}"
+            number = int(part["number"])
             converter = self._converter(whole)
-            assert converter is not None  # it is in parts
+            assert converter is not None  # a joined linear has one
             first, *others = converter.target_patterns
             name = apply_converters(whole, self._converters)[0]
             name = name if number == 0 else name.replace(first, others[number - 1], 1)
@@ -76,15 +77,18 @@ class HubNames:
         return renamed
 
     def of_module(self, name: str) -> str:
-        """Return the source name of a module that has a weight."""
+        """The source name of a module that has a weight."""
         return self.of(f"{name}.weight").removesuffix(".weight")
 
     def kept(self, name: str) -> bool:
-        """Return whether a tensor is saved as it is, perhaps under another name."""
+        """Whether a tensor is saved as it is, perhaps under another name."""
         return apply_converters(name, self._converters)[1] is None
 
     def split_into(self, name: str) -> tuple[str, ...]:
-        """Return what the linears are called into which saving splits a stacked tensor; none where it is saved as it is."""
+        """The names of the linears that saving splits a stacked tensor into.
+
+        There is none where the tensor stays whole.
+        """
         converter = self._converter(name)
         if converter is None:
             return ()
@@ -96,7 +100,10 @@ class HubNames:
         return tuple(parts)
 
     def joined_from(self, name: str) -> int:
-        """Return how many tensors of a checkpoint, one after the other, are joined into a parameter; 1 where it is one."""
+        """The number of a checkpoint's tensors that are joined into a parameter; 1 where it is one.
+
+        They lie one after the other.
+        """
         converter = self._converter(name)
         if converter is None:
             return 1
@@ -107,7 +114,10 @@ class HubNames:
         return len(converter.target_patterns) if plain == [True] else 1
 
     def exchanged(self, name: str) -> bool:
-        """Return whether checkpoints hold the last two axes of a tensor of three either way round, which its shape says."""
+        """Whether checkpoints hold the last two axes of a tensor either way round.
+
+        The tensor has three dimensions, and its shape says which way it is.
+        """
         converter = self._converter(name)
         if converter is None or len(converter.operations) != 1:
             return False
@@ -119,24 +129,26 @@ class HubNames:
         )
 
     def _converter(self, name: str) -> WeightConverter | None:
-        """Return what changes a tensor when it is saved."""
+        """The converter that changes a tensor when it is saved; None where none does."""
         _, pattern = apply_converters(name, self._converters)
         return next((item for item in self._converters if pattern in item.source_patterns), None)
 
 
 def parts_of(name: str, index: int) -> tuple[str, str]:
-    """Return what the model in memory may call a part of a joined parameter: a convolution's, a linear's (`models/joined.py`).
+    """Module names of a part of a joined parameter (models/joined.py).
+
+    The first is a convolution's, the second a linear's.
 
     Args:
-        name: of the whole.
-        index: the tensors count in the order of the table.
+        name: name of the whole.
+        index: number of the part, in the order of the table.
     """
     owner, _, leaf = name.rpartition(".")
     return f"{owner}.parametrizations.{leaf}.original{index}", f"{owner}.parts.{index}.{leaf}"
 
 
 class NameMap:
-    """The translation for one model."""
+    """The translation of names for one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take the names of `model`, whose parameters may be on meta."""
@@ -147,9 +159,10 @@ class NameMap:
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
     def module_name(self, source: str) -> str:
-        """Return the module name of a source name; a parameter's own, or one the table does not mention, stays as it is.
+        """The module name of a source name.
 
-        What the table merges is a parameter of its own where the model has one of its name: the
+        A parameter's own name, or one that the table does not mention, stays as it is. A tensor
+        that the table merges is a parameter of its own where the model has one of its name: the
         linears of experts.
 
         Raises:
@@ -165,11 +178,14 @@ class NameMap:
         return name
 
     def beside(self, source: str) -> bool:
-        """Return whether a tensor is merged or split for what reads images or sound."""
+        """Whether a tensor is merged or split for images or sound."""
         return self._changed_beside(source) is not None
 
     def _changed_beside(self, source: str) -> set[str] | None:
-        """Return the parameters that transformers makes of a tensor beside the language model; None where it is one of them."""
+        """The parameters beside the language model that transformers makes of a tensor.
+
+        None where the tensor belongs to the language model, or is not merged or split.
+        """
         module, changed = self._found(source)
         if changed is None or module.startswith(self._of_text):
             return None
@@ -177,7 +193,10 @@ class NameMap:
         return {module, *(module.replace(first, other, 1) for other in others)}
 
     def _found(self, source: str) -> tuple[str, tuple[str, WeightConverter] | None]:
-        """Return the module name of a source name, the first where it is split into several, and with which pattern by what."""
+        """The module name of a source name, with the pattern and converter that change it, if any.
+
+        Where a tensor is split into several parameters, the name is that of the first.
+        """
         name: str
         if source in self._parameters:
             return source, None
@@ -198,12 +217,10 @@ class NameMap:
 
     @cached_property
     def _of_text(self) -> tuple[str, ...]:
-        """What the names of parameters that a text needs begin with; one that is empty where there is nothing else."""
-        base, decoder, head = (
-            self._model.base_model,
-            self._model.get_decoder(),
-            self._model.get_output_embeddings(),
-        )
+        """Prefixes of the names of parameters that a text needs; one empty prefix where all are."""
+        base = self._model.base_model
+        decoder = self._model.get_decoder()
+        head = self._model.get_output_embeddings()
         if decoder is base or decoder is self._model:
             return ("",)
         return tuple(
@@ -214,7 +231,7 @@ class NameMap:
 
     @cached_property
     def _table(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-        """What renames tensors, and what merges or splits them."""
+        """The renamings of tensors, and the converters that merge or split them."""
         found = get_model_conversion_mapping(self._model)
         renamings = [item for item in found if isinstance(item, WeightRenaming)]
         return renamings, [item for item in found if isinstance(item, WeightConverter)]
@@ -226,9 +243,9 @@ class NameMap:
             names: every source name.
 
         Raises:
-            InputError: a tensor that belongs nowhere, two tensors for one parameter, or a parameter
-                without a tensor.
-            UnsupportedError: a tensor of the language model that is merged or split on load.
+            InputError: a tensor belongs nowhere, two tensors are for one parameter, or a parameter
+                has no tensor.
+            UnsupportedError: a tensor of the language model is merged or split on load.
         """
         to_module: dict[str, str] = {}
         to_source: dict[str, str] = {}
@@ -261,7 +278,8 @@ class NameMap:
         missing = sorted(set(self._parameters) - set(to_source) - unread)
         if missing:
             raise InputError(
-                f"{missing[0]}: needed by the model, not in the checkpoint ({len(missing)} missing)",
+                f"{missing[0]}: needed by the model, not in the checkpoint "
+                f"({len(missing)} missing)",
                 "check that config.json belongs to these weights and that every shard is there",
             )
         return Binding(to_module=to_module, to_source=to_source, ignored=tuple(ignored))

@@ -1,8 +1,8 @@
-"""Bytes of large files that nobody will read again soon: taken past the system's cache.
+"""Bytes of large files that are read once: taken past the system's cache.
 
-Filling the cache costs the processor several times what the disk's own transfer does, and drives
-out what others keep there. What the cache holds already is taken from it; the rest comes from the
-disk without entering it, where the system and the file system can do that.
+Filling the cache costs the processor several times the disk's own transfer, and drives out other
+programs' files. Bytes that the cache holds already are taken from it; the rest comes from the disk
+without entering it, where the system and the file system can do that.
 """
 
 import ctypes
@@ -12,17 +12,17 @@ import mmap
 import os
 import sys
 
-# bytes: a read past the cache has its ends in file and memory on multiples
+# bytes; a read past the cache begins and ends at multiples of it, in the file and in memory
 BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill memory from a file and return how many bytes the file had for it.
+    """Fill memory from a file; the number of bytes that the file had for it.
 
     Args:
-        descriptor: of the file.
-        view: bytes; whole blocks, and where one begins in memory.
-        offset: where a block begins in the file.
+        descriptor: descriptor of the file.
+        view: memory of whole blocks, at a multiple of a block.
+        offset: offset in the file, a multiple of a block.
     """
     direct = not _cached(descriptor, offset, len(view)) and _past_cache(descriptor)
     done = 0
@@ -35,10 +35,10 @@ def fill(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def _cached(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Return whether the system's cache holds these bytes of the file, as far as the file goes.
+    """Whether the system's cache holds these bytes of the file, as far as the file goes.
 
-    A map of them is looked at, never through. A read that must not wait would not do: it begins to
-    fill the cache.
+    mincore is asked about a map of them, through which nothing is read. A read that must not wait
+    would not do: it begins to fill the cache.
     """
     nbytes = min(nbytes, os.fstat(descriptor).st_size - offset)
     if nbytes <= 0 or sys.platform != "linux":
@@ -53,7 +53,7 @@ def _cached(descriptor: int, offset: int, nbytes: int) -> bool:
 
 
 def _past_cache(descriptor: int) -> bool:
-    """Let reads of this descriptor go past the system's cache from now on; return whether the file system can."""
+    """Let reads of this descriptor go past the system's cache; whether the file system can."""
     if not hasattr(os, "O_DIRECT"):
         return False
     try:

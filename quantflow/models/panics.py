@@ -1,4 +1,4 @@
-"""Rust below Python: a panic of a library is no `Exception`, and prints a page of its own before Python hears of it."""
+"""Panics of Rust libraries: no `Exception`, and printed before Python can catch them."""
 
 import os
 import re
@@ -10,13 +10,12 @@ from typing import BinaryIO
 
 from quantflow.errors import InputError
 
-_CONTROLS = re.compile(
-    rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]"
-)  # what would move a terminal's cursor; names hold what they like
+# characters that would move a terminal's cursor; names in files may hold any
+_CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 def _kept() -> BinaryIO:
-    """Return a file of memory, which no full disk ends; of the disk where the system has none."""
+    """A file in memory, which no full disk ends; on disk where the system has none."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("said"), "w+b")
     return tempfile.TemporaryFile()
@@ -27,21 +26,21 @@ def _spelled(found: re.Match[bytes]) -> bytes:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is what pyo3 makes of a panic, a class that cannot be imported."""
+    """Whether an error is pyo3's form of a panic, a class that cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_refused(cause: str, remedy: str) -> Iterator[None]:
-    """Make a panic of the block an InputError, and drop what it printed.
+    """Turn a panic of the block into an InputError, and drop its output.
 
-    Whatever else the block writes to stdout and stderr goes to stderr, with controls spelled out:
-    it names what files hold.
+    Any other output of the block to stdout and stderr goes to stderr, with controls spelled out,
+    since it may quote names from files.
 
     Raises:
-        InputError: a panic.
+        InputError: the block panicked.
     """
-    # None: closed
+    # a closed stream is None
     streams = {
         number: stream
         for number, stream in ((1, sys.stdout), (2, sys.stderr))
@@ -50,7 +49,8 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
     for stream in streams.values():
         stream.flush()
     with _kept() as said:
-        kept, panicked = {number: os.dup(number) for number in streams}, False
+        kept = {number: os.dup(number) for number in streams}
+        panicked = False
         for number in streams:
             os.dup2(said.fileno(), number)
         try:
@@ -64,13 +64,14 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
             raise
         finally:
             for number, stream in streams.items():
-                # a limit on files; it goes where it would have gone without this
+                # A limit on file sizes may refuse it; the text then stays buffered, and goes to the
+                # stream's own file.
                 with suppress(OSError):
                     stream.flush()
                 os.dup2(kept[number], number)
                 os.close(kept[number])
             if not panicked and 2 in streams and said.seek(0, os.SEEK_END):
                 said.seek(0)
-                # nobody reads stderr, or a disk is full: it was said beside the work
+                # stderr may be closed or its disk full; the output is not part of the result
                 with suppress(OSError):
                     os.write(2, _CONTROLS.sub(_spelled, said.read()))

@@ -1,4 +1,4 @@
-"""Parameters of a module put in and taken out. Nothing here imports transformers, whose models are modules like others."""
+"""Parameters of a module put in and taken out, without transformers."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,7 +9,10 @@ from quantflow.errors import InputError
 
 
 def twins(model: nn.Module) -> dict[str, str]:
-    """Return the tied parameters of a model, in both directions: lm_head.weight -> embedding and back; of a part none."""
+    """The tied parameters of a model, in both directions: lm_head.weight -> embedding and back.
+
+    A part of a model has none.
+    """
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     return {**tied, **{twin: name for name, twin in tied.items()}}
 
@@ -20,13 +23,13 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
     Of two tied parameters either name is enough: when one is given, both become the same parameter.
 
     Args:
-        model: a model or a part of it.
+        model: model or a part of it.
         tensors: parameter name relative to `model` -> values; converted to `dtype`, not copied when
             they have it.
-        dtype: the dtype of every parameter that is set.
+        dtype: dtype of every parameter that is set.
 
     Raises:
-        InputError: a name that is no parameter and no buffer of `model`, or another shape.
+        InputError: a name is no parameter and no buffer of `model`, or the shape differs.
     """
     other = twins(model)
     for name, tensor in tensors.items():
@@ -54,10 +57,14 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
 
 
 def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them.
+    """Put parameters back on meta, which frees their memory.
 
-    Buffers stay: their size is that of a vector, and of those that are not in a checkpoint there is
-    no other copy.
+    Buffers stay: they are of a vector's size, and those that are not in a checkpoint have no other
+    copy.
+
+    Args:
+        module: module of the parameters.
+        names: names relative to `module`; None is all of them.
     """
     chosen = (
         [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -72,7 +79,10 @@ def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
 
 
 def drop_unread_(model: nn.Module) -> None:
-    """Give parameters that are still on meta no elements: no text reads them, and a model with them goes to no device."""
+    """Give parameters that are still on meta no elements.
+
+    No text reads them, and a model with parameters on meta cannot move to a device.
+    """
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
             owner, leaf = _owner(model, name)

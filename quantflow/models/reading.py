@@ -18,10 +18,10 @@ from quantflow.files.folder import reading
 from quantflow.files.safetensors_header import TensorInfo, read_header
 from quantflow.models.once import BLOCK, fill
 
-# elements that are looked at together: the copy of their exponents stays in the cache
+# elements that are checked together: the copy of their exponents stays in the cache
 _CHECK_ELEMENTS = 1 << 20
-_PIECE = 8 << 20  # bytes of a tensor that is only looked at
-# the integer of this size, and its bits that are all set then
+_PIECE = 8 << 20  # bytes at once of a tensor that is only checked
+# the integer of the dtype's size, and the bits that are all set in a value that is not finite
 _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF << 52),
     torch.float32: (torch.int32, 0xFF << 23),
@@ -38,14 +38,13 @@ def read_tensors(
     """Read tensors into memory of their own, in the order of `names`.
 
     Args:
-        checkpoint: the opened folder.
+        checkpoint: opened folder.
         names: source names.
-        dtype: what floating tensors are converted to; None keeps every tensor as stored.
+        dtype: dtype of the floating tensors; None keeps every tensor as stored.
 
     Raises:
-        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or
-            Inf.
-        UnsupportedError: a dtype that torch has no name for.
+        InputError: a name is not there, a file ends early, or a tensor holds NaN or Inf.
+        UnsupportedError: torch has no name for a dtype.
     """
     tensors = {}
     for name in names:
@@ -67,14 +66,14 @@ def read_tensor(
     """Read one tensor of a safetensors file whose header has been checked, as stored.
 
     Args:
-        path: the file.
-        info: the tensor.
-        empty: makes the memory that it is read into, from a shape and a `dtype`; not of one with
-            strides.
+        path: file of the tensor.
+        info: tensor's header entry.
+        empty: function from a shape and a `dtype` to the memory that is filled; not used for a
+            tensor with strides.
 
     Raises:
         InputError: the file ends early, or the tensor holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
+        UnsupportedError: torch has no name for the dtype.
     """
     tensor = (
         empty(info.shape, dtype=_dtype(path, info))
@@ -89,7 +88,7 @@ def read_tensor(
 
 
 def _strided(path: Path, info: TensorInfo) -> Tensor:
-    """Read a tensor whose elements do not lie one after the other: what lies between them is read too."""
+    """Read a tensor with strides; the bytes between its elements are read too."""
     assert info.strides is not None
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True)
@@ -103,8 +102,8 @@ def read_file(path: Path) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file, as stored.
 
     Raises:
-        InputError: no such file, a damaged header, or a tensor that holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
+        InputError: there is no such file, its header is damaged, or a tensor holds NaN or Inf.
+        UnsupportedError: torch has no name for a dtype.
     """
     infos, _ = read_header(path)
     return {name: read_tensor(path, info) for name, info in infos.items()}
@@ -114,17 +113,16 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
     """Read rows of a two-dimensional tensor.
 
     Args:
-        path: the file.
-        info: the tensor, [R, C].
-        rows: int64 [n], each from 0 to R - 1; neighbours are read together when they stand
-            together.
+        path: file of the tensor.
+        info: tensor's header entry, [R, C].
+        rows: int64 [n], each from 0 to R - 1; consecutive rows are read in one go.
 
     Returns:
         [n, C], as stored.
 
     Raises:
         InputError: the file ends early, or a row holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
+        UnsupportedError: torch has no name for the dtype.
     """
     if info.strides is not None:
         return read_tensor(path, info)[rows]
@@ -142,11 +140,11 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
 
 
 def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
-    """Read some columns of a two-dimensional tensor, row by row: no other byte of it is asked for.
+    """Read some columns of a two-dimensional tensor, row by row; no other byte is read.
 
     Args:
-        path: the file.
-        info: the tensor, [R, C].
+        path: file of the tensor.
+        info: tensor's header entry, [R, C].
         columns: start and stop, within 0..C.
 
     Returns:
@@ -154,7 +152,7 @@ def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
 
     Raises:
         InputError: the file ends early, or a column holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
+        UnsupportedError: torch has no name for the dtype.
     """
     if info.strides is not None:
         return read_tensor(path, info)[:, columns].contiguous()
@@ -177,7 +175,7 @@ def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
 
 
 def read_into(path: Path, tensor: Tensor, offset: int, *, name: str) -> None:
-    """Fill a contiguous tensor from `offset` of the file; one call to the system returns 2 GiB at most, hence the loop.
+    """Fill a contiguous tensor from `offset` of the file.
 
     Raises:
         InputError: the file ends early.
@@ -188,7 +186,7 @@ def read_into(path: Path, tensor: Tensor, offset: int, *, name: str) -> None:
 
 def _fill(descriptor: int, view: memoryview, offset: int, *, name: str, file: str) -> None:
     done = 0
-    while done < len(view):
+    while done < len(view):  # one call to the system returns 2 GiB at most
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
             raise InputError(
@@ -200,14 +198,14 @@ def _fill(descriptor: int, view: memoryview, offset: int, *, name: str, file: st
 def read_once(
     path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str
 ) -> Tensor:
-    """Read a tensor, or some of its rows, that nobody will read again soon; see `quantflow.models.once`.
+    """Read a tensor, or some of its rows, past the system's cache (`quantflow.models.once`).
 
     Args:
-        path: the file.
-        shape: of the result.
-        dtype: as stored.
-        offset: in bytes from the beginning of the file.
-        name: of the tensor, for the message.
+        path: file of the tensor.
+        shape: shape of the result.
+        dtype: dtype as stored.
+        offset: bytes from the beginning of the file.
+        name: tensor's name, for the message.
 
     Raises:
         InputError: the file ends early.
@@ -216,7 +214,7 @@ def read_once(
     lead = offset % BLOCK
     memory = torch.empty(nbytes + 3 * BLOCK, dtype=torch.uint8)
     begin = -memory.data_ptr() % BLOCK
-    # whole blocks, around what is wanted
+    # whole blocks around the tensor
     span = memory[begin : begin + -(-(lead + nbytes) // BLOCK) * BLOCK]
     with reading(path) as file:
         done = fill(file.fileno(), bytes_of(span), offset - lead)
@@ -237,7 +235,7 @@ def check_stored(path: Path, info: TensorInfo) -> None:
 
     Raises:
         InputError: the file ends early, or a value is not finite.
-        UnsupportedError: a dtype that torch has no name for.
+        UnsupportedError: torch has no name for the dtype.
     """
     dtype = _dtype(path, info)
     if dtype not in _NOT_FINITE:
@@ -252,11 +250,11 @@ def check_stored(path: Path, info: TensorInfo) -> None:
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
     """Refuse NaN and Inf.
 
-    The bits of a value that is not finite tell: those of its exponent are all set. Integers are
-    compared at the speed of the memory, where isfinite is not vectorised for bfloat16.
+    The exponent's bits of a value that is not finite are all set. Integers are compared at the
+    speed of the memory, where isfinite is not vectorised for bfloat16.
 
     Raises:
-        InputError: naming the tensor, and how many of its values are not finite.
+        InputError: naming the tensor, and the number of its values that are not finite.
     """
     integer, mask = _NOT_FINITE[tensor.dtype]
     flat = tensor.flatten().view(integer)
@@ -280,5 +278,8 @@ def _dtype(path: Path, info: TensorInfo) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a view of a tensor's bytes, as a file holds them; of a copy when the tensor is not contiguous."""
+    """A view of a tensor's bytes, as a file holds them.
+
+    It is a view of a copy when the tensor is not contiguous.
+    """
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)  # [nbytes]

@@ -1,4 +1,4 @@
-"""What `quantflow.models.capture` puts in the place of parts of the model, and what it keeps of their calls."""
+"""Stand-ins of `quantflow.models.capture` for parts of the model, and their recorded calls."""
 
 import copy
 import threading
@@ -17,25 +17,23 @@ from quantflow.core.groups import spans
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.numerics.product import operand, product
 
-# of a linear's weight that are converted at once: few enough for a core's cache; it never changes
-# either
-LINEAR_ROWS = 256
-LINEAR_TOKENS = 512  # of its input that are multiplied with these at once
-# of the head that are converted at once; part of the result's last digits, so it never changes
-HEAD_ROWS = 4096
-# that a thread brings back through the head at once, 64 MiB; and tokens whose logits these are
+# The numbers of rows are part of the result's last digits, so they never change.
+LINEAR_ROWS = 256  # rows of a linear's weight that are converted at once, in a core's cache
+LINEAR_TOKENS = 512  # tokens of its input that are multiplied with these rows at once
+HEAD_ROWS = 4096  # rows of the head that are converted at once
+# Logits of a thread's backward pass through the head at once, 64 MiB; and the fewest tokens of it.
 LOGITS, FEWEST = 2**24, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the model hands to one decoder layer besides the hidden state."""
+    """The arguments of one decoder layer's call besides the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def given(self, argument: str | int, value: Any) -> "Call":
-        """Return the call with another value of an argument: its name, or its place."""
+        """The call with another value of an argument, by its name or its place."""
         if isinstance(argument, str):
             return Call(args=self.args, kwargs=self.kwargs | {argument: value})
         return Call(
@@ -44,22 +42,30 @@ class Call:
 
 
 def _of(layer: nn.Module, name: str, error: AttributeError) -> Any:
-    """Return what a layer that is stood for says of itself: some models ask a layer of which kind it is."""
+    """An attribute of the layer that a stand-in replaces: some models ask a layer for its kind."""
     if name in layer._parameters:
         raise error
     return getattr(layer, name)
 
 
 def as_returned(hidden: Tensor, count: int) -> Tensor | tuple[Tensor | None, ...]:
-    """Return a hidden state as a layer returns it: as the first of a tuple of `count`, by itself where that is 0."""
+    """A hidden state as a layer returns it.
+
+    It is the first of a tuple of `count`, or by itself where `count` is 0.
+    """
     return (hidden, *[None] * (count - 1)) if count else hidden
 
 
 class Recorder(nn.Module):
-    """Stands for a decoder layer: remembers what it was called with and returns its input."""
+    """A stand-in for a decoder layer that records its call and returns its input."""
 
     def __init__(self, layer: nn.Module, *, tuple_of: int = 0) -> None:
-        """Start with nothing recorded; `tuple_of`: as `as_returned` takes it."""
+        """Begin without a record.
+
+        Args:
+            layer: decoder layer that it replaces.
+            tuple_of: count for `as_returned`.
+        """
         super().__init__()
         self.__dict__["layer"] = layer  # not a part of this one
         self.tuple_of = tuple_of
@@ -68,7 +74,7 @@ class Recorder(nn.Module):
         self.kwargs: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the layer says of itself."""
+        """The layer's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -77,21 +83,24 @@ class Recorder(nn.Module):
     def forward(
         self, hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Record and return `hidden`, [1, S, H]."""
+        """Record the call and return `hidden`, [1, S, H]."""
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
         return as_returned(hidden, self.tuple_of)
 
 
 class Given(nn.Module):
-    """Stands for a decoder layer: returns what the calling thread was given, whatever it is called with."""
+    """A stand-in for a decoder layer that returns the calling thread's hidden state.
+
+    The arguments of the call do not matter.
+    """
 
     def __init__(self, layer: nn.Module, mine: threading.local, *, tuple_of: int = 0) -> None:
-        """Start with nothing given.
+        """Begin without a hidden state.
 
         Args:
-            layer: what it stands for.
-            mine: where a thread's hidden state is, the same for all layers of a model.
-            tuple_of: as `as_returned` takes it.
+            layer: decoder layer that it replaces.
+            mine: holder of a thread's hidden state, the same for all layers of a model.
+            tuple_of: count for `as_returned`.
         """
         super().__init__()
         self.__dict__["layer"] = layer  # not a part of this one
@@ -99,21 +108,24 @@ class Given(nn.Module):
         self._mine = mine
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the layer says of itself."""
+        """The layer's attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             return _of(self.layer, name, error)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return the hidden state that this thread was given."""
+        """The calling thread's hidden state."""
         hidden: Tensor = self._mine.hidden
         return as_returned(hidden, self.tuple_of)
 
 
 @contextmanager
 def giving(mine: threading.local, hidden: Tensor) -> Iterator[None]:
-    """Answer every call of a `Given` by this thread with `hidden`, [1, S, H], until the block ends."""
+    """Set the hidden state [1, S, H] that every `Given` returns to this thread.
+
+    It is set until the block ends.
+    """
     mine.hidden = hidden
     try:
         yield
@@ -122,48 +134,57 @@ def giving(mine: threading.local, hidden: Tensor) -> Iterator[None]:
 
 
 class NoEmbedding(nn.Module):
-    """Stands for the embedding before layers that were stood for: what it returns is read by none of them."""
+    """A stand-in for the embedding before replaced layers, none of which reads its output."""
 
     def __init__(self, embedding: Any, *, dtype: torch.dtype, device: Device) -> None:
-        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`, `device`: of what it returns."""
+        """Replace an embedding whose weight [V, E] is on meta.
+
+        Args:
+            embedding: the embedding.
+            dtype: dtype of the output.
+            device: device of the output.
+        """
         super().__init__()
         nothing = torch.zeros((), dtype=dtype, device=device.kind)
-        # no memory; families ask for its dtype, device and rows
+        # takes no memory; families ask for its dtype, device and rows
         self.weight = nothing.expand(embedding.weight.shape)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return zeros, [..., E] of ids [...]."""
+        """Zeros, [..., E] of ids [...]."""
         return self.weight.new_zeros((*ids.shape, self.weight.shape[1]))
 
 
 class Rows(nn.Module):
-    """Stands for an embedding: holds the rows that some sequences need, and does with them what the embedding does."""
+    """A stand-in for an embedding that holds only the rows of some sequences.
+
+    It computes what the embedding computes with them.
+    """
 
     def __init__(
         self, ids: Tensor, weight: Tensor, embedding: Any, *, padding: int | None = None
     ) -> None:
-        """Answer for these ids.
+        """Hold the rows of some ids.
 
         Args:
             ids: int64 [n], ascending.
             weight: [n, H], their rows.
-            embedding: what it stands for, of [V, H]; some multiply what they return by a number.
+            embedding: embedding [V, H] that it replaces; some multiply their output by a number.
             padding: one of the ids, whose row a model that reads images too asks for by itself.
         """
         super().__init__()
         self.ids, self.inner = ids, with_rows(embedding, weight)
         shown = weight[:1] if padding is None else weight[ids == padding]
-        # [V, H], no memory; families ask for its dtype and device
+        # [V, H], takes no memory; families ask for its dtype and device
         self.weight = shown.expand(embedding.num_embeddings, -1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what the embedding makes of ids whose rows it holds, [..., H]."""
+        """The embedding's output for ids whose rows it holds, [..., H]."""
         found: Tensor = self.inner(torch.searchsorted(self.ids, ids))
         return found
 
 
 def with_rows(embedding: Any, rows: Tensor) -> Any:
-    """Return an embedding that is another one but for its rows [n, H], so ids are numbers of these."""
+    """A copy of an embedding with other rows [n, H]; ids are numbers of these rows."""
     own = copy.copy(embedding)
     own._parameters = {"weight": nn.Parameter(rows, requires_grad=False)}
     own.num_embeddings, own.padding_idx = len(rows), None
@@ -171,15 +192,15 @@ def with_rows(embedding: Any, rows: Tensor) -> Any:
 
 
 class HeadStandIn(nn.Module):
-    """Stands for the head: keeps its weight as it is stored, and converts a few rows of it at a time."""
+    """A stand-in for the head that keeps its weight as stored and converts a few rows at a time."""
 
     def __init__(self, weight: Tensor, *, dtype: torch.dtype, bias: Tensor | None = None) -> None:
         """Hold the weight.
 
         Args:
             weight: [V, H], as stored.
-            dtype: what is computed in.
-            bias: [V] in it, or None.
+            dtype: dtype of the computation.
+            bias: [V] in `dtype`, or None.
         """
         super().__init__()
         self.rows, self.dtype, self.bias = weight, dtype, bias
@@ -187,14 +208,14 @@ class HeadStandIn(nn.Module):
         self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of [..., H]."""
+        """The logits [..., V] of [..., H]."""
         logits: Tensor = _Projection.apply(hidden.to(self.dtype), self.rows, self.dtype)  # type: ignore[no-untyped-call]
         logits = logits.to(hidden.dtype)
         return logits if self.bias is None else logits + self.bias
 
 
 class QuantizedHead(nn.Module):
-    """Stands for a head that is quantized: keeps its qvalues, and dequantizes a few rows at a time. It has no gradient."""
+    """A stand-in for a quantized head that dequantizes a few rows at a time; it has no gradient."""
 
     def __init__(
         self, linear: QuantizedLinear, dtype: torch.dtype, bias: Tensor | None = None
@@ -202,9 +223,9 @@ class QuantizedHead(nn.Module):
         """Hold the weight.
 
         Args:
-            linear: the weight, [V, H], and what happens to its input.
-            dtype: what is computed in.
-            bias: [V] in it, or None.
+            linear: quantized weight, [V, H], and the scheme of its input.
+            dtype: dtype of the computation.
+            bias: [V] in `dtype`, or None.
         """
         super().__init__()
         self.linear, self.dtype, self.bias = linear, dtype, bias
@@ -212,8 +233,9 @@ class QuantizedHead(nn.Module):
         self.weight = torch.empty(linear.weight.qvalue.shape, dtype=dtype, device="meta")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of [..., H]."""
-        seen, weight = self.linear.fake_quantize_input(hidden), self.linear.weight
+        """The logits [..., V] of [..., H]."""
+        seen = self.linear.fake_quantize_input(hidden)
+        weight = self.linear.weight
         parts = [
             functional.linear(seen, weight.rows(rows).dequantize().to(self.dtype))
             for rows in spans(len(weight.qvalue), HEAD_ROWS)
@@ -223,11 +245,14 @@ class QuantizedHead(nn.Module):
 
 
 class _Projection(torch.autograd.Function):
-    """hidden @ weight.T, forwards and backwards with a few converted rows in memory; autograd would keep all of them."""
+    """Product hidden @ weight.T with a few converted rows in memory, forwards and backwards.
+
+    autograd would keep all converted rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [..., V] of hidden [..., H] and weight [V, H], computed in `dtype`."""
+        """Product [..., V] of hidden [..., H] and weight [V, H], computed in `dtype`."""
         ctx.save_for_backward(weight)
         ctx.dtype = dtype
         parts = [
@@ -237,7 +262,10 @@ class _Projection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient by hidden, [..., H], of that by the output, [..., V]; weight and dtype have none."""
+        """The gradient by hidden, [..., H], from that by the output, [..., V].
+
+        Weight and dtype have none.
+        """
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
         sums = torch.promote_types(gradient.dtype, torch.float32)
@@ -253,17 +281,16 @@ class _Projection(torch.autograd.Function):
 
 
 def logit_rows(vocabulary: int) -> int:
-    """Return how many tokens' logits are LOGITS at most, a multiple of FEWEST and no less."""
+    """The number of tokens with at most LOGITS logits, a multiple of FEWEST and no less."""
     return max(FEWEST, LOGITS // vocabulary // FEWEST * FEWEST)
 
 
 @contextmanager
 def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[None]:
-    """Let linears compute in `dtype` from weights in any other, a few rows at a time, until the block ends.
+    """Let linears compute in `dtype` from stored weights, a few rows at a time, in the block.
 
-    Outputs are those of converted weights but for the order of sums
-    (quantflow/numerics/product.py); and they come as fast, since the rows that are converted stay
-    in the cache.
+    Outputs are those of converted weights except for the order of sums
+    (quantflow/numerics/product.py). They come as fast, since the converted rows stay in the cache.
     """
     chosen = list(linears)
     try:
@@ -276,14 +303,14 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
+    """The output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
     # a device converts the whole weight at once
     if linear.weight.dtype == dtype or linear.weight.device.type != "cpu":
         return product(operand(x.to(dtype)), linear.weight.to(dtype), linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype, device=tokens.device)
     for some in spans(len(tokens), LINEAR_TOKENS):
-        # a family may have turned it to the dtype of the weight
+        # a family may have converted its input to the dtype of the weight
         left = operand(tokens[some].to(dtype))
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
             bias = None if linear.bias is None else linear.bias[rows]
@@ -292,16 +319,19 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 class TensorPool:
-    """Keeps one copy of equal tensors: masks and position embeddings repeat over layers and equally long sequences."""
+    """One copy of equal tensors.
+
+    Masks and position embeddings repeat over layers and equally long sequences.
+    """
 
     def __init__(self, device: Device = HOST) -> None:
-        """Start empty; what is shared is on `device`."""
+        """Begin empty; shared tensors are on `device`."""
         self._device = device
-        # in host memory, on the device
+        # dtype and shape -> pairs of a tensor in host memory and the same on the device
         self._kept: dict[tuple[torch.dtype, torch.Size], list[tuple[Tensor, Tensor]]] = {}
 
     def share(self, value: Any, seen: dict[int, Tensor]) -> Any:
-        """Return `value` with every tensor in it replaced by the kept one of equal content.
+        """The value with every tensor in it replaced by the kept one of equal content.
 
         Args:
             value: a tensor, a tuple or dict of values, or anything else.

@@ -1,4 +1,4 @@
-"""Token ids of texts, and against the model that is to read them."""
+"""Token ids of texts, and their check against the model that reads them."""
 
 import threading
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from quantflow.models.panics import is_panic, panics_refused
 def tokens_of(
     tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True
 ) -> list[int]:
-    """Return the tokens of a text.
+    """The tokens of a text.
 
     Args:
-        tokenizer: of the model.
-        text: of any length.
-        where: the text, for the message.
-        special: add the tokens that the tokenizer puts around a text, such as BOS.
+        tokenizer: the model's tokenizer.
+        text: text of any length.
+        where: name of the text, for the message.
+        special: whether to add the tokens that the tokenizer puts around a text, such as BOS.
 
     Raises:
-        InputError: the tokenizer has no token for a part of the text, and none for what is unknown.
+        InputError: the tokenizer has no token for a part of the text, and no unknown token.
     """
     ids: list[int] = encoding_of(tokenizer, text, where=where, special=special)["input_ids"]
     return ids
@@ -37,21 +37,22 @@ def encoding_of(
     special: bool = True,
     offsets: bool = False,
 ) -> BatchEncoding:
-    """Return the tokens of a text with what the tokenizer says of them; see `tokens_of`.
+    """The tokens of a text with the tokenizer's further output; see `tokens_of`.
 
     Args:
-        tokenizer: of the model.
-        text: of any length.
-        where: the text, for the message.
-        special: as in `tokens_of`.
-        offsets: also `offset_mapping`, where each token begins and ends in the text.
+        tokenizer: the model's tokenizer.
+        text: text of any length.
+        where: name of the text, for the message.
+        special: whether to add the tokens that the tokenizer puts around a text.
+        offsets: whether to add `offset_mapping`, the begin and end of each token in the text.
+
+    Raises:
+        InputError: the tokenizer has no token for a part of the text, and no unknown token.
     """
     options = {"return_offsets_mapping": True} if offsets else {}
-    cause, remedy = (
-        f"{where}: the tokenizer cannot read the text",
-        "copy the tokenizer files of the model into its folder",
-    )
-    # streams are the process's: one thread may turn them aside
+    cause = f"{where}: the tokenizer cannot read the text"
+    remedy = "copy the tokenizer files of the model into its folder"
+    # streams are the process's: only one thread, the main one, may redirect them
     alone = threading.current_thread() is threading.main_thread()
     try:
         with panics_refused(cause, remedy) if alone else nullcontext():
@@ -67,12 +68,14 @@ def encoding_of(
 def refuse_beyond(
     tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str
 ) -> None:
-    """Refuse token ids that the model has no row of its embedding for: its tokenizer is another model's, or larger.
+    """Refuse token ids for which the model's embedding has no row.
+
+    Its tokenizer is then another model's, or larger.
 
     Args:
         tokens: token ids of several texts.
-        rows: of the embedding; None is not known.
-        where: the texts, for the message.
+        rows: rows of the embedding; None where they are not known.
+        where: name of the texts, for the message.
 
     Raises:
         InputError: naming the largest id.

@@ -12,12 +12,12 @@ from quantflow.files.folder import LIMITS
 from quantflow.models.panics import panics_refused
 from quantflow.models.tokenizer_bounds import refuse_bombs
 
-# of config.json, where a class is named
+# keys of config.json that AutoTokenizer reads where a class is named
 _READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder; code that comes with it is not run.
+    """The tokenizer of a folder; code that comes with it is not run.
 
     Raises:
         InputError: there is none, or its files are damaged or beyond the bounds of `refuse_bombs`.
@@ -45,10 +45,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _config(folder: Path) -> PreTrainedConfig | None:
-    """Return what chooses a tokenizer beside the class that tokenizer_config.json names; None where it names none.
+    """The keys of config.json that choose a tokenizer beside the class in tokenizer_config.json.
 
-    Without it transformers imports the family's own configuration, and with that its attention
-    kernels and torch's compiler: a second and 80 MB.
+    None where tokenizer_config.json names no class. Without this configuration transformers imports
+    the family's own, and with that its attention kernels and torch's compiler: a second and 80 MB.
     """
     named, model = _table(folder / "tokenizer_config.json"), _table(folder / CONFIG)
     if (
@@ -65,7 +65,7 @@ def _config(folder: Path) -> PreTrainedConfig | None:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """Return the content of a file, nothing where it is no table; who needs it says what is wrong."""
+    """The table in a file, empty where there is none; a caller that needs it names the problem."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -2,9 +2,9 @@
 
     {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
-forty times one after the other makes terabytes of a word, and the process that asks for them ends,
-or the machine. Here every part of tokenizer.json that changes a text has the most characters that
-it makes of one; parts that follow each other make the product. Parts are known by their keys: the
+Forty of these in a row make terabytes of a word, and end the process that asks for them, or the
+machine. So every part of tokenizer.json that changes a text has a bound on the characters that it
+makes of one, and the bounds of parts in a row are multiplied. Parts are known by their keys: the
 library reads some without their `type`.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 from quantflow.errors import InputError
 from quantflow.files.canonical import json_bytes, refuse_many_items
 
-MAX_GROWTH = 1024.0  # characters made of one; tokenizers of released models make up to some hundred
+# most characters made of one; tokenizers of released models make up to some hundred
+MAX_GROWTH = 1024.0
 TOKENIZER = "tokenizer.json"
 _FILES = (
     TOKENIZER,
@@ -42,12 +43,12 @@ _REMEDY = "give the model its own tokenizer files"
 
 
 def refuse_bombs(folder: Path) -> None:
-    """Refuse files of a tokenizer of which, or with which, gigabytes would be made.
+    """Refuse files of a tokenizer that would take gigabytes to read or to apply.
 
     Raises:
-        InputError: a file beyond the bounds of every JSON here; parts of tokenizer.json that
-            together make more than MAX_GROWTH characters of one; or a decoder that ends the library
-            on short tokens.
+        InputError: a file is beyond the bounds of every JSON here; parts of tokenizer.json
+            together make more than MAX_GROWTH characters of one; or a decoder ends the library on
+            short tokens.
     """
     for name in _FILES:
         if (folder / name).is_file():
@@ -71,21 +72,25 @@ def _refuse_growth(data: bytes, path: Path) -> None:
         return
     if strip is not None:
         raise InputError(
-            f"{path}: decoder: Strip from {strip[0]} to {strip[1]} ends the library on short tokens",
+            f"{path}: decoder: Strip from {strip[0]} to {strip[1]} ends the library on short "
+            "tokens",
             _REMEDY,
         )
     for chain, most in found.items():
         if most > MAX_GROWTH:
-            cause = f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, {MAX_GROWTH:g} are allowed"
-            raise InputError(cause, _REMEDY)
+            raise InputError(
+                f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, "
+                f"{MAX_GROWTH:g} are allowed",
+                _REMEDY,
+            )
 
 
 def growth(part: Any) -> float:
-    """Return the most characters that a part of tokenizer.json makes of one, at least 1.
+    """The most characters that a part of tokenizer.json makes of one, at least 1.
 
     Args:
-        part: a normalizer, pre-tokenizer, post-processor or decoder, as JSON has it; what is none
-            makes one.
+        part: a normalizer, pre-tokenizer, post-processor or decoder, as JSON; anything else makes
+            one.
     """
     if not isinstance(part, dict):
         return 1.0
@@ -106,7 +111,7 @@ def growth(part: Any) -> float:
 
 
 def _panicking(decoder: Any) -> tuple[int, int] | None:
-    """Return the start and stop of a Strip that panics where a token has fewer characters; None where there is none."""
+    """The start and stop of a Strip that panics on tokens of fewer characters; None without one."""
     if not isinstance(decoder, dict):
         return None
     inner = decoder.get("decoders")
@@ -124,7 +129,7 @@ def _panicking(decoder: Any) -> tuple[int, int] | None:
 
 
 def _replaced(pattern: Any, content: int) -> float:
-    """Return what one character becomes.  content: characters that take the place of what `pattern` matches."""
+    """The characters that one character becomes, where `content` of them replace a match."""
     text = pattern.get("String") if isinstance(pattern, dict) else pattern
     if isinstance(text, str) and text:
         return max(1.0, content / len(text))
@@ -132,10 +137,10 @@ def _replaced(pattern: Any, content: int) -> float:
 
 
 def _longest(charsmap: str) -> float:
-    """Return the length of the longest text that SentencePiece's map of characters has for one, in bytes."""
+    """The bytes of the longest text that SentencePiece's map of characters has for one."""
     try:
         data = base64.b64decode(charsmap)
-    except ValueError:  # its reader says what it is
+    except ValueError:  # the library that reads it names the problem
         return 1.0
     texts = data[4 + int.from_bytes(data[:4], "little") :]  # they follow a trie
     return float(max(1, *map(len, texts.split(b"\0"))))

@@ -1,6 +1,6 @@
-"""A decoder layer of a model that runs with other weights than its own, and through which gradients flow to them.
+"""A decoder layer that runs with other weights than its own, to which gradients flow.
 
-The layer's own forward is run, with what the model called it with (quantflow/models/capture.py).
+The layer's own forward is run with the model's recorded call (quantflow/models/capture.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ def replaced(module: nn.Module, layer: Layer, weights: Mapping[str, Tensor]) -> 
     """Let linears of a layer have other weights until the block ends; their own come back.
 
     Args:
-        module: the layer, as `LayerStream.layer` yields it.
-        layer: which one.
+        module: layer that `LayerStream.layer` yielded.
+        layer: its record in the graph.
         weights: linear -> weight [O, I], in any float dtype, in which its products are then
-            computed; inputs and outputs stay in the stream's. Linears that are not named keep their
+            computed; inputs and outputs stay in the stream's. Linears without an entry keep their
             own.
     """
     own: dict[Any, tuple[nn.Parameter | None, Any]] = {}
     try:
         for name, weight in weights.items():
             linear: Any = module.get_submodule(layer.relative(name))
-            # A parameter would be a leaf of its own, without a gradient to these.
+            # A parameter would be a leaf of its own, and no gradient would reach the weights.
             own[linear] = linear._parameters.pop("weight"), linear.__dict__.get("forward")
             linear.weight = weight
             if weight.dtype != torch.float32:
@@ -48,7 +48,10 @@ def replaced(module: nn.Module, layer: Layer, weights: Mapping[str, Tensor]) -> 
 
 
 def _rounded(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return the output [..., O] of [..., I] in x's dtype, of a product in the weight's, whose bias is added to it."""
+    """The output [..., O] of [..., I] in x's dtype, of a product in the weight's dtype.
+
+    The bias is added in x's dtype.
+    """
     output = functional.linear(x.to(linear.weight.dtype), linear.weight).to(x.dtype)
     return output if linear.bias is None else output + linear.bias
 
@@ -61,14 +64,14 @@ def running(
     states: Sequence[State],
     weights: Mapping[str, Tensor],
 ) -> Iterator[Run]:
-    """Yield a function that runs a sequence through the layer, from several threads if need be.
+    """Yield a function that runs a sequence through the layer; it is thread-safe.
 
     Args:
-        stream: the model.
-        module: as `replaced` takes it.
-        layer: likewise.
-        states: the sequences as they enter the layer.
-        weights: as `replaced` takes them.
+        stream: stream of the model.
+        module: layer that `LayerStream.layer` yielded.
+        layer: its record in the graph.
+        states: sequences as they enter the layer.
+        weights: linear -> weight, for `replaced`.
     """
 
     def run(number: int) -> Tensor:
@@ -85,13 +88,15 @@ def gradients(
     gradient: Tensor,
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Bring a gradient back through the layer, which runs again: the activations of one sequence are in memory.
+    """Gradients by the layer's input and weights, by running the layer once more.
+
+    Only the activations of one sequence are in memory.
 
     Args:
-        stream: the model.
-        module: the layer; `weights` are in it, see `replaced`.
-        state: the sequence as it enters the layer.
-        gradient: by what leaves the layer, [1, S, H].
+        stream: stream of the model.
+        module: layer with `weights` in it, see `replaced`.
+        state: sequence as it enters the layer.
+        gradient: gradient by the layer's output, [1, S, H].
         weights: [O, I] each, that require gradients.
 
     Returns:

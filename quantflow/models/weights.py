@@ -1,4 +1,4 @@
-"""Where a model that runs layer by layer takes its weights from."""
+"""Sources of weights for a model that runs layer by layer."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
+    """A stream's source of weights: a checkpoint (`models.load.Source`), or an artifact."""
 
     @property
     def config(self) -> "PreTrainedConfig":
@@ -29,14 +29,17 @@ class Weights(Protocol):
         """Read tensors that are not quantized; floating ones as `dtype`, None as stored."""
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Read rows [n] of a tensor that is not quantized and two-dimensional, [n, columns] as stored."""
+        """Read rows [n] of a tensor, [n, columns] as stored.
+
+        The tensor is two-dimensional and not quantized.
+        """
 
     def quantized(self, name: str) -> QuantizedLinear | None:
-        """Read the linear whose weight `name` is, None where it is not quantized."""
+        """The linear whose weight `name` is; None where it is not quantized."""
 
     @property
     def ahead(self) -> ReadAhead | None:
-        """What reads tensors before they are asked for; None where nothing does."""
+        """The reader of tensors before they are asked for; None where there is none."""
 
     def fill_(
         self,
@@ -46,7 +49,10 @@ class Weights(Protocol):
         dtype: torch.dtype,
         device: Device = HOST,
     ) -> None:
-        """Give a module its weights on a device: parameter name relative to `module` -> source name."""
+        """Give a module its weights on a device.
+
+        names are parameter names relative to `module` -> source names.
+        """
 
     def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Undo `fill_`: no memory is held, and the module tree is as it was."""

@@ -1,1 +1,1 @@
-"""What several algorithms share: grids, error feedback, rounding, factorisations, and what an error costs."""
+"""Mathematics of several algorithms: grids, error feedback, rounding, factorisations, errors."""

@@ -1,4 +1,4 @@
-"""The scale of a static input, from what calibration saw of it."""
+"""The scale of a static input, from its calibration statistics."""
 
 from collections.abc import Mapping
 
@@ -9,17 +9,17 @@ from quantflow.core import affine
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
-# of the largest magnitude that are tried: 1 to 1/16
+# clips that `least_error_reach` tries, as fractions of the largest magnitude: 1 to 1/16
 _ENDS = tuple(step / 64 for step in range(64, 3, -1))
 
 
 def static_input(
     statistics: Mapping[str, Tensor], scheme: TensorScheme
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (input_scale, input_zero_point) of a static per-tensor input, or the global_scale of one with scales in e4m3.
+    """Scale and zero point of a static per-tensor input, or the global scale of an e4m3-scaled one.
 
-    An input that calibration never reached has scale 1 (and a zero_point for the range 0..0);
-    `unseen` tells.
+    An input that calibration never reached has scale 1 (and a zero point for the range 0..0);
+    `unseen` recognises it.
 
     Args:
         statistics: `amax` [] for a symmetric scheme; `min_val` and `max_val`, [] or [C], for an
@@ -31,8 +31,8 @@ def static_input(
 
     Raises:
         SchemeError: the scheme is dynamic or not per_tensor.
-        StatisticsError: a statistic is missing, not finite, negative (amax), or the range is upside
-            down.
+        StatisticsError: a statistic is missing, not finite, negative (amax), or min_val is above
+            max_val.
     """
     if scheme.scale_format == "e4m3":
         return affine.global_scale_from_amax(_amax(statistics), scheme), None
@@ -62,7 +62,7 @@ def _amax(statistics: Mapping[str, Tensor]) -> Tensor:
 
 
 def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]:
-    """Return statistics whose ranges end at `reach` in both directions, where they go beyond."""
+    """Statistics whose ranges are clipped to -reach..reach."""
     found = dict(statistics)
     if "amax" in found:
         found["amax"] = found["amax"].clamp_max(reach)
@@ -74,29 +74,32 @@ def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]
 def least_error_reach(
     statistics: Mapping[str, Tensor], scheme: TensorScheme, *, magnitudes: Tensor, counts: Tensor
 ) -> float:
-    """Return where a range has to end so that what was seen is rounded with the least squared error.
+    """The end of a range that rounds the measured values with the least squared error.
 
-    The ends that are tried are `_ENDS` of the largest magnitude; of equal ones the widest is taken.
-    Of an asymmetric range all values are counted on its longer side: the shorter one is not cut
-    before that is as short.
+    The ends `_ENDS` of the largest magnitude are tried; of equal ones the widest is taken. Of an
+    asymmetric range all values are counted on its longer side: the shorter side is not clipped
+    before the longer one is as short.
 
     Args:
-        statistics: as `static_input` reads them.
+        statistics: those that `static_input` reads.
         scheme: static, per_tensor.
-        magnitudes: [P], ascending, what stands for the values that were seen; those beyond the
-            largest do not count.
-        counts: [P], how many there were of each.
+        magnitudes: [P], ascending, points that stand for the measured values; those beyond the
+            largest magnitude do not count.
+        counts: [P], number of values at each point.
 
     Raises:
-        SchemeError, StatisticsError: as `static_input`.
+        SchemeError: the scheme is dynamic or not per_tensor.
+        StatisticsError: `static_input` refuses the statistics.
     """
     sides = [statistics[name].max() for name in ("amax", "max_val") if name in statistics]
     sides += [-statistics["min_val"].min()] if "min_val" in statistics else []
     largest = max(float(side) for side in sides) if sides else 0.0
     negative = not scheme.symmetric and float(-statistics["min_val"].min()) == largest
     inside = magnitudes <= largest
-    values, weights = magnitudes[inside] * (-1 if negative else 1), counts[inside].double()
-    best, least = largest, None
+    values = magnitudes[inside] * (-1 if negative else 1)
+    weights = counts[inside].double()
+    best = largest
+    least = None
     for share in _ENDS:
         scale, zero_point = static_input(clipped(statistics, share * largest), scheme)
         error = affine.fake_quantize(values, scale, zero_point, scheme).double() - values.double()
@@ -107,7 +110,7 @@ def least_error_reach(
 
 
 def unseen(statistics: Mapping[str, Tensor]) -> bool:
-    """Return whether calibration saw nothing but zeros of this input (or nothing at all)."""
+    """Whether calibration saw only zeros of this input, or nothing at all."""
     known = [statistics[name] for name in ("amax", "min_val", "max_val") if name in statistics]
     return bool(known) and not any(value.any() for value in known)
 

@@ -1,11 +1,12 @@
-"""Scales and minima of llama.cpp's blocks: those of each group that lose least, then the nearest that a block can have.
+"""Scales and minima of llama.cpp's block types, fitted to the weight.
 
 A group's scale, and its minimum where the type has them, are fitted by least squares to the
-integers that a multiple of its range gives; of all multiples the best fit is taken. A block cannot
-have any scales: they are d times small integers. So each is rounded to that, and then each integer
-is moved by one, up or down, where that loses less. The largest of a block stays, since d follows
-from it. The loss of a group is sum_j importance_j * (rounded_j - weight_j)^2. Source: the fit is
-`make_qkx3_quants` of github.com/ggml-org/ggml, `ggml-quants.c`, in its idea.
+integers that a multiple of its range gives. The best fit over all multiples is taken. A block
+cannot hold just any scales: they are d times small integers. So each scale is rounded to such an
+integer, and then each integer is moved by one, up or down, where that lowers the loss. The largest
+integer of a block stays, since d follows from it. The loss of a group is sum_j importance_j *
+(rounded_j - weight_j)^2. Source: the idea of `make_qkx3_quants` of github.com/ggml-org/ggml,
+`ggml-quants.c`.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from quantflow.core import affine, blocks, groups
 from quantflow.core.block_types import BlockType
 from quantflow.core.scheme import TensorScheme
 
-_MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # of the range: 1.06 to 0.63
-_ROUNDS = 2  # in which integers of scales are moved by one
+_MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # multiples of the range: 1.06 to 0.63
+_ROUNDS = 2  # rounds in which integers of scales move by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class _Groups:
 
     Attributes:
         values: [O, G, g] float32.
-        matters: [G, g] float32, positive.
-        scheme: of the weight, with a `block`.
+        matters: [G, g] float32, positive, the importance of each input.
+        scheme: scheme of the weight, with a `block`.
     """
 
     values: Tensor
@@ -36,19 +37,19 @@ class _Groups:
     scheme: TensorScheme
 
     def summed(self, *factors: Tensor) -> Tensor:
-        """Return the weighted sum over a group of a product, [O, G]."""
+        """The importance-weighted sum over each group of a product, [O, G]."""
         product = self.matters
         for factor in factors:
             product = product * factor
         return product.sum(dim=-1)
 
     def points(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Return the nearest qvalues, [O, G, g] float32.  scale, minimum: [O, G]."""
+        """The nearest qvalues, [O, G, g] float32, for scale and minimum [O, G]."""
         scaled = (self.values + minimum[..., None]).div_(scale[..., None])
         return affine.round_(scaled, None, self.scheme)
 
     def loss(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Return the loss of each group, [O, G]."""
+        """The loss of each group, [O, G]."""
         error = (
             self.points(scale, minimum)
             .mul_(scale[..., None])
@@ -61,7 +62,9 @@ class _Groups:
 def searched(
     weight: Tensor, importance: Tensor, *, scheme: TensorScheme
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scale and the zero point of every group of some rows, [O, G] float32 each; None for types without minima.
+    """The scale and the zero point of every group of some rows, [O, G] float32 each.
+
+    The zero point is None for types without minima.
 
     Args:
         weight: [O, I] float32, finite.
@@ -84,11 +87,12 @@ def searched(
 
 
 def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
-    """Return the scale and the minimum of each group for which the best multiple's integers lose least, any float32."""
+    """The scale and the minimum of each group whose integers lose least, over all multiples."""
     scheme, (low, high) = cut.scheme, (cut.values.amin(dim=-1), cut.values.amax(dim=-1))
     least = torch.full_like(low, torch.inf)
     best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
-    whole, first = cut.matters.sum(dim=-1).expand_as(low), cut.summed(cut.values)
+    whole = cut.matters.sum(dim=-1).expand_as(low)
+    first = cut.summed(cut.values)
     square = cut.summed(cut.values, cut.values)
     free = kind.scale_bits is None  # a minimum that is a float16 may be negative
     for multiple in _MULTIPLES:
@@ -106,10 +110,8 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
             sums = cut.summed(points)
             with_minimum = _least_squares(mixed, of_points, sums, first, whole)
             fits = (with_minimum[0] > 0) & (with_minimum[1] >= (-torch.inf if free else 0))
-            scale, minimum = (
-                torch.where(fits, with_minimum[0], scale),
-                torch.where(fits, with_minimum[1], minimum),
-            )
+            scale = torch.where(fits, with_minimum[0], scale)
+            minimum = torch.where(fits, with_minimum[1], minimum)
         loss = (
             square
             - 2 * (scale * mixed - minimum * first)
@@ -120,10 +122,8 @@ def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
             loss = loss - 2 * scale * minimum * sums
         better = (loss < least) & (scale != 0)
         least = torch.where(better, loss, least)
-        best_scale, best_minimum = (
-            torch.where(better, scale, best_scale),
-            torch.where(better, minimum, best_minimum),
-        )
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, minimum, best_minimum)
     return best_scale, best_minimum
 
 
@@ -134,14 +134,17 @@ def _least_squares(
     first: Tensor | None,
     whole: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale and the minimum that fit integers q to values x, scale * q - minimum ~ x; 0 where nothing can be said.
+    """The scale and the minimum with the best fit of scale * q - minimum to x, [O, G] each.
+
+    q are integers, x the group's values; sums run over a group, weighted by importance. Where the
+    sums determine no scale, it is 0.
 
     Args:
-        mixed: weighted sum of q x.
-        of_points: of q q.
-        sums: of q; None for a minimum of 0.
-        first: of x.
-        whole: of 1.
+        mixed: [O, G], weighted sum of q x.
+        of_points: [O, G], weighted sum of q q.
+        sums: [O, G], weighted sum of q; None fits a minimum of 0.
+        first: [O, G], weighted sum of x.
+        whole: [O, G], sum of the importance.
     """
     if sums is None or first is None or whole is None:
         return torch.where(of_points > 0, mixed / of_points, 0.0), torch.zeros_like(mixed)
@@ -153,17 +156,15 @@ def _least_squares(
 
 
 def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
-    """Return scales and minima of which each has moved by one integer at most, where that loses less."""
+    """Scales and minima after each has moved by at most one integer, where that lowers the loss."""
     lowest, highest = kind.steps
     d, steps = blocks.steps_of(scale, kind)
     fixed = (steps == (lowest if kind.signed else highest)).flatten(1)  # d follows from these
     unit = d[..., None].expand_as(steps).flatten(1)
     steps = steps.flatten(1)
-    minima, unit_of_minima, minimum_fixed = (
-        torch.zeros_like(steps),
-        torch.zeros_like(steps),
-        torch.ones_like(fixed),
-    )
+    minima = torch.zeros_like(steps)
+    unit_of_minima = torch.zeros_like(steps)
+    minimum_fixed = torch.ones_like(fixed)
     if kind.minima:
         of_minima, found = blocks.minimum_steps_of(minimum, kind)
         unit_of_minima, minima = of_minima[..., None].expand_as(found).flatten(1), found.flatten(1)
@@ -186,8 +187,6 @@ def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tup
             loss = cut.loss(new * unit, new_minima * unit_of_minima)
             better = loss < least
             least = torch.where(better, loss, least)
-            best_steps, best_minima = (
-                torch.where(better, new, best_steps),
-                torch.where(better, new_minima, best_minima),
-            )
+            best_steps = torch.where(better, new, best_steps)
+            best_minima = torch.where(better, new_minima, best_minima)
     return best_steps * unit, best_minima * unit_of_minima

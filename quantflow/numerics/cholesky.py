@@ -1,9 +1,9 @@
 """Cholesky factorisation in place, for matrices of which there is room for one.
 
 `torch.linalg.cholesky` makes a second matrix, and a third on the way. This one works on blocks of
-the matrix itself: every block is brought up to date with all columns to its left (a product), then
-divided by the factor of the block on the diagonal. The blocks of a column are independent of each
-other and of how many work on them. Source: Golub and Van Loan, Matrix Computations, 4th edition,
+the matrix itself: every block is updated with all columns to its left (a product), then divided by
+the factor of the block on the diagonal. The blocks of a column are independent of each other, so
+the number of workers changes no bit. Source: Golub and Van Loan, Matrix Computations, 4th edition,
 section 4.2.
 """
 
@@ -20,12 +20,12 @@ def cholesky_(matrix: Tensor, *, workers: Workers = SEQUENTIAL) -> bool:
     """Replace the lower triangle of `matrix` by L, with L L^T = matrix.
 
     Args:
-        matrix: [K, K] float32 or float64, contiguous; only its lower triangle is read. What is
-            above the diagonal stays as it is. Beyond it, each worker needs 3 * 256 * 256 elements.
+        matrix: [K, K] float32 or float64, contiguous. Only its lower triangle is read; the part
+            above the diagonal stays. Each worker needs 3 * 256 * 256 elements of its own.
         workers: run blocks; how many there are changes nothing but the time.
 
     Returns:
-        Whether the matrix is positive definite within its rounding; if not, its lower triangle is
+        Whether the matrix is positive definite within its rounding. If not, its lower triangle is
         left half done.
     """
     for columns in spans(matrix.shape[0], _BLOCK):
@@ -54,11 +54,11 @@ def reorder_(matrix: Tensor, order: Tensor, *, workers: Workers = SEQUENTIAL) ->
 
     Args:
         matrix: [K, K].
-        order: [K] int64, which column comes where.
+        order: [K] int64, the old index of each new row and column.
         workers: run blocks; each needs 256 K elements.
 
     Returns:
-        Whether it is finite.
+        Whether the matrix is finite.
     """
 
     def columns_of(rows: slice) -> bool:
@@ -75,9 +75,9 @@ def reorder_(matrix: Tensor, order: Tensor, *, workers: Workers = SEQUENTIAL) ->
 
 
 def mirror_(matrix: Tensor) -> None:
-    """Copy what is above the diagonal of a matrix [K, K] to below it: what `cholesky_` was given is there again.
+    """Copy the part of a matrix [K, K] above its diagonal to below it, which undoes `cholesky_`.
 
-    Of the transpose, a view, what is below goes above.
+    For a transposed view, the part below goes above.
     """
     for rows in spans(matrix.shape[0], _BLOCK):
         matrix[rows.stop :, rows] = matrix[rows, rows.stop :].T

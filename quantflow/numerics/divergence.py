@@ -1,9 +1,10 @@
-"""How far a candidate's predictions are from its baseline's: KL divergence, top-1 agreement, likelihoods.
+"""Distance of a candidate's predictions from its baseline's: KL divergence, agreement, likelihoods.
 
-    KL(baseline || candidate) = sum_v p(v) * (log p(v) - log q(v))        in nats, over the whole vocabulary
+    KL(baseline || candidate) = sum_v p(v) * (log p(v) - log q(v))
 
-p is the baseline's distribution of the next token, q the candidate's. Positions that predict a
-token of the text are scored, that is all but the last of each sequence.
+in nats, over the whole vocabulary. p is the baseline's distribution of the next token, q the
+candidate's. Positions that predict a token of the text are scored: all but the last of each
+sequence.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ class Comparison:
     Attributes:
         lengths: [n] int64, predicted tokens per sequence; T is their sum.
         kld: [T] float64, KL(baseline || candidate), nats.
-        agreement: [T] bool, both have the same most likely token.
+        agreement: [T] bool, whether both have the same most likely token.
         nll_baseline: [T] float64, nats.
         nll_candidate: [T] float64, nats.
     """
@@ -37,14 +38,14 @@ class Comparison:
 
 
 def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
-    """Return KL(baseline || candidate) of every row, in nats.
+    """KL(baseline || candidate) of every row, in nats.
 
-    Log probabilities are float32, their products are summed in float64; what rounding leaves below
-    zero is zero.
+    Log probabilities are float32, their products are summed in float64; a negative sum, which only
+    rounding can leave, becomes zero.
 
     Args:
         baseline: finite logits, [T, V].
-        candidate: the same.
+        candidate: finite logits, [T, V].
 
     Returns:
         [T] float64.
@@ -57,7 +58,7 @@ def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
 
 
 def score(baseline: Tensor, candidate: Tensor, tokens: Tensor) -> Comparison:
-    """Compare two models' logits for one sequence; `scores` of one candidate."""
+    """Compare two models' logits for one sequence: `scores` with one candidate."""
     return scores(baseline, {"candidate": candidate}, tokens)["candidate"]
 
 
@@ -68,7 +69,7 @@ def scores(
 
     Args:
         baseline: logits, [S, V].
-        candidates: name -> the same of another model.
+        candidates: name -> logits of another model, [S, V].
         tokens: [S] int64, S at least 2; on the device of the logits.
 
     Returns:
@@ -90,7 +91,8 @@ def scores(
     kld: dict[str, list[Tensor]] = {name: [] for name in candidates}
     agreement: dict[str, list[Tensor]] = {name: [] for name in candidates}
     for rows in row_blocks(baseline[:-1]):
-        log_p, likeliest = baseline[rows].float().log_softmax(dim=-1), baseline[rows].argmax(dim=-1)
+        log_p = baseline[rows].float().log_softmax(dim=-1)
+        likeliest = baseline[rows].argmax(dim=-1)
         p = log_p.exp()
         for name, candidate in candidates.items():
             kld[name].append(_kld(p, log_p, candidate[rows].float().log_softmax(dim=-1)))
@@ -108,13 +110,16 @@ def scores(
 
 
 def _kld(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the divergence of every row, [T] float64.  p, log_p, log_q: [T, V] float32; log_q is overwritten."""
+    """The divergence of every row, [T] float64.
+
+    p, log_p and log_q are [T, V] float32; log_q is overwritten.
+    """
     torch.sub(log_p, log_q, out=log_q)
     return log_q.mul_(p).sum(dim=-1, dtype=torch.float64).clamp_min(0)
 
 
 def brought_back(comparison: Comparison, device: Device) -> Comparison:
-    """Return a comparison that was made on a device, in host memory."""
+    """A comparison with its tensors in host memory."""
     return replace(
         comparison,
         kld=device.fetch(comparison.kld),
@@ -147,7 +152,7 @@ def compare(baseline: LogitsOf, candidate: LogitsOf, sequences: Iterable[Tensor]
 
     Args:
         baseline: token ids [S] -> logits [S, V]; logits of one sequence at a time are in memory.
-        candidate: the same.
+        candidate: token ids [S] -> logits [S, V].
         sequences: int64 [S] each, S at least 2.
 
     Raises:

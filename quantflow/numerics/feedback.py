@@ -1,18 +1,24 @@
-"""Error feedback: what is still to be rounded makes up for the errors of what already is.
+"""Error feedback: columns still to be rounded make up for the errors of those already rounded.
 
-With a symmetric positive H = (I + U) D (I + U)^T, U strictly upper triangular, and errors e_j of
-columns j,
+W [O, I] is a weight with columns w_j, Q its rounded form with columns q_j, and E = W - Q their
+difference with columns e_j = w_j - q_j. H [I, I] is the damped Hessian of the input, so tr(E H E^T)
+is the squared error of the output. Columns are numbered in the order in which they are rounded. H
+is factored as (I + U) D (I + U)^T: U [I, I] is strictly upper triangular, D diagonal and positive.
+Then
 
-    tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2.
+    tr(E H E^T) = sum_j D_j * |t_j - q_j|^2,    t_j = w_j + sum_{i<j} e_i U_ij,
 
-Whoever rounds the columns in order can make every term as small as rounding to nearest makes it, by
-aiming at w_j - sum_{i<j} e_i U_ij. Columns are taken in order of the diagonal, the largest first.
-Source: Chee et al. 2023, arXiv:2307.13304 (LDLQ), which shows that it takes GPTQ's decisions.
+since t_j - q_j = e_j + sum_{i<j} e_i U_ij. The errors e_i, i < j, are known when column j is
+rounded, so q_j = round(t_j) makes each term as small as rounding to nearest can. The sum is added
+to w_j, not subtracted; tests/unit/numerics/test_feedback.py works that by hand.
+
+Columns are taken in order of the Hessian's diagonal, the largest first. Source: Chee et al. 2023,
+arXiv:2307.13304 (LDLQ), which shows that this takes GPTQ's decisions.
 """
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,29 +35,31 @@ from quantflow.numerics.grid import Grid
 
 # Constants, since they order the sums and so are part of the result.
 BLOCK = 128  # columns whose errors reach the columns after them in one product
-_SUB_BLOCK = 32  # columns within a block, likewise
+_SUB_BLOCK = 32  # columns whose errors reach the rest of their block in one product
 DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
 
-# One thread at a time goes from column to column, while others multiply: what is done with a column
-# is so short that two threads would hand the interpreter's lock to each other at every step.
+# One thread at a time goes from column to column, while others multiply. The work of a column is so
+# short that two threads would hand the interpreter's lock to each other at every step.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feedback:
-    """How the error of a column reaches the later ones.
+    """The factor by which the error of a column reaches the later ones.
 
-    The last column is processed first: a Cholesky factorisation eliminates from the first on, U
-    needs the last one first.
+    A Cholesky factorisation eliminates from the first row on, while U needs the last column first.
+    So rows and columns are stored in reverse: the last column to be rounded comes first. The factor
+    is then lower triangular: it is I + U with rows and columns reversed.
 
     Attributes:
-        order: [I] int64, the columns from the last to be processed to the first.
-        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; above it
-            the matrix itself, times a power of two; the diagonal has no meaning.
-        diagonal: [I] float64, of that matrix.
-        damping: what was added to the diagonal, as the matrix has it.
-        share: the same as a fraction of the mean diagonal.
-        decisions: what was done to factor it.
+        order: [I] int64, the columns from the last to be rounded to the first.
+        lower: [I, I] float32, I + U in that order below the diagonal; above it the matrix itself,
+            times a power of two; the diagonal has no meaning.
+        diagonal: [I] float64, the diagonal of the matrix in that order, times the same power of
+            two.
+        damping: number added to the diagonal, in the matrix's own scale.
+        share: the damping as a fraction of the mean diagonal.
+        decisions: damping, attempts and dead channels, for the record.
     """
 
     order: Tensor
@@ -62,74 +70,38 @@ class Feedback:
     decisions: dict[str, JSON]
 
 
-def checked_hessian(
-    statistics: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, algorithm: str
-) -> tuple[Tensor, int]:
-    """Return hessian_sum and count after looking at them; off its diagonal the sum is looked at when it is copied.
-
-    Args:
-        statistics: of the input that all `weights` share.
-        weights: name -> [O, I].
-        algorithm: that needs them, for messages.
-
-    Raises:
-        StatisticsError: one is missing, has another shape, or is damaged.
-    """
-    for statistic in ("hessian_sum", "count"):
-        if statistic not in statistics:
-            raise StatisticsError(
-                f"{next(iter(weights))}: statistic {statistic} is missing",
-                f"measure for {algorithm}",
-            )
-    hessian_sum, tokens = statistics["hessian_sum"], int(statistics["count"])
-    for name, weight in weights.items():
-        if tuple(hessian_sum.shape) != (weight.shape[-1], weight.shape[-1]):
-            raise StatisticsError(
-                f"{name}: hessian_sum is {list(hessian_sum.shape)}, weight is {list(weight.shape)}",
-                "measure with this model, and quantize together only linears that share an input",
-            )
-    diagonal = hessian_sum.diagonal()
-    if not torch.isfinite(diagonal).all() or (diagonal < 0).any() or tokens < 0:
-        raise StatisticsError(
-            f"{next(iter(weights))}: hessian_sum holds NaN, Inf or a negative diagonal, or "
-            f"count={tokens} is negative",
-            "measure again",
-        )
-    return hessian_sum, tokens
-
-
 def feedback_of(
     matrix: Tensor,
     *,
     name: str,
-    statistic: str = "hessian_sum",
+    statistic: str = "matrix",
     dampings: Sequence[float] = DAMPINGS,
     order: Tensor | None = None,
     workers: Workers = SEQUENTIAL,
     in_place: bool = False,
 ) -> Feedback:
-    """Factor a damped sum of x^T x; its scale does not matter.
+    """The factor of a damped sum of x^T x; a constant factor of the sum does not matter.
 
     Args:
         matrix: [I, I] float32, its diagonal finite and at least zero.
-        name: whose it is, for messages.
-        statistic: what it is called, likewise.
-        dampings: fractions of the mean diagonal, of which the first that makes it positive definite
+        name: tensor's name, for messages.
+        statistic: the matrix's name, for messages.
+        dampings: fractions of the mean diagonal; the first that makes the matrix positive definite
             is added.
-        order: [I] int64, the columns from the last to be processed to the first; None is by
-            ascending diagonal.
+        order: [I] int64, the columns from the last to be rounded to the first; None is by ascending
+            diagonal.
         workers: run blocks; how many there are changes nothing but the time.
-        in_place: overwrite it.
+        in_place: overwrite `matrix`.
 
     Raises:
-        StatisticsError: it holds NaN or Inf, or stays indefinite however much it is damped.
+        StatisticsError: the matrix holds NaN or Inf, or stays indefinite under every damping.
     """
     diagonal = matrix.diagonal().double()
     dead = diagonal == 0
-    # Over the living: how strongly these are damped does not depend on how many others are dead.
+    # The mean is over living channels: their damping does not depend on how many others are dead.
     mean = diagonal[~dead].mean().item() if not dead.all() else 1.0
-    # Near 1, by a power of two: the damping is then no subnormal, and other units of the input give
-    # the same bits.
+    # A power of two brings the mean near 1: the damping is then no subnormal, and an input in other
+    # units gives the same bits.
     unit = 2.0 ** -min(max(math.frexp(mean)[1], -120), 120)
     if order is None:
         order = torch.argsort(diagonal, descending=True, stable=True).flip(0)
@@ -170,7 +142,12 @@ def feedback_of(
 
 
 def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
-    """Return rows of weights, transposed and with their columns in `order`, [I, R] float32.  rows: [., I] each."""
+    """Rows of weights, transposed and with their columns in `order`, [I, R] float32.
+
+    Args:
+        rows: weights, [., I] each; R is the sum of their rows.
+        order: [I] int64.
+    """
     work = torch.empty(order.numel(), sum(len(part) for part in rows), device=order.device)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
@@ -186,7 +163,7 @@ def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
 
 
 def per_row(pieces: Sequence[tuple[Grid, slice]]) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and zero points of rows of some grids, one below the other and transposed, [G, R] float32 each."""
+    """Scales and zero points of rows of several grids, transposed, [G, R] float32 each."""
     parts = [(*grid.rows(rows), rows.stop - rows.start) for grid, rows in pieces]
     scales = torch.cat([scale.expand(count, -1).T for scale, _, count in parts], dim=1)  # [G, R]
     zero_points = [
@@ -205,30 +182,33 @@ def round_columns_(
     scheme: TensorScheme,
     feedback: Feedback,
 ) -> Tensor:
-    """Round rows of weights column by column, each making up for the errors of the columns before it.
+    """Round weights column by column, each making up for the errors of the columns before it.
 
     Everything is transposed, so that a column of the weights is contiguous.
 
     Args:
-        work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards weight -
+        work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards E, weight -
             rounded weight.
-        scales: [G, R], of groups in the order of the weights.
-        zero_points: likewise, or None.
+        scales: [G, R], groups in the order of the weights' own columns.
+        zero_points: [G, R], or None.
         scheme: any.
-        feedback: of the rows' input.
+        feedback: factor of the rows' Hessian.
 
     Returns:
-        The qvalues, [I, R] in the dtype of the scheme's, in the order of the weights.
+        The qvalues, [I, R], in the order of the weights' own columns.
     """
-    lower, (columns, width) = feedback.lower, work.shape
+    lower = feedback.lower
+    columns, width = work.shape
     qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme), device=work.device)
     rounded = torch.empty(width, device=work.device)
     places = feedback.order.tolist()
     group_size = columns // scales.shape[0]
+    # From the last row to the first, since `order` is reversed. `work` holds w_j in rows below
+    # `stop` and e_i from there on; `target` is t_j = w_j + sum_i e_i U_ij.
     for stop in range(columns, 0, -BLOCK):
         start = max(0, stop - BLOCK)
         target = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
-        # [B, B]: row i says what reaches column i
+        # [B, B]: row i holds the factors of the errors that reach column i
         within = lower[start:stop, start:stop].T.contiguous()
         with _ONE_AT_A_TIME:
             for end in range(stop - start, 0, -_SUB_BLOCK):
@@ -244,5 +224,5 @@ def round_columns_(
                     qvalue[places[start + i]] = affine.round_(rounded, zero_point, scheme)
                     if zero_point is not None:
                         rounded -= zero_point
-                    error -= rounded.mul_(scales[group])
+                    error -= rounded.mul_(scales[group])  # e = w - q: in `work`, where w was
     return qvalue

@@ -1,18 +1,21 @@
-"""The grid that a weight is rounded to: its scales and zero points, from the range of the original weight.
+"""The grid that a weight is rounded to: scales and zero points, from the original weight's range.
 
-The range is the weight's own, or, where it is known how much each input matters, the multiple of it
-that loses least: a range cut a little short costs its largest elements something and gives all
-others a finer step. Float8 has no finer step to give: its points are as dense, relative to their
-size, at any scale but in the last binade. There it is wider ranges, up to twice, that are tried:
-they move the points between those of a binade, so that the elements that count lie near them, and
-cut nothing. Float4 has so few points that either may help: from two thirds of the range to the 3/2
-of it that puts its end on 4 instead of 6. Of scales that are powers of two, the next on either side
-are tried.
+The range is the weight's own, or, where the importance of each input is known, the multiple of it
+that loses least:
 
-Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: one side has a point more, at 2 bits
-two points and not one. Where the range is searched, the side is chosen too: a negative scale puts a
-group's largest magnitude on the longer side where it is that of a positive weight. Sources:
-`quant_tensor_sym` of AutoRound, `auto_round/data_type/int.py`; Q4_0 of llama.cpp.
+- Integers: a clip, a range cut a little short, costs the largest elements something and gives all
+  others a finer step.
+- Float8: its points are as dense, relative to their size, at any scale but in the last binade, so a
+  clip gives no finer step. Wider ranges are tried, up to twice: they move the points between those
+  of a binade, so that the elements that count lie near them, and clip nothing.
+- Float4: it has so few points that either may help: from two thirds of the range to the 3/2 of it
+  that puts its end on 4 instead of 6.
+- Scales that are powers of two: the next power on either side is tried.
+
+Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: the negative side has a point more,
+which at 2 bits is two points instead of one. Where the range is searched, the side is chosen too: a
+negative scale puts a group's largest magnitude on the longer side where it belongs to a positive
+weight. Sources: `quant_tensor_sym` of AutoRound, `auto_round/data_type/int.py`; Q4_0 of llama.cpp.
 
 Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v,
 gate/up).
@@ -33,7 +36,7 @@ from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
 from quantflow.numerics import block_grids
 
-# Of the range that are tried.
+# Multiples of the range that a search tries.
 _MULTIPLES: Mapping[Kind, tuple[float, ...]] = MappingProxyType(
     {
         "int": tuple(step / 32 for step in range(33, 21, -1)),  # 1.03 to 0.69
@@ -52,7 +55,7 @@ def _multiples(scheme: TensorScheme) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRange:
-    """What some rows of a weight say of the one scale that it shares with others.
+    """The part of some rows of a weight in the one scale that they share with others.
 
     Attributes:
         low, high: the smallest and the largest value, [] float32 each; -amax and amax when
@@ -68,16 +71,16 @@ class TensorRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The scale and zero_point of one weight, as `QTensor` holds them.
+    """The scale and zero point of one weight, as `QTensor` holds them.
 
     Attributes:
-        scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative
+        scale: [O or 1, G] float32, after rounding to the dtype that its layout stores; negative
             only where `either_sign`.
-        zero_point: as scale, int8, or float32 where the scheme has minima; None when symmetric.
-        zero_groups: how many scales stand for zeros only; these scales are 1, or what a
-            global_scale makes of it.
-        global_scale: [1] float32, as `QTensor` holds it; one for all weights of a group, so that an
-            engine may fuse them.
+        zero_point: [O or 1, G] int8, or float32 where the scheme has minima; None when symmetric.
+        zero_groups: number of groups of zeros only; their scales are 1, or 1 after rounding with
+            the global scale.
+        global_scale: [1] float32, one for all weights of a group, so that an engine may fuse them;
+            None where the scheme has none.
     """
 
     scale: Tensor
@@ -86,17 +89,18 @@ class Grid:
     global_scale: Tensor | None = None
 
     def rows(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero_point of some rows of the weight, [len(rows) or 1, G] each."""
+        """Scale and zero point of some rows of the weight, [len(rows) or 1, G] each."""
         if self.scale.shape[0] == 1:
             return self.scale, self.zero_point
         return self.scale[rows], None if self.zero_point is None else self.zero_point[rows]
 
 
 def either_sign(scheme: LinearScheme) -> bool:
-    """Return whether the scales of a scheme's weights may be negative where a search chooses them.
+    """Whether a search may choose negative scales for a scheme's weights.
 
-    Not of 8 bits, whose longer side is longer by a 128th. Not where inputs are quantized too: an
-    engine's integer kernel may read scales as unsigned (docs/backends.md says which).
+    8 bits keep positive scales, since their longer side is longer by a 128th only. So do schemes
+    that quantize inputs too: an engine's integer kernel may read scales as unsigned
+    (docs/backends.md names them).
     """
     weights = scheme.weights
     narrow = weights.kind == "int" and weights.code_bits < 8 and weights.symmetric
@@ -112,17 +116,17 @@ def weight_grids(
     either_sign: bool = False,
     workers: Workers = SEQUENTIAL,
 ) -> dict[str, Grid]:
-    """Return the grid of every weight of a group.
+    """The grid of every weight of a group.
 
     Args:
         weights: name -> [O, I], any float dtype; not modified. `groups.row_units` of them are
             converted at a time.
         scheme: per_tensor, per_channel, per_group or per_block.
-        scale_dtype: the dtype in which the layout stores scales.
-        importance: [I], at least zero; when given, each scale of a scheme that is not per_tensor
-            comes from the multiple of its range that makes sum_j importance_j * (rounded_j -
-            weight_j)^2 smallest, over all rows of a block.
-        either_sign: as the function of this name says of the scheme; not read without importance.
+        scale_dtype: dtype in which the layout stores scales.
+        importance: [I], at least zero. Each scale of a scheme that is not per_tensor then comes
+            from the multiple of its range that makes sum_j importance_j * (rounded_j - weight_j)^2
+            smallest, over all rows of a block. None takes the whole range.
+        either_sign: result of `either_sign` for the scheme; not read without importance.
         workers: run units of rows; how many there are changes nothing but the time.
 
     Raises:
@@ -161,7 +165,7 @@ def weight_grids(
 
     if scheme.granularity == "per_tensor" and units:
         ranges = workers.map(bounds, units)
-        # of its own memory
+        # one Grid for each weight, so that none shares memory with another
         return {
             name: shared_grid(ranges, scheme=scheme, scale_dtype=scale_dtype) for name in weights
         }
@@ -174,7 +178,7 @@ def weight_grids(
 def _global_scale(
     weights: Mapping[str, Tensor], scheme: TensorScheme, workers: Workers
 ) -> Tensor | None:
-    """Return the global_scale that all weights share, None where the scheme has none."""
+    """The global scale that all weights share; None where the scheme has none."""
     if scheme.scale_format != "e4m3" or not weights:
         return None
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
@@ -186,12 +190,12 @@ def _global_scale(
 
 
 def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> TensorRange:
-    """Return the range of some rows of a weight, and what a search needs of them.
+    """The range of some rows of a weight, with the errors that a rule's search needs.
 
     Args:
-        name: for messages.
+        name: weight's name, for messages.
         weight: [O, I], any float dtype.
-        scheme: per_tensor, or of groups that share a global_scale.
+        scheme: per_tensor, or with a global scale.
 
     Raises:
         InputError: the weight holds NaN or Inf.
@@ -209,13 +213,13 @@ def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> TensorRange
 def shared_grid(
     bounds: Sequence[TensorRange], *, scheme: TensorScheme, scale_dtype: torch.dtype
 ) -> Grid:
-    """Return the one grid of everything whose ranges are given, scale [1, 1].
+    """The one grid of all rows whose ranges these are, scale [1, 1].
 
     Args:
-        bounds: as `bounds_of` returns them, at least one; in any order, but for errors, which are
-            added up in it.
+        bounds: results of `bounds_of`, at least one. Their order matters only to `errors`, which
+            are added up in it.
         scheme: per_tensor.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
     """
     low = torch.stack([part.low for part in bounds]).min().reshape(1, 1)
     high = torch.stack([part.high for part in bounds]).max().reshape(1, 1)
@@ -234,7 +238,7 @@ def shared_grid(
 
 
 def _joined(parts: Sequence[Grid]) -> Grid:
-    """Return the grid of a weight from those of its units of rows."""
+    """The grid of a weight from those of its units of rows."""
     zero_points = [part.zero_point for part in parts if part.zero_point is not None]
     return Grid(
         scale=torch.cat([part.scale for part in parts]),
@@ -245,7 +249,10 @@ def _joined(parts: Sequence[Grid]) -> Grid:
 
 
 def _range(name: str, weight: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of each group, each [O, G] float32; -amax and amax when symmetric."""
+    """The smallest and the largest value of each group, [O, G] float32 each.
+
+    They are -amax and amax when symmetric.
+    """
     # [O, G, g]
     split = groups.to_groups(weight.float(), groups.group_size_for(scheme, weight.shape[1]))
     # amax and amin hand NaN on; torch.aminmax along a dimension is twenty times slower than both.
@@ -271,10 +278,10 @@ def _unit_grid(
     either_sign: bool,
     global_scale: Tensor | None,
 ) -> Grid:
-    """Return the grid of some rows of a weight, which has scales of its own for each of them."""
+    """The grid of some rows of a weight whose scales are each row's own."""
     weight = weight.float()
     bounds = _range(name, weight, scheme=scheme)
-    if scheme.scale_rule is not None:  # it says which scale, whatever the inputs are
+    if scheme.scale_rule is not None:  # the rule sets the scale, whatever the inputs are
         return _ruled_grid(
             weight, bounds[1], scheme.scale_rule, scheme=scheme, scale_dtype=scale_dtype
         )
@@ -307,7 +314,10 @@ def _unit_grid(
 def _ruled_grid(
     weight: Tensor, amax: Tensor, rule: Rule, *, scheme: TensorScheme, scale_dtype: torch.dtype
 ) -> Grid:
-    """Return the grid of some rows of a weight [O, I], whose scales per channel follow a rule.  amax: [O, 1]."""
+    """The grid of some rows of a weight [O, I] whose scales per channel follow a rule.
+
+    amax is [O, 1].
+    """
     target = device_scales.target_of(scheme.float8)
     scale = device_scales.weight_scale(
         weight, rule, target=target, arithmetic=scheme.scale_arithmetic
@@ -338,7 +348,7 @@ def _grid(
         )
     scale, _ = affine.scale_and_zero_point_from_range(low, high, scheme)
     scale = affine.stored_scale(scale, scheme, scale_dtype)
-    # The zero_point follows the scale that a loader will see, not the one before its rounding.
+    # The zero point follows the scale that a loader will see, after its rounding.
     zero_point = affine.zero_point_for(low.clamp_max(0), scale, scheme)
     return Grid(scale=scale, zero_point=zero_point, zero_groups=zero_groups)
 
@@ -353,16 +363,16 @@ def _search(
     scale_dtype: torch.dtype,
     either_sign: bool,
 ) -> Grid:
-    """Return the best grid over _MULTIPLES of the range, scale by scale; of equals the whole range, then the first.
+    """The best grid over `_multiples` of the range, scale by scale.
 
-    The whole range has a positive scale; the multiples have the sign that puts the largest
-    magnitude on the longer side.
+    Of equal losses the whole range wins, then the first multiple. The whole range has a positive
+    scale; the multiples have the sign that puts the largest magnitude on the longer side.
     """
     split = groups.to_groups(weight, weight.shape[1] // whole.scale.shape[1])  # [O, G, g]
     matters = importance.float().reshape(split.shape[1:])  # [G, g]
     scratch = torch.empty_like(split)
-    # The smallest value is the largest magnitude, that of zeros too: the longer side is where it
-    # is.
+    # A positive scale puts negative values on the longer side. That is right where the smallest
+    # value is -amax, and in groups of zeros.
     # [O, G]
     sign = torch.where(split.amin(dim=-1) == bounds[0], 1.0, -1.0) if either_sign else None
     best, least = whole, _loss(split, whole, matters, scratch=scratch, scheme=scheme)
@@ -386,9 +396,9 @@ def _search(
 def _loss(
     split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme: TensorScheme
 ) -> Tensor:
-    """Return the weighted squared error of rounding to a grid, [O, G], of a block in each of its rows.
+    """The importance-weighted squared error of each group, [O, G]; of a block, in each of its rows.
 
-    split, scratch: [O, G, g].
+    split and scratch are [O, G, g].
     """
     scale = grid.scale[..., None]
     zero_point = None if grid.zero_point is None else grid.zero_point[..., None].float()

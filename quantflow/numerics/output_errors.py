@@ -1,11 +1,11 @@
-"""What rounding a weight did to its linear's output over the calibration text, beside what plain round to nearest does.
+"""Output error of a rounded weight over the calibration text, beside that of round to nearest.
 
     error = sqrt(tr(E H E^T) / tr(W H W^T)) = ||X E^T|| / ||X W^T||,    E = W - Q,    H = X^T X
 
-Each trace is a product with H, and two of them over all rows, round to nearest's and the
-original's, would cost a good part of what GPTQ itself does. So errors are those of `ROWS` rows of a
-weight, evenly spaced and the same for all three; of them they are exact. Whether *anything* differs
-from plain round to nearest is looked at over all rows, up to the first that does.
+Each trace is a product with H. Over all rows, those of round to nearest and of the original would
+take a good part of GPTQ's own time. So errors are those of `ROWS` rows of a weight, evenly spaced
+and the same for all three; for these rows they are exact. Whether *anything* differs from round to
+nearest is checked over all rows, up to the first that does.
 """
 
 import math
@@ -24,8 +24,8 @@ from quantflow.numerics.grid import Grid, weight_grids
 from quantflow.numerics.rounding import rounded
 from quantflow.numerics.sensitivity import sampled_rows
 
-ROWS = 32  # of a weight whose errors are taken; part of the result
-_BLOCK = 256  # columns of H in one product; likewise, because it orders the sums
+ROWS = 32  # rows of a weight whose errors are taken; part of the result
+_BLOCK = 256  # columns of H in one product; part of the result too, because it orders the sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class SecondMoment:
     Attributes:
         upper: [I, I] float32, the sum above the diagonal; the rest is not read.
         diagonal: [I].
-        order: [I] int64, which input its columns are of; None is as they come.
+        order: [I] int64, the input of each column; None is the order of the inputs.
     """
 
     upper: Tensor
@@ -43,12 +43,16 @@ class SecondMoment:
     order: Tensor | None = None
 
     def powers(self, rows: Tensor) -> Tensor:
-        """Return x H x^T of every row x, at least 0, [R] float64.  rows: [R, I] float32."""
+        """Value x H x^T of every row x, at least 0, [R] float64.
+
+        rows is [R, I] float32.
+        """
         ordered = rows if self.order is None else rows[:, self.order]
         total = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for span in groups.spans(ordered.shape[1], _BLOCK):
-            part, rest = ordered[:, span], slice(span.stop, None)
-            # what pairs of columns add, each pair once
+            part = ordered[:, span]
+            rest = slice(span.stop, None)
+            # the products of pairs of columns, each pair once
             beyond = part @ self.upper[span, span].triu(1).T
             beyond += ordered[:, rest] @ self.upper[span, rest].T
             own = part * self.diagonal[span].float()
@@ -57,15 +61,15 @@ class SecondMoment:
 
 
 def moment_of(feedback: Feedback) -> SecondMoment:
-    """Return the matrix that `feedback_of` factored, without its damping; above the factor it is still there."""
+    """The matrix that `feedback_of` factored, without its damping; it is kept above the factor."""
     return SecondMoment(upper=feedback.lower, diagonal=feedback.diagonal, order=feedback.order)
 
 
 def working_bytes(features: int) -> int:
-    """Return the most memory that comparing one linear takes, in bytes: a unit, or nine float32 of each of `ROWS` rows.
+    """The most memory that comparing one linear takes, in bytes.
 
-    Those are the rows and their errors in two ways, all of these side by side and in the moment's
-    order.
+    It is that of a unit of rows, or nine float32 of each of `ROWS` rows if that is more: the rows
+    and their errors in two ways, all of these side by side and in the moment's order.
     """
     return max(groups.unit_bytes(features), 9 * 4 * ROWS * features)
 
@@ -78,25 +82,25 @@ def compared(
     scale_dtype: torch.dtype,
     workers: Workers = SEQUENTIAL,
 ) -> dict[str, dict[str, JSON]]:
-    """Compare linears that share an input and a scheme with the original, and with plain round to nearest.
+    """Output errors of linears that share an input and a scheme, beside those of round to nearest.
 
     Args:
-        weights: name -> [O, I], any float dtype, as the algorithm was given them; not modified.
-        results: name -> what it made of them.
-        moment: of their input.
-        scale_dtype: the dtype in which the layout stores scales.
+        weights: name -> [O, I], any float dtype, the algorithm's input; not modified.
+        results: name -> the algorithm's output.
+        moment: second moment of the shared input.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run linears; how many there are changes nothing but the time.
 
     Returns:
-        name -> `output_error` and `output_error_rtn`, as this module's docstring says, None where
-        the output is zero and its error is not; `same_as_rtn`, whether every qvalue, scale and zero
-        point is that of plain round to nearest.
+        name -> `output_error` and `output_error_rtn`, defined in this module's docstring, None
+        where the output is zero and its error is not; `same_as_rtn`, whether every qvalue, scale
+        and zero point is that of round to nearest.
     """
     if not weights:
         return {}
     scheme = next(iter(results.values())).scheme
     shared: dict[str, Grid] = {}
-    # rows have no scales of their own
+    # Scales shared by several rows come from the whole weight, not from the rows of a part.
     if scheme.granularity in ("per_tensor", "per_block") or scheme.scale_format == "e4m3":
         shared = weight_grids(weights, scheme, scale_dtype=scale_dtype, workers=workers)
 
@@ -133,7 +137,7 @@ def compared(
 
 
 def unchanged(told: Mapping[str, Mapping[str, JSON]]) -> bool:
-    """Return whether there are linears that were compared, and all of them are what plain round to nearest makes."""
+    """Whether linears were compared and all of them equal round to nearest."""
     found = [decisions["same_as_rtn"] for decisions in told.values() if "same_as_rtn" in decisions]
     return bool(found) and all(found)
 
@@ -153,7 +157,7 @@ def _grid_rows(grid: Grid, rows: slice | Tensor) -> Grid:
 
 
 def _rows(weight: QTensor, rows: slice | Tensor) -> QTensor:
-    """Return some rows of a quantized weight."""
+    """Some rows of a quantized weight."""
     grid = _grid_rows(Grid(scale=weight.scale, zero_point=weight.zero_point, zero_groups=0), rows)
     return QTensor(
         qvalue=weight.qvalue[rows],
@@ -164,7 +168,7 @@ def _rows(weight: QTensor, rows: slice | Tensor) -> QTensor:
 
 
 def _equal(mine: QTensor, other: QTensor) -> bool:
-    """Return whether two weights of one scheme are the same bits."""
+    """Whether two weights of one scheme are the same bits."""
     if not torch.equal(mine.scale, other.scale) or not torch.equal(
         mine.qvalue.view(torch.uint8), other.qvalue.view(torch.uint8)
     ):

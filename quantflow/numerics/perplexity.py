@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from quantflow.core.groups import spans
 from quantflow.errors import InputError
 
-# Logits in work at once: 4 MiB in float32. The C library maps larger blocks anew each time, and
+# Logits processed at once: 4 MiB in float32. The C library maps larger blocks anew each time, and
 # touching fresh pages takes three times as long as the arithmetic. Rows do not depend on each
-# other, so it changes no bit.
+# other, so this number changes no bit.
 _AT_ONCE = 2**20
 
 # token ids [S] int64 -> logits [S, V]
@@ -19,12 +19,15 @@ LogitsOf = Callable[[Tensor], Tensor]
 
 
 def row_blocks(logits: Tensor) -> list[slice]:
-    """Return the rows of logits [T, V] in blocks that are short enough to stay in memory that is mapped."""
+    """Rows of logits [T, V] in blocks of at most `_AT_ONCE` logits."""
     return spans(logits.shape[0], max(1, _AT_ONCE // logits.shape[1]))
 
 
 def logits_of(model: nn.Module) -> LogitsOf:
-    """Return the function from token ids [S] to logits [S, V] of a Hugging Face causal LM; no gradients, no cache."""
+    """The function from token ids [S] to logits [S, V] of a Hugging Face causal LM.
+
+    It records no gradients and keeps no cache.
+    """
 
     def logits(tokens: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -40,11 +43,11 @@ def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
     Args:
         logits: [S, V].
         tokens: [S] int64.
-        name: whose logits they are, for the message.
+        name: the logits' model, for the message.
 
     Raises:
-        InputError: shapes differ, nothing to predict, a token outside the vocabulary, a logit that
-            is not finite.
+        InputError: shapes differ, there is nothing to predict, a token lies outside the vocabulary,
+            or a logit is not finite.
     """
     if (
         tokens.ndim != 1
@@ -74,7 +77,7 @@ def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
 
 
 def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the negative log likelihood of every token after the first, in nats.
+    """The negative log likelihood of every token after the first, in nats.
 
     Args:
         logits: [S, V]; row i predicts token i + 1, the last row is not used.
@@ -92,12 +95,12 @@ def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def perplexity(logits: LogitsOf, sequences: Iterable[Tensor], *, name: str = "model") -> float:
-    """Return exp(sum of nll / number of predicted tokens) over all sequences.
+    """exp(sum of nll / number of predicted tokens) over all sequences.
 
     Args:
         logits: token ids [S] -> logits [S, V].
         sequences: int64 [S] each, S at least 2.
-        name: whose logits they are, for messages.
+        name: the logits' model, for messages.
 
     Raises:
         InputError: there is no sequence, or `check_logits` refuses.

@@ -1,13 +1,13 @@
-"""Products of matrices on the CPU, by what is fast there.
+"""Products of matrices on the CPU, by the fastest library for the dtype and the CPU.
 
-float32: by oneDNN where there is AVX-512, by what torch takes otherwise. torch takes MKL, which
-leaves AVX-512 alone on CPUs that are not Intel's; on an AMD CPU that has it oneDNN takes half the
-time. Both are float32 throughout and differ in the order of their sums, which for one shape on one
-thread is always the same. oneDNN is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows
-repay: for calibration text, not for a token at a time.
+float32: oneDNN multiplies where there is AVX-512, torch's default elsewhere. That default is MKL,
+which does not use AVX-512 on CPUs that are not Intel's; on an AMD CPU with AVX-512, oneDNN takes
+half the time. Both are float32 throughout and differ in the order of their sums, which for one
+shape on one thread is always the same. oneDNN is reached by `Tensor.to_mkldnn`, a copy that some
+dozens of rows repay: for calibration text, not for a token at a time.
 
-bfloat16: oneDNN needs AVX-512 for it, and what torch takes without is several times slower than
-float32. There matrices are widened: products of two bfloat16 are exact in float32, so both ways
+bfloat16: oneDNN needs AVX-512 for it. Without it, torch's default is several times slower than
+float32, so matrices are widened: products of two bfloat16 are exact in float32, and both ways
 differ in the order of their sums alone.
 """
 
@@ -25,7 +25,7 @@ _WIDENED = 1 << 22  # weights that are widened at once, 16 MiB
 
 
 def operand(x: Tensor) -> Tensor:
-    """Return what `product` takes as its first operand: a copy as oneDNN has it, or x itself.  x: [..., I]."""
+    """The first operand of `product`: a oneDNN copy of x [..., I] where that is faster, else x."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
     there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     faster = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -33,10 +33,10 @@ def operand(x: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left @ right.T + bias, [..., O], as an ordinary tensor; gradients flow.
+    """Product left @ right.T + bias, [..., O], as an ordinary tensor; gradients flow.
 
     Args:
-        left: [..., I], as `operand` returns it.
+        left: [..., I], from `operand`.
         right: [O, I], an ordinary tensor of the same dtype.
         bias: [O], or None.
     """
@@ -45,13 +45,20 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a block that runs a model of this dtype: the thread's linears in bfloat16 are computed in float32 where faster."""
+    """A block in which the thread's bfloat16 linears are computed in float32, where that is faster.
+
+    Args:
+        dtype: dtype of the model that the block runs.
+    """
     slow = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
     return _Widened() if slow else nullcontext()
 
 
 class _Widened(TorchFunctionMode):
-    """Computes `linear` of bfloat16 on the CPU in float32, of a part of the weight's rows at a time, and rounds once."""
+    """Computes `linear` of bfloat16 on the CPU in float32, some of the weight's rows at a time.
+
+    Each output is rounded once.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -67,7 +74,8 @@ class _Widened(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide, parts = input.float(), []
+    wide = input.float()
+    parts = []
     for rows in spans(weight.shape[0], max(1, _WIDENED // weight.shape[1])):
         added = None if bias is None else bias[rows].float()
         parts.append(functional.linear(wide, weight[rows].float(), added).to(input.dtype))

@@ -1,4 +1,4 @@
-"""Every value of a weight to the nearest point of its grid, a few rows at a time."""
+"""Weights rounded to the nearest points of their grids, a few rows at a time."""
 
 from collections.abc import Mapping
 
@@ -19,12 +19,12 @@ def rounded(
     *,
     workers: Workers = SEQUENTIAL,
 ) -> dict[str, QTensor]:
-    """Return the weights of a group, rounded.
+    """The weights of a group, rounded to nearest.
 
     Args:
         weights: name -> [O, I], any float dtype, finite; not modified. `groups.row_units` of them
             are converted at a time.
-        grids: name -> its grid, as `weight_grids` makes them for this scheme.
+        grids: name -> grid of the weight for this scheme, from `weight_grids`.
         scheme: any.
         workers: run units of rows; how many there are changes nothing but the time.
     """

@@ -1,10 +1,10 @@
-"""What rounding a weight is expected to cost the whole model: the KL divergence, from the Fisher information of its linear.
+"""Expected KL divergence of the whole model from rounding one weight, by Fisher information.
 
 Near the original model a change e [O, I] of a weight changes the output of token t by e x_t, and
-the divergence of all tokens by about 1/2 sum_t sum_o g_to^2 (e_o x_t)^2, g the gradient of the
-model's own loss by the output. Rounding errors of different columns are taken to be independent,
-and the sum over tokens of g_o^2 x_i^2 to be the product of a factor per row and one per column,
-whose sums over rows and columns were measured (`quantflow.observers.fisher`):
+the divergence of all tokens by about 1/2 sum_t sum_o g_to^2 (e_o x_t)^2, where g is the gradient of
+the model's own loss by the output. Two assumptions follow. Rounding errors of different columns are
+independent. The sum over tokens of g_o^2 x_i^2 is the product of a factor per row and one per
+column, whose sums over rows and columns were measured (`quantflow.observers.fisher`). Then
 
     divergence  ~  1/2 sum_oi e_oi^2 F_o A_i / mean(F)      in nats, over all tokens
 
@@ -21,12 +21,15 @@ from quantflow.errors import StatisticsError
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 
-# of a weight that are looked at, evenly spaced: enough for a sum over rows; part of the result
+# Evenly spaced rows that stand for all: enough for a sum over rows; part of the result.
 ROWS = 512
 
 
 def sampled_rows(count: int, *, most: int = ROWS, device: torch.device | None = None) -> Tensor:
-    """Return which of `count` rows stand for all of them, int64 [at most `most`], ascending; on `device`, None is the host."""
+    """Indices of the rows that stand for all `count`, int64 [at most `most`], ascending.
+
+    They lie on `device`; None is the host.
+    """
     number = min(count, most)
     return torch.arange(number, device=device) * count // number
 
@@ -41,17 +44,17 @@ def predicted_divergence(
     scale_dtype: torch.dtype,
     either_sign: bool = False,
 ) -> float:
-    """Return the divergence that rounding a weight to nearest is expected to cost over all tokens, in nats.
+    """The expected divergence over all tokens from rounding a weight to nearest, in nats.
 
     Args:
         weight: [R, I], the `sampled_rows` of a weight [O, I], any float dtype.
         scheme: int, per channel or per group.
-        name: of the linear, for messages.
+        name: linear's name, for messages.
         row_factors: [O], the sum over tokens of the squared gradient by each output.
         column_factors: [I], the sum over tokens of each squared input times the mean squared
             gradient of the token.
-        scale_dtype: the dtype in which the layout stores scales.
-        either_sign: whether they may be negative (`quantflow.numerics.grid.either_sign`).
+        scale_dtype: dtype in which the layout stores scales.
+        either_sign: whether scales may be negative (`quantflow.numerics.grid.either_sign`).
 
     Raises:
         StatisticsError: the factors do not belong to the weight.
@@ -68,7 +71,7 @@ def predicted_divergence(
     chosen = row_factors[rows]
     if not chosen.sum() > 0 or not column_factors.sum() > 0:
         return 0.0
-    # damped as gptq's: an unseen channel still matters a little
+    # damped, as in gptq: an unseen channel still matters a little
     importance = column_factors / column_factors.mean() + 0.01
     grids = weight_grids(
         {name: weight},
@@ -81,5 +84,5 @@ def predicted_divergence(
     total = torch.zeros((), dtype=torch.float64)
     for part in groups.row_units(error):
         total += (error[part].double().square() @ column_factors.double()) @ chosen[part].double()
-    whole = row_factors.sum() / chosen.sum()  # what all rows are of those looked at
+    whole = row_factors.sum() / chosen.sum()  # from the sampled rows to all rows
     return float(0.5 * total * whole / row_factors.mean())

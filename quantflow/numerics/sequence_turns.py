@@ -1,18 +1,20 @@
-"""Which calibration sequences are looked at when only some of them are."""
+"""The order in which a learning algorithm visits calibration sequences."""
 
 
 def turns(samples: int, sequences: int) -> list[list[int]]:
-    """Return the sequences of each step until all had their turn: far apart, since neighbours may be alike.
+    """The sequences of each step until every one was visited once.
+
+    Those of a step lie far apart, since neighbours may be alike.
 
     Args:
-        samples: how many there are.
-        sequences: of each step, at most.
+        samples: number of calibration sequences.
+        sequences: most sequences of a step.
     """
     count = -(-samples // sequences)
     return [list(range(first, samples, count)) for first in range(count)]
 
 
 def spread(samples: int, most: int) -> list[int]:
-    """Return at most so many sequences, at equal distances."""
+    """Indices of at most `most` of `samples` sequences, at equal distances."""
     count = min(samples, most)
     return [index * samples // count for index in range(count)]

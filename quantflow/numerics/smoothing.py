@@ -1,10 +1,10 @@
-"""Factors that move between what a linear reads and its weight: what transforms that smooth have in common.
+"""Smoothing: factors that move from a linear's input into its weight.
 
     x @ W.T  =  (x / s) @ (W * s).T
 
-The division is folded into what x comes from, so the model computes the same function with no extra
-step: a norm multiplies by weights of its own, which are divided; a linear that x is a multiple of,
-channel by channel, has its rows divided.
+The division is folded into the module that x comes from, so the model computes the same function
+with no extra step. A norm multiplies by weights of its own, which are divided. A linear that x is a
+multiple of, channel by channel, has its rows divided.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,16 +27,16 @@ _DERIVED_OR_DROPPED = ("amax", "counts")
 
 @dataclass(frozen=True, kw_only=True)
 class Absorber:
-    """What the factors of a fold are divided out of: a norm, or a linear.
+    """The norm or linear that a fold's input is divided in.
 
     Attributes:
-        norm_weight: [I], in the dtype in which it is stored; the norm multiplies by it (not by 1 +
-            it). None for a linear.
-        repeats: how many heads of the fold's input come from one head of the linear's output; these
+        norm_weight: [I], in its stored dtype; the norm multiplies by it (not by 1 + it). None for a
+            linear.
+        repeats: number of the input's heads that come from one head of the linear's output; these
             share their factors.
         head_dim: features of a head.
-        exact: the linear has values that are stored in fewer bits than they are computed in, such
-            as a bias: factors are powers of two, by which nothing is rounded.
+        exact: whether the linear has values stored in fewer bits than they are computed in, such as
+            a bias. Factors are then powers of two, which round nothing.
     """
 
     norm_weight: Tensor | None = None
@@ -45,25 +45,29 @@ class Absorber:
     exact: bool = False
 
     def shared(self, values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return values [I] of which those that share a factor are reduced to one, along dimension 1 of three."""
+        """Values [I] in which those that share a factor are reduced to one.
+
+        `reduce` works along dimension 1 of [heads, repeats, head_dim].
+        """
         split = values.reshape(-1, self.repeats, self.head_dim)  # [heads, repeats, head_dim]
         return reduce(split)[:, None].expand_as(split).reshape(-1)  # [I]
 
     def divisors(self, factors: Tensor) -> Tensor:
-        """Return what each of the absorber's outputs is divided by, [I / repeats], from factors that are shared."""
+        """The divisor of each of the absorber's outputs, [I / repeats], from shared factors [I]."""
         return factors.reshape(-1, self.repeats, self.head_dim)[:, 0].reshape(-1)  # [I / repeats]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """Linears that share an input, and what it comes from.
+    """Linears that share an input, and the absorber of their factors.
 
     Attributes:
         weights: name -> [O, I], float; not modified.
-        schemes: name -> how it will be quantized.
-        scale_dtypes: name -> the dtype in which its layout stores scales.
-        statistics: of the input, by their names; `rows` are some of its rows, [R, I], and
+        schemes: name -> scheme of the quantized weight.
+        scale_dtypes: name -> dtype in which its layout stores scales.
+        statistics: statistics of the input, by name; `rows` are some of its rows, [R, I], and
             `seen_min` and `seen_max` [I] its range in other text than theirs.
+        absorber: the norm or linear before them.
     """
 
     weights: Mapping[str, Tensor]
@@ -74,7 +78,7 @@ class Fold:
 
     @property
     def features(self) -> int:
-        """How many channels the input has.
+        """The number of channels of the input.
 
         Raises:
             InputError: the fold is empty, or its linears read inputs of different widths.
@@ -89,22 +93,23 @@ class Fold:
         for name, weight in self.weights.items():
             if weight.ndim != 2 or weight.shape[1] != features:
                 raise InputError(
-                    f"{name}: weight is {list(weight.shape)}, what it reads has {features} features",
+                    f"{name}: weight is {list(weight.shape)}, its input has {features} features",
                     "fold only linears that read the norm's output",
                 )
         return features
 
     def statistic(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Return a statistic of the input.
+        """A statistic of the input.
 
         Args:
-            name: of the statistic.
-            shape: that it must have; None is a size that is free, but not 0.
+            name: statistic's name.
+            shape: required shape; None is a size that is free, but not 0.
 
         Raises:
-            StatisticsError: it is missing or has another shape.
+            StatisticsError: the statistic is missing or has another shape.
         """
-        value, linear = self.statistics.get(name), next(iter(self.weights))
+        value = self.statistics.get(name)
+        linear = next(iter(self.weights))
         if value is None:
             raise StatisticsError(
                 f"{linear}|input|{name}: the measurement does not hold it",
@@ -125,13 +130,13 @@ class Fold:
 
 @dataclass(frozen=True, kw_only=True)
 class Smoothing:
-    """What a fold needs.
+    """The factors of a fold and their counterparts in the absorber.
 
     Attributes:
-        factors: [I] float32, positive; the linears' columns are multiplied by them, what they read
-            is divided by them.
-        divisors: what the absorber's outputs are divided by: the factors, or for shared heads one
-            of each.
+        factors: [I] float32, positive; the linears' columns are multiplied by them, their input is
+            divided by them.
+        divisors: [I / repeats], divisors of the absorber's outputs: the factors, or where heads
+            share them one of each.
         norm_weight: [I], the norm's new weight in its stored dtype; norm_weight * factors is the
             old weight. None for a linear.
     """
@@ -143,11 +148,11 @@ class Smoothing:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a transform decided about a fold.
+    """A transform's decision about a fold.
 
     Attributes:
-        smoothing: None leaves the fold as it is.
-        decisions: for the record.
+        smoothing: factors to apply; None leaves the fold as it is.
+        decisions: numbers behind the decision, for the record.
     """
 
     smoothing: Smoothing | None
@@ -155,17 +160,16 @@ class Outcome:
 
 
 def fitted(wanted: Tensor, *, absorber: Absorber, carries: Tensor) -> Smoothing:
-    """Return the factors nearest to those wanted that the absorber can hold.
+    """The factors nearest to the wanted ones that the absorber can hold.
 
     A norm is stored in its own dtype, often bfloat16, so its new weight is rounded first and the
-    factors are what it was really divided by. A channel keeps factor 1 when it carries nothing,
-    when its norm weight is zero, and when the new norm weight would leave the normal range of the
-    dtype.
+    factors follow from the rounded weight. A channel keeps factor 1 when it carries nothing, when
+    its norm weight is zero, and when the new norm weight would leave the normal range of the dtype.
 
     Args:
-        wanted: [I], positive where `carries`; shared as the absorber shares.
-        absorber: of the fold.
-        carries: [I] bool.
+        wanted: [I], positive where `carries`; equal where the absorber shares factors.
+        absorber: the fold's absorber.
+        carries: [I] bool, channels whose values are not all zero.
     """
     wanted = wanted.clamp(SMALLEST, LARGEST).float()
     norm_weight = absorber.norm_weight
@@ -182,13 +186,13 @@ def fitted(wanted: Tensor, *, absorber: Absorber, carries: Tensor) -> Smoothing:
 
 
 def apply_(absorber: nn.Module, linears: Iterable[nn.Linear], *, smoothing: Smoothing) -> None:
-    """Fold `smoothing` into an absorber and the linears that read it; modifies their weights in place.
+    """Fold `smoothing` into an absorber and the linears that read it, in place.
 
     Args:
-        absorber: a norm with `weight` [I], or a linear with `weight` [C, K]; maybe with `bias`,
-            which is divided too.
-        linears: each weight [O, I]; the product is rounded to the weight's dtype.
-        smoothing: what a transform made for them.
+        absorber: a norm with `weight` [I], or a linear with `weight` [C, K]; a `bias` is divided
+            too.
+        linears: each with weight [O, I]; the product is rounded to the weight's dtype.
+        smoothing: a transform's factors for this fold.
     """
     with torch.no_grad():
         weight, bias = absorber.get_parameter("weight"), getattr(absorber, "bias", None)
@@ -203,13 +207,14 @@ def apply_(absorber: nn.Module, linears: Iterable[nn.Linear], *, smoothing: Smoo
 
 
 def apply_again_(weight: Tensor, *, columns: Tensor | None, divisors: Tensor | None) -> None:
-    """Make of a linear's weight what all folds together made of it: (weight / divisors[:, None]) * columns, in place.
+    """Apply all folds of a linear to its original weight at once, in place.
+
+    The result is (weight / divisors[:, None]) * columns.
 
     Args:
         weight: [O, I] float32.
-        columns: [I], the product of the factors of what it reads; None where nothing was folded
-            there.
-        divisors: [O], that of the divisors of what it puts out, likewise.
+        columns: [I], the product of the factors of the linear's input; None where none was folded.
+        divisors: [O], the product of the divisors of its output; None where none was folded.
     """
     if divisors is not None:
         weight.div_(divisors[:, None])
@@ -218,17 +223,17 @@ def apply_again_(weight: Tensor, *, columns: Tensor | None, divisors: Tensor | N
 
 
 def smooth_statistics(stats: Mapping[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of a fold's input as they would have been measured after smoothing.
+    """The statistics of a fold's input as a measurement after smoothing would have them.
 
-    amax is taken again from the channels; a histogram cannot be divided per channel and is dropped,
+    amax is taken again from the channels. A histogram cannot be divided per channel and is dropped,
     as is an amax without channels. Shapes and dtypes stay.
 
     Args:
-        stats: statistic name -> tensor, of one input; not modified.
+        stats: statistic name -> tensor, all of one input; not modified.
         factors: [I].
 
     Raises:
-        StatisticsError: a statistic whose smoothing is unknown.
+        StatisticsError: a statistic has no smoothing rule.
     """
     smoothed: dict[str, Tensor] = {}
     for name, value in stats.items():
@@ -250,7 +255,7 @@ def smooth_statistics(stats: Mapping[str, Tensor], factors: Tensor) -> dict[str,
 
 
 def column_amax(weights: Mapping[str, Tensor], *, features: int) -> Tensor:
-    """Return the largest magnitude of each input channel over all linears, [I] float32.
+    """The largest magnitude of each input channel over all linears, [I] float32.
 
     Raises:
         InputError: a weight holds NaN or Inf.

@@ -1,4 +1,4 @@
-"""Statistics: how one is folded over ranks, joined and cut over cards, and what every observer checks of its own."""
+"""Statistics: how ranks and devices merge them, and the checks of every observer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from quantflow.errors import StatisticsError
 
-# of ranks that saw other samples; written into unified measurements
+# how ranks that saw other samples merge; written into unified measurements
 LARGER, SMALLER, ADDED = "maximum", "minimum", "added"
-# of cards that hold other channels of the same samples
+# how cards that hold other channels of the same samples merge
 JOINED, ONCE, FOLDED = "concatenated", "taken once", "folded"
 
 
@@ -21,32 +21,34 @@ def _alone(channels: int) -> tuple[int, ...]:
 
 
 def per_channel(channels: int) -> tuple[int, ...]:
-    """Return the shape of a statistic with one value for each channel."""
+    """The shape of a statistic with one value for each channel."""
     return (channels,)
 
 
 def part_of(value: Tensor, part: slice) -> Tensor:
-    """Return the channels of a statistic that has one value for each.  value: [C]."""
+    """Some channels of a statistic [C] that has one value for each."""
     return value[part]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """One tensor of an observer's state, and the algebra that others need to know of it.
+    """One tensor of an observer's state, and the rules to merge and cut it.
 
     Attributes:
-        name: in measurement files.
+        name: key in measurement files.
         fold: LARGER, SMALLER or ADDED: how ranks that saw other samples merge theirs.
         cards: JOINED, ONCE or FOLDED: how cards that hold other channels of the same samples merge
-            theirs; None where the whole does not follow from the parts, and `remedy` says what to
+            theirs. None where the whole does not follow from the parts; `remedy` then says what to
             do instead.
-        dtype: of the tensor.
-        shape: of the tensor, from the number of channels C.
-        cut: the part of some channels; None where it does not follow from the whole.
-        maximum_of: the statistic whose channels this is the maximum of, so that a part has its own
-            where that one is there.
-        diagonal: of a matrix, the values that cannot be negative; None for any other statistic.
-        negative: whether its values are at most 0, others are at least 0.
+        dtype: dtype of the tensor.
+        shape: number of channels C -> shape of the tensor.
+        cut: tensor and channels -> their part of it; None where the part does not follow from the
+            whole.
+        maximum_of: name of the statistic whose maximum over channels this is, so that a part has
+            its own where that one is there.
+        diagonal: matrix -> its values that cannot be negative; None for a statistic that is no
+            matrix.
+        negative: whether its values are at most 0; others are at least 0.
         remedy: what to do where `cards` is None.
     """
 
@@ -63,45 +65,51 @@ class Statistic:
 
     @property
     def is_sum(self) -> bool:
-        """Whether it adds up over samples; others are extremes, which a bound of theirs can stand for."""
+        """Whether it adds up over samples.
+
+        Others are extremes, which a bound of theirs can stand for.
+        """
         return self.fold == ADDED
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is one of products of channels, which may be too large for a copy and is read by itself."""
+        """Whether it holds products of channels.
+
+        It may be too large for a copy and is read by itself.
+        """
         return self.diagonal is not None
 
     def nbytes(self, channels: int) -> int:
-        """Return the bytes of the tensor."""
+        """The bytes of the tensor."""
         return self.dtype.itemsize * prod(self.shape(channels))
 
 
-# of every sum, and of what a router sends
+# number of samples beside every sum, and of the tokens that a router sends to an expert
 COUNT = Statistic(name="count", fold=ADDED, cards=ONCE, dtype=torch.int64)
 
 
 def table(*statistics: Statistic) -> Mapping[str, Statistic]:
-    """Return statistics by name: what an observer's STATISTICS is."""
+    """Statistics by name: an observer's STATISTICS."""
     return {statistic.name: statistic for statistic in statistics}
 
 
 def update_bytes(features: int, samples: int) -> int:
-    """Return the memory of an update that looks at magnitudes: those, and for a histogram bins of eight bytes."""
+    """The bytes of an update that reads magnitudes, and for a histogram its bins of eight bytes."""
     return 3 * 4 * features * samples
 
 
 def stored_bytes(statistics: Mapping[str, Statistic], channels: int) -> int:
-    """Return the bytes of a state with so many channels."""
+    """The bytes of a state of this many channels."""
     return sum(statistic.nbytes(channels) for statistic in statistics.values())
 
 
 def finite_rows(x: Tensor, features: int | None, *, observer: str) -> Tensor:
-    """Return the samples of `x` one per row.  x: [..., features], any float dtype; returns [N, features] float32.
+    """The samples of `x` one per row, [N, features] float32.
 
     Args:
-        x: the samples; may have no elements.
-        features: how many the observer was made for, or None when it does not matter.
-        observer: its name, for the message.
+        x: samples, [..., features], any float dtype; may have no elements.
+        features: the observer's number of features; None accepts any.
+        observer: observer's name, for the message.
 
     Raises:
         StatisticsError: x is not float, has another number of features, or holds NaN or Inf.
@@ -136,13 +144,13 @@ def checked_state(
     *,
     observer: str,
 ) -> tuple[Tensor, ...]:
-    """Return the tensors of a state in the order of `expected`.
+    """The tensors of a state in the order of `expected`.
 
     Args:
         state: statistic name -> tensor.
         expected: statistic name -> (dtype, shape); None is a size that is free but the same
             wherever it is None.
-        observer: its name, for the message.
+        observer: observer's name, for the message.
 
     Raises:
         StatisticsError: a statistic is missing or superfluous, has another dtype or shape, or is
@@ -165,7 +173,7 @@ def checked_state(
                 "measure again",
             )
         free.update(have for want, have in zip(shape, value.shape, strict=True) if want is None)
-        # no copy of a matrix
+        # aminmax makes no copy, which a matrix may be too large for
         if value.numel() and not all(torch.isfinite(end) for end in torch.aminmax(value)):
             raise StatisticsError(
                 f"{observer}: {name} holds {_describe_non_finite(value)}", "measure again"
@@ -176,7 +184,7 @@ def checked_state(
 
 
 def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
-    """Refuse a statistic that cannot be below zero.
+    """Refuse a statistic that holds a value below zero.
 
     Raises:
         StatisticsError: naming the statistic and its lowest value.
@@ -188,15 +196,16 @@ def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
 
 
 def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, observer: str) -> None:
-    """Refuse samples whose products do not fit into a float32 sum beside what it holds.
+    """Refuse samples whose products would overflow a float32 sum.
 
-    |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first. A sum of squares is the same within rounding as its entry.
+    |s_ij| <= sqrt(s_ii s_jj), so the diagonal overflows first. A sum of squares equals the diagonal
+    within rounding.
 
     Args:
         rows: [N, C], the samples.
-        squares: the diagonal of the sum, in parts.
-        what: the samples are, for the message.
-        observer: its name, likewise.
+        squares: the diagonal of the sum so far, in parts.
+        what: noun for the samples, for the message.
+        observer: observer's name, for the message.
 
     Raises:
         StatisticsError: naming the largest value.
@@ -206,7 +215,7 @@ def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, obser
         torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all()
         for part, held in zip(parts, squares, strict=True)
     ]
-    if not torch.stack(finite).all():  # one answer of a device for all parts
+    if not torch.stack(finite).all():  # one synchronisation of a device for all parts
         raise StatisticsError(
             f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",
             "leave the layer unquantized, or repair the model",

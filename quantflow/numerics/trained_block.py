@@ -1,4 +1,4 @@
-"""A decoder layer as an algorithm sees it that learns with the whole of it: something that runs with other weights."""
+"""A decoder layer that runs with other weights, for algorithms that learn over a whole layer."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Run = Callable[[int], Tensor]
-"""Takes the number of a calibration sequence; returns the layer's output, [1, S, H]. May be called from several threads."""
+"""From the number of a calibration sequence to the layer's output, [1, S, H]; thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +15,12 @@ class TrainedBlock:
     """A decoder layer and the calibration text at it.
 
     Attributes:
-        samples: how many sequences there are, at least 1.
-        running: takes linear -> weight [O, I] float32; a context in which the layer runs with
-            these, and whose value runs a sequence, as it comes from the quantized layers before.
-            Gradients flow to the weights where they are enabled.
-        target: returns what the original layer makes of a sequence as it comes from the original
-            layers before, [1, S, H].
+        samples: number of sequences, at least 1.
+        running: from linear -> weight [O, I] float32 to a context in which the layer runs with
+            these weights. The context's value runs a sequence, which comes from the quantized
+            layers before. Gradients flow to the weights where they are enabled.
+        target: from a sequence's number to the original layer's output, [1, S, H]; its input comes
+            from the original layers before.
     """
 
     samples: int

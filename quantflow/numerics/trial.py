@@ -1,7 +1,7 @@
-"""What a fold's outputs lose when it is smoothed and quantized: what a search compares its candidates by.
+"""Trials: the output error of a fold that is smoothed and quantized, for a search over candidates.
 
-Weights are rounded to nearest, as the scheme says, whatever the algorithm that comes later: the
-error that it leaves is smaller, and follows that of rounding.
+Weights are rounded to nearest by the scheme, whatever the algorithm that comes later: its error is
+smaller, and follows that of rounding.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,18 @@ from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 from quantflow.numerics.smoothing import Fold, smooth_statistics
 
-# of the weights that take part: a square matrix of 2,896, so that a search costs less than GPTQ
+# weights that take part: a square matrix of 2,896, so that a search costs less than GPTQ
 ELEMENTS = 1 << 23
-_BLOCK = 128  # rows that stay together, since scales of blocks are theirs
-_LEAST = 256  # rows, however long these are
+_BLOCK = 128  # rows that stay together, since they may share the scales of a block
+_LEAST = 256  # fewest rows that take part, however long these are
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A fold whose candidates are to be compared.
+    """A fold whose candidates are compared.
 
     Attributes:
+        fold: linears of the trial.
         parts: name -> rows of its weight that stand for all, [o, I] float32.
     """
 
@@ -35,11 +36,14 @@ class Trial:
     parts: Mapping[str, Tensor]
 
     def weights(self, factors: Tensor) -> dict[str, Tensor]:
-        """Return the parts, smoothed, rounded, and undone: what is multiplied with the input as it was, [o, I] each."""
+        """The parts, smoothed, rounded and divided by the factors again, [o, I] each.
+
+        They multiply the input as it was.
+        """
         return {name: weight.div_(factors) for name, weight in self._rounded(factors).items()}
 
     def weight_loss(self, factors: Tensor, hessian: Tensor) -> float:
-        """Return ||X (W' - W)^T||^2 over all outputs and every sample of X, with nothing but weights quantized.
+        """Loss ||X (W' - W)^T||^2 over all outputs and samples X, with only weights quantized.
 
         Args:
             factors: [I].
@@ -52,17 +56,18 @@ class Trial:
         return loss
 
     def output_loss(self, factors: Tensor, rows: Tensor) -> float:
-        """Return ||Q(X / s) Q(W s)^T - X W^T||^2 over all outputs, with inputs and weights quantized.
+        """Loss ||Q(X / s) Q(W s)^T - X W^T||^2 over all outputs, with inputs and weights quantized.
 
-        A static range is that of other text than X where it is known. One that was taken from X
-        clips none of it: the more channels reach their largest value at the same step, the more of
-        other text would be clipped, unseen.
+        A static range comes from other text than X where such a range was measured. A range taken
+        from X clips none of it, and so hides a cost: the more channels reach their largest value at
+        the same step, the more of other text would be clipped.
 
         Args:
             factors: [I].
             rows: X, [R, I] float32.
         """
-        loss, inputs = 0.0, {}
+        loss = 0.0
+        inputs = {}
         statistics = smooth_statistics(self.fold.statistics, factors)
         for name, weight in self._rounded(factors).items():
             scheme = self.fold.schemes[name]
@@ -73,14 +78,14 @@ class Trial:
         return loss
 
     def power(self, rows: Tensor) -> float:
-        """Return ||X W^T||^2.  rows: X, [R, I] float32."""
+        """Power ||X W^T||^2 of rows X [R, I] float32."""
         return sum(
             float((rows @ part.T).square_().sum(dtype=torch.float64))
             for part in self.parts.values()
         )
 
     def weight_power(self, hessian: Tensor) -> float:
-        """Return ||X W^T||^2 from X^T X, [I, I]."""
+        """Power ||X W^T||^2 from X^T X [I, I]."""
         return sum(
             float((part @ hessian).mul_(part).sum(dtype=torch.float64))
             for part in self.parts.values()
@@ -104,8 +109,9 @@ class Trial:
 
 
 def trial(fold: Fold) -> Trial:
-    """Return the trial of a fold: all of its rows, or blocks of them at equal distances where these are many."""
-    features, total = fold.features, sum(len(weight) for weight in fold.weights.values())
+    """The trial of a fold: all of its rows, or blocks of many rows at equal distances."""
+    features = fold.features
+    total = sum(len(weight) for weight in fold.weights.values())
     limit = max(_LEAST, ELEMENTS // features)
     if total <= limit:
         return Trial(
@@ -121,16 +127,16 @@ def trial(fold: Fold) -> Trial:
 
 
 def working_bytes(features: int, rows: int, *, samples: int, workers: int) -> int:
-    """Return the most memory that a search takes beyond weights and statistics, in bytes.
+    """The most memory that a search takes beyond weights and statistics, in bytes.
 
-    The parts, where they are not all; for each worker their smoothed copy, qvalues, what they round
-    to and a product with it, and the samples, quantized, with their outputs twice.
+    The parts, where they are not all rows; for each worker their smoothed copy, qvalues, rounded
+    weights and a product with them, and the samples, quantized, with their outputs twice.
 
     Args:
         features: I of the fold.
         rows: out_features of the fold, all linears together.
         samples: rows of the input that are tried; 0 where the Hessian is enough.
-        workers: candidates that are compared at once.
+        workers: number of candidates that are compared at once.
     """
     limit = max(_LEAST, ELEMENTS // features) + 2 * _BLOCK
     taken = min(rows, limit)

@@ -1,13 +1,13 @@
-"""What to remember about a tensor while data flows, one class per file, small enough to merge over ranks.
+"""Observers: statistics of a tensor while data flows, one class per file, mergeable over ranks.
 
-An observer is shown samples (`update`), folds in what another one saw (`merge`), and is a dict of
-named tensors (`state`, `from_state`); the names are the statistic names in measurement files. It
-refuses NaN and Inf. The state is where the observer was made (`Device.factories`), and so are its
-samples. An unseen observer is all zeros, and merging it changes nothing.
+An observer takes samples (`update`), takes in another observer's samples (`merge`), and is a dict
+of named tensors (`state`, `from_state`); the names are the statistic names in measurement files. It
+refuses NaN and Inf. Its state is on the device where it was made (`Device.factories`), and so are
+its samples. An unseen observer is all zeros, and merging it changes nothing.
 
-Each class says what others have to know of its statistics (`STATISTICS`): how ranks merge them, how
-cards cut and join them, their bytes. `quantflow/measurements` and `quantflow/planning` ask here,
-and a statistic that no observer has is refused.
+Each class declares its statistics (`STATISTICS`): how ranks merge them, how cards cut and join
+them, their bytes. `quantflow/measuring` and `quantflow/planning` read these declarations, and a
+statistic of no observer is refused.
 
 | observer     | statistics                    | merge over ranks                |
 |--------------|-------------------------------|---------------------------------|
@@ -42,42 +42,46 @@ from quantflow.observers.min_max import MinMaxObserver
 
 
 class Observer(Protocol):
-    """What every class of this package offers; its docstring states its algebra."""
+    """Members of every class of this package; each class's docstring states its algebra."""
 
     NAME: ClassVar[str]
 
     STATISTICS: ClassVar[Mapping[str, Statistic]]
-    """What its state holds, by name."""
+    """Statistics of its state, by name."""
 
     SITES: ClassVar[tuple[str, ...]]
-    """What it is shown of a linear: `input`, the `gradient` of the loss by its output, the `guided_input`; or `routed`."""
+    """Sites whose tensors it takes.
+
+    They are a linear's `input`, the `gradient` of the loss by its output, the `guided_input`; or
+    `routed`.
+    """
 
     def __init__(self, features: int) -> None:
-        """Make an observer of tensors [..., features] that has seen nothing."""
+        """Make an observer of tensors [..., features] without samples."""
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., features], any float dtype."""
+        """Take in samples x [..., features], any float dtype."""
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen."""
+        """Take in the samples of `other`."""
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         ...
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything there is to remember: statistic name -> tensor."""
+        """The whole state: statistic name -> tensor."""
         ...
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state."""
+        """The observer that had this state."""
         ...
 
 
@@ -102,15 +106,15 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
         for name, statistic in observer.STATISTICS.items()
     }
 )
-# sites that are seen while gradients are taken
+# sites of the backward pass
 ON_THE_WAY_BACK = frozenset({"gradient", "guided_input"})
 MEASURED = (AmaxObserver, ChannelAmaxObserver, MinMaxObserver, MeanAbsObserver, HistogramObserver)
-# what measure runs where nothing is asked for
+# observers of `measure` by default
 DEFAULT = tuple(observer.NAME for observer in MEASURED)
 
 
 def observer_named(name: str) -> type[Observer]:
-    """Return the class of an observer.
+    """The class of an observer.
 
     Raises:
         UsageError: no observer has that name.
@@ -121,7 +125,7 @@ def observer_named(name: str) -> type[Observer]:
 
 
 def statistic_named(name: str) -> Statistic:
-    """Return what is known of a statistic.
+    """The record of a statistic.
 
     Raises:
         StatisticsError: no observer has it.
@@ -134,7 +138,7 @@ def statistic_named(name: str) -> Statistic:
 
 
 def of_gradients(name: str) -> bool:
-    """Return whether an observer is shown gradients, for which the way back through the model is run.
+    """Whether an observer takes gradients, which need a backward pass through the model.
 
     Raises:
         UsageError: no observer has that name.
@@ -143,30 +147,30 @@ def of_gradients(name: str) -> bool:
 
 
 def goes_back(names: Iterable[str]) -> bool:
-    """Return whether one of these observers is shown gradients."""
+    """Whether one of these observers takes gradients."""
     return any(map(of_gradients, names))
 
 
 def holds_matrix(name: str) -> bool:
-    """Return whether an observer's state is a matrix, which is read by itself."""
+    """Whether an observer's state is a matrix, which is read by itself."""
     return any(statistic.is_matrix for statistic in observer_named(name).STATISTICS.values())
 
 
 def state_bytes(name: str, features: int) -> int:
-    """Return the bytes of an observer's state."""
+    """The bytes of an observer's state."""
     return stored_bytes(observer_named(name).STATISTICS, features)
 
 
 def observers_for(needs: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the observers that give the statistics an algorithm needs, in the order of OBSERVERS.
+    """The names of the observers of an algorithm's statistics, in the order of OBSERVERS.
 
-    `count` comes with every sum and asks for no observer of its own.
+    `count` comes with every sum and needs no observer of its own.
 
     Args:
         needs: statistic names, the `NEEDS` of algorithms and transforms.
 
     Raises:
-        UsageError: no observer gives one of them.
+        UsageError: no observer has one of them.
     """
     wanted = set(needs)
     if not wanted <= set(STATISTICS):

@@ -1,4 +1,4 @@
-"""The largest magnitude of a whole tensor: what a static symmetric scale is made from."""
+"""The largest magnitude of a whole tensor, from which a static symmetric scale follows."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -27,12 +27,12 @@ class AmaxObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int | None = None) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._features = features
         self._amax = torch.zeros((), dtype=torch.float32)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., features], any float dtype.
+        """Take in samples x [..., features], any float dtype.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -42,26 +42,26 @@ class AmaxObserver:
             self._amax = torch.maximum(self._amax, rows.abs().max())
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen."""
+        """Take in the samples of `other`."""
         self._amax = torch.maximum(self._amax, other._amax)
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"amax": [] float32}."""
+        """{"amax": [] float32}."""
         return {"amax": self._amax}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

@@ -1,4 +1,4 @@
-"""The largest magnitude of each input feature: what SmoothQuant balances against the weights."""
+"""The largest magnitude of each input feature, which SmoothQuant balances against the weights."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -29,11 +29,11 @@ class ChannelAmaxObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._channel_amax = torch.zeros(features, dtype=torch.float32)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., C], any float dtype.
+        """Take in samples x [..., C], any float dtype.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -43,7 +43,7 @@ class ChannelAmaxObserver:
             self._channel_amax = torch.maximum(self._channel_amax, rows.abs().amax(dim=0))
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -55,21 +55,21 @@ class ChannelAmaxObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"channel_amax": [C] float32}."""
+        """{"channel_amax": [C] float32}."""
         return {"channel_amax": self._channel_amax}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

@@ -1,4 +1,4 @@
-"""How many samples there were: for an expert of a mixture, how many tokens the router sent to it."""
+"""The number of samples: for an expert of a mixture, of tokens that the router sent to it."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -11,10 +11,10 @@ from quantflow.numerics.statistics import COUNT, Statistic
 
 
 class CountObserver:
-    """How many rows were seen, whatever they hold.
+    """The number of rows, whatever they hold.
 
     Algebra: merge is associative and commutative, exactly; an unseen observer (0) is neutral. Not
-    idempotent: what is merged twice counts twice.
+    idempotent: samples merged twice count twice.
 
     Args:
         features: size of the last dimension of every x, or None for any.
@@ -25,12 +25,12 @@ class CountObserver:
     SITES: ClassVar[tuple[str, ...]] = ("routed",)
 
     def __init__(self, features: int | None = None) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._features = features
         self._count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., features], any float dtype; each of its rows counts one.
+        """Take in samples x [..., features], any float dtype; each of its rows counts one.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -40,26 +40,26 @@ class CountObserver:
         )
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen."""
+        """Take in the samples of `other`."""
         self._count = self._count + other._count
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"count": [] int64}."""
+        """{"count": [] int64}."""
         return {"count": self._count}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

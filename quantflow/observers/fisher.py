@@ -1,4 +1,7 @@
-"""The mean square of each channel: of the gradient by a linear's output it is the diagonal of the Fisher information."""
+"""The mean square of each channel; of a gradient it is the diagonal of the Fisher information.
+
+The gradient is that of the loss by a linear's output.
+"""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -10,8 +13,8 @@ from quantflow.core import groups
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
-# whose float64 copy a core's cache holds; part of the result's last digits, because it orders the
-# sum
+# Rows whose float64 copy a core's cache holds. Part of the result's last digits, because it orders
+# the sum.
 _ROWS_AT_ONCE = 32
 
 
@@ -21,16 +24,17 @@ SQUARE_SUM = Statistic(
 
 
 class FisherObserver:
-    """Sum of squares of each channel, in float64, and how many samples it is over.
+    """Sum of squares of each channel, in float64, and the number of samples.
 
-    It is shown two tensors of a linear: the gradient of the loss by its output, [..., O], and its
+    It takes two tensors of a linear: the gradient of the loss by its output, [..., O], and its
     input, each token of it times the root mean square of that gradient, [..., I]. Rounding errors e
     [O, I] of the weight then cost, summed over the tokens, about 1/2 sum_oi e_oi^2 F_o A_i /
-    mean(F) nats, F and A the two sums: the mean of g_o^2 x_i^2 over tokens is taken to be a product
-    of one factor per row and one per column, as the sums over rows and over columns have it.
+    mean(F) nats, with F and A the two sums. This takes the mean of g_o^2 x_i^2 over tokens to be a
+    product of one factor per row and one per column, which the sums over rows and over columns
+    determine.
 
     Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
-    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice. Source: the diagonal of the Fisher information as a weight of squared errors is Optimal
     Brain Damage's (LeCun et al. 1990); one factor per row and one per column is K-FAC's (Martens,
     Grosse 2015, arXiv:1503.05671), here of diagonals.
@@ -44,12 +48,12 @@ class FisherObserver:
     SITES: ClassVar[tuple[str, ...]] = ("gradient", "guided_input")
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._square_sum = torch.zeros(features, dtype=torch.float64)
         self._count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
+        """Take in samples x [..., C], any float dtype; each of its rows counts one.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -60,7 +64,7 @@ class FisherObserver:
         self._count = self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -73,21 +77,21 @@ class FisherObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"square_sum": [C] float64, "count": [] int64}."""
+        """{"square_sum": [C] float64, "count": [] int64}."""
         return {"square_sum": self._square_sum, "count": self._count}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

@@ -1,4 +1,4 @@
-"""The second moment of the gradient by a linear's output: which errors of its rows the model feels, and which together."""
+"""The second moment of the gradient by a linear's output: the cost of errors in its rows."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -21,19 +21,19 @@ GRADIENT_SUM = Statistic(
 
 
 class GradientObserver:
-    """Sum of g^T g over all samples, and how many there were.
+    """Sum of g^T g over all samples, and the number of samples.
 
-    It is shown the gradient of the loss by a linear's output, [..., O]. With the second moment of
-    the linear's input it makes up the Kronecker-factored Fisher information of its weight: what
-    rounding errors cost, the whole model considered.
+    It takes the gradient of the loss by a linear's output, [..., O]. With the second moment of the
+    linear's input it makes up the Kronecker-factored Fisher information of its weight: the cost of
+    rounding errors to the whole model.
 
-    The sum is float32 and whole up to 2048 outputs; of more it is that of blocks of outputs, [O, W]
+    The sum is float32 and whole up to 2048 outputs; with more outputs it is cut into blocks, [O, W]
     (quantflow/numerics/output_blocks.py). A product is rounded once and added, as in the Hessian of
-    an input. Of gradients in bfloat16 it is one of bfloat16, rounded to it: an entry of the sum is
+    an input. The product of gradients in bfloat16 is rounded to bfloat16: an entry of the sum is
     then off by 2^-9 at most, independently of the others.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
-    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice. Source: Martens and Grosse 2015, arXiv:1503.05671 (K-FAC), section 3.
 
     Args:
@@ -45,13 +45,13 @@ class GradientObserver:
     SITES: ClassVar[tuple[str, ...]] = ("gradient",)
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen; the first samples take the memory, 4 * C * W bytes."""
+        """Begin without samples; the first ones take the memory, 4 * C * W bytes."""
         self._features = features
         self._sum: Tensor | None = None
         self._count = torch.zeros((), dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
+        """Take in samples x [..., C], any float dtype; each of its rows counts one.
 
         Raises:
             StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing
@@ -76,7 +76,7 @@ class GradientObserver:
         self._count = self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -88,16 +88,16 @@ class GradientObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return 4 * (samples * features + output_blocks.width(features) ** 2)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"gradient_sum": [C, W] float32, "count": [] int64}."""
+        """{"gradient_sum": [C, W] float32, "count": [] int64}."""
         return {"gradient_sum": self._whole(), "count": self._count}
 
     def _whole(self) -> Tensor:
@@ -111,7 +111,7 @@ class GradientObserver:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state; the sum is copied.
+        """The observer that had this state; the sum is copied.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

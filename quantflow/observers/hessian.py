@@ -1,4 +1,4 @@
-"""The second moment of a linear's input: what GPTQ compensates rounding errors with."""
+"""The second moment of a linear's input: the Hessian by which GPTQ makes up for rounding errors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Self
@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from quantflow.core.groups import spans
+from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
 from quantflow.numerics.product import operand, product
 from quantflow.numerics.statistics import ADDED, COUNT, Statistic
 
-# of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
-ROWS = 256
-COLUMNS = 4 * ROWS  # of the sum, that a product has at most; likewise
+# Both are part of the result, because the shape of a product chooses its kernel.
+ROWS = 256  # rows of the sum in a strip that is added to at once
+COLUMNS = 4 * ROWS  # most columns of the sum in one product
 
 
 HESSIAN_SUM = Statistic(
@@ -29,24 +30,24 @@ HESSIAN_SUM = Statistic(
 
 
 class HessianObserver:
-    """Sum of x^T x over all samples, and how many there were.
+    """Sum of x^T x over all samples, and the number of samples.
 
-    The sum is float32: that halves the memory of the largest thing GPTQ needs, and is enough. The
-    product of one call is rounded once and added, so n calls leave an error of about sqrt(n) *
-    2^-24 in an entry, 7e-7 for 128 of them, of either sign. Errors that are independent make a
-    matrix of a norm at most sqrt(K) times as large, 8e-5 of the diagonal at K = 14336: a hundredth
-    of the damping that GPTQ adds to it. (128 sequences of 2048 tokens at K = 512 were measured at
-    5e-7 in an entry and at most 4e-6 in norm.)
+    The sum is float32: that halves the memory of GPTQ's largest tensor, and is enough. The product
+    of one call is rounded once and added, so n calls leave an error of about sqrt(n) * 2^-24 in an
+    entry, 7e-7 for 128 of them, of either sign. Independent errors make a matrix of a norm at most
+    sqrt(K) times as large, 8e-5 of the diagonal at K = 14336: a hundredth of the damping that GPTQ
+    adds to it. (128 sequences of 2048 tokens at K = 512 were measured at 5e-7 in an entry and at
+    most 4e-6 in norm.)
 
     Only the blocks on and below the diagonal are kept: strips of rows that end at it, half of the
-    whole sum. `state` makes the whole, `take` in little more memory than that. The order of the
-    calls is part of the result's last digits: one call per sequence, in sample order, is the
-    canonical one.
+    whole sum. `state` makes the whole; `take` does so in little more memory than the whole takes.
+    The order of the calls is part of the result's last digits: one call per sequence, in sample
+    order, is the canonical one.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order.
-    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
-    twice. Source: Frantar et al. 2022, arXiv:2210.17323, section 3. Its H = 2 X X^T; GPTQ does not
-    see a constant factor, so the 2 is dropped here.
+    The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
+    twice. Source: Frantar et al. 2022, arXiv:2210.17323, section 3. Its H is 2 X X^T; GPTQ does not
+    depend on a constant factor, so the 2 is dropped here.
 
     Args:
         features: size K of the last dimension of every x.
@@ -57,9 +58,10 @@ class HessianObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen; the first samples take the memory, 2 * K * (K + 256) bytes."""
+        """Begin without samples; the first ones take the memory, 2 * K * (K + 256) bytes."""
         self._features = features
-        # [rows, stop] each, rows start..stop of the sum; none when unseen
+        # each [stop - start, stop], rows start..stop of the sum up to the diagonal; none when
+        # unseen
         self._strips: list[Tensor] = []
         self._count = torch.zeros((), dtype=torch.int64)
 
@@ -69,7 +71,7 @@ class HessianObserver:
         return self.state()["hessian_sum"] / self._count.clamp_min(1)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., K], any float dtype; each of its rows counts one.
+        """Take in samples x [..., K], any float dtype; each of its rows counts one.
 
         Raises:
             StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing
@@ -84,8 +86,8 @@ class HessianObserver:
         statistics.refuse_overflow(
             rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME
         )
-        # A product that is rounded once and then added loses less than one that grows in the sum,
-        # and updates then fold as merges do.
+        # A product that is rounded once and then added loses less than one that accumulates in the
+        # sum, and updates then fold as merges do.
         for columns in spans(self._features, COLUMNS):
             right = _turned(rows, columns)
             for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
@@ -97,7 +99,7 @@ class HessianObserver:
         self._strips, self._count = strips, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -110,28 +112,28 @@ class HessianObserver:
         self._count = self._count + other._count
 
     def divide_(self, factors: Tensor) -> None:
-        """Make this the observer that had seen every x / factors.  factors: [K] float32, not zero."""
-        # none when unseen
+        """Turn this into the observer of all samples divided by factors [K] float32, not zero."""
+        # there are no strips when unseen
         for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):
             strip /= factors[span, None]
             strip /= factors[: span.stop]
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return observer_bytes(features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return max(statistics.update_bytes(features, samples), folding_bytes(features, samples))
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"hessian_sum": [K, K] float32, "count": [] int64}, beside what is kept here."""
+        """{"hessian_sum": [K, K] float32, "count": [] int64}, a copy beside the strips."""
         return self._state(reversed(self._strips))
 
     def take(self) -> dict[str, Tensor]:
-        """Return `state` and begin anew; each strip is let go of as soon as it is copied."""
+        """The `state`, after which the observer is unseen; a strip is freed once it is copied."""
         state = self._state(_popped(self._strips))
         self._count = torch.zeros((), dtype=torch.int64)
         return state
@@ -151,7 +153,7 @@ class HessianObserver:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state; the sum is copied.
+        """The observer that had this state; the sum is copied.
 
         Raises:
             StatisticsError: the state is not one of this observer's.
@@ -170,15 +172,55 @@ class HessianObserver:
         return observer
 
 
-def shrink_(hessian_sum: Tensor) -> None:
-    """Add the mean of its diagonal to a Hessian's diagonal: what was seen then counts half, that all features are alike half.
+def checked_hessian(
+    statistics: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, algorithm: str
+) -> tuple[Tensor, int]:
+    """The statistics `hessian_sum` and `count` of an input, checked.
 
-    Of few samples most directions of the input were not seen, and what was seen of the others is
-    largely chance. With as many samples as features GPTQ makes up for rounding errors along chance;
-    shrunk it is better than round to nearest for any number of samples
-    (benchmarks/expert_tokens.py). A sum of nothing stays one of nothing. Source: Ledoit and Wolf
-    2004, "A well-conditioned estimator for large-dimensional covariance matrices", with one half as
-    the intensity.
+    Values off the diagonal are checked by `feedback_of`, while it copies them.
+
+    Args:
+        statistics: statistics of the input that all `weights` share.
+        weights: name -> [O, I].
+        algorithm: name of the algorithm that needs them, for messages.
+
+    Raises:
+        StatisticsError: a statistic is missing, has another shape, or is damaged.
+    """
+    for statistic in (HESSIAN_SUM.name, COUNT.name):
+        if statistic not in statistics:
+            raise StatisticsError(
+                f"{next(iter(weights))}: statistic {statistic} is missing",
+                f"measure for {algorithm}",
+            )
+    hessian_sum = statistics[HESSIAN_SUM.name]
+    tokens = int(statistics[COUNT.name])
+    for name, weight in weights.items():
+        if tuple(hessian_sum.shape) != (weight.shape[-1], weight.shape[-1]):
+            raise StatisticsError(
+                f"{name}: hessian_sum is {list(hessian_sum.shape)}, weight is {list(weight.shape)}",
+                "measure with this model, and quantize together only linears that share an input",
+            )
+    diagonal = hessian_sum.diagonal()
+    if not torch.isfinite(diagonal).all() or (diagonal < 0).any() or tokens < 0:
+        raise StatisticsError(
+            f"{next(iter(weights))}: hessian_sum holds NaN, Inf or a negative diagonal, or "
+            f"count={tokens} is negative",
+            "measure again",
+        )
+    return hessian_sum, tokens
+
+
+def shrink_(hessian_sum: Tensor) -> None:
+    """Add the mean of its diagonal to a Hessian's diagonal.
+
+    The measured matrix then counts half, the assumption that all features are alike the other half.
+    With few samples most directions of the input were not seen, and the measured part of the others
+    is largely chance. With as many samples as features GPTQ makes up for rounding errors along
+    chance; shrunk it is better than round to nearest for any number of samples
+    (benchmarks/expert_tokens.py). A sum of zeros stays zero. Source: Ledoit and Wolf 2004, "A
+    well-conditioned estimator for large-dimensional covariance matrices", with one half as the
+    intensity.
 
     Args:
         hessian_sum: [K, K] float32, modified.
@@ -188,13 +230,17 @@ def shrink_(hessian_sum: Tensor) -> None:
 
 
 def folding_bytes(features: int, samples: int) -> int:
-    """Return the memory of an update: columns turned, those of a strip again and as oneDNN has them, and a product, twice."""
+    """The bytes of an update.
+
+    They are transposed columns, those of a strip once more and in oneDNN's form, and a product,
+    twice.
+    """
     wide = min(features, COLUMNS)
     return 4 * ((wide + 2 * ROWS) * samples + 2 * ROWS * wide)
 
 
 def observer_bytes(features: int) -> int:
-    """Return the memory of an observer that has seen samples: its strips."""
+    """The bytes of an observer that has seen samples: its strips."""
     return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
 
 
@@ -206,7 +252,10 @@ def _zeros(features: int, *, device: torch.device) -> list[Tensor]:
 
 
 def _turned(rows: Tensor, columns: slice) -> Tensor:
-    """Return [C, N] of some of the columns of rows [N, K], contiguous; in two steps, each of which torch does quickly."""
+    """Some columns of rows [N, K], transposed and contiguous, [C, N].
+
+    Each of the two steps is one that torch does quickly.
+    """
     return rows[:, columns].contiguous().T.contiguous()
 
 
@@ -216,10 +265,10 @@ def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
-    """Return the sum, [features, features], from its strips, the last one first.
+    """The sum, [features, features], from its strips, the last one first.
 
-    So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages,
-    not all of them.
+    In this order memory is taken about as fast as it is freed: the last strip fills a tenth of the
+    pages, not all of them.
     """
     whole = torch.empty(features, features, device=device)
     for strip in strips:

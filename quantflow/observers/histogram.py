@@ -1,4 +1,4 @@
-"""How often each magnitude occurs: what a scale that clips outliers is made from.
+"""Counts of each magnitude, from which a scale that clips outliers follows.
 
 The edges are fixed: every binade from 2^-40 to 2^24 is cut into 8 equal parts, so edge k is 2^(k //
 8 - 40) * (1 + (k % 8) / 8). Bin 0 holds everything below 2^-40, zero included; the last bin
@@ -25,14 +25,14 @@ HIGHEST_EXPONENT = 24
 PARTS_PER_BINADE = 8
 BINS = (HIGHEST_EXPONENT - LOWEST_EXPONENT) * PARTS_PER_BINADE + 2
 
-# elements: a core's cache holds them; counts are exact, so it changes nothing but the time
+# Elements at once, which a core's cache holds; counts are exact, so it changes only the time.
 _AT_ONCE = 1 << 17
 _MANTISSA_BITS_DROPPED = 23 - PARTS_PER_BINADE.bit_length() + 1
 _FIRST_CODE = (127 + LOWEST_EXPONENT) * PARTS_PER_BINADE  # exponent and top mantissa bits of 2^-40
 
 
 def upper_edge(index: int) -> float:
-    """Return the upper edge of bin `index`, exactly; inf for the last bin."""
+    """The upper edge of bin `index`, exactly; inf for the last bin."""
     if index == BINS - 1:
         return math.inf
     binade, part = divmod(index, PARTS_PER_BINADE)
@@ -48,7 +48,7 @@ class HistogramObserver:
     """Counts of |x| of a whole tensor in fixed bins.
 
     Algebra: merge is associative and commutative, exactly; an unseen observer (zeros) is neutral.
-    Not idempotent: what is merged twice counts twice.
+    Not idempotent: samples merged twice count twice.
 
     Args:
         features: size of the last dimension of every x, or None for any.
@@ -59,12 +59,12 @@ class HistogramObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int | None = None) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._features = features
         self._counts = torch.zeros(BINS, dtype=torch.int64)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., features], any float dtype.
+        """Take in samples x [..., features], any float dtype.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -78,26 +78,26 @@ class HistogramObserver:
             self._counts = self._counts + torch.bincount(bins, minlength=BINS)
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen."""
+        """Take in the samples of `other`."""
         self._counts = self._counts + other._counts
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"counts": [BINS] int64}."""
+        """{"counts": [BINS] int64}."""
         return {"counts": self._counts}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.
@@ -110,10 +110,10 @@ class HistogramObserver:
         return observer
 
     def points(self) -> tuple[Tensor, Tensor]:
-        """Return what stands for the values that were seen: magnitudes, ascending, and how many each of them counts for.
+        """Magnitudes that stand for the samples, ascending, and the number that each stands for.
 
-        Four at equal distances in every bin, [4 * (BINS - 2) + 1] float32 and float64 each; what is
-        below the first edge is zero, and what is beyond the last one is left out.
+        There are four at equal distances in every bin, [4 * (BINS - 2) + 1] float32 and float64
+        each. Values below the first edge count as zero; values beyond the last edge are left out.
         """
         edges = torch.tensor([upper_edge(index) for index in range(BINS - 1)])
         low, width = edges[:-1, None], edges.diff()[:, None]
@@ -122,7 +122,7 @@ class HistogramObserver:
         return torch.cat([torch.zeros(1), inside]), torch.cat([self._counts[:1].double(), counts])
 
     def percentile(self, q: float) -> float:
-        """Return a magnitude that at least q percent of the values do not exceed; 0 when unseen.
+        """A magnitude that at least q percent of the values do not exceed; 0 when unseen.
 
         It is the upper edge of the bin that holds the exact percentile p (the smallest value with
         at least q percent of all values at or below it): p < result <= 9/8 * p for p of 2^-40 or
@@ -142,7 +142,8 @@ class HistogramObserver:
         total = int(self._counts.sum())
         if total == 0:
             return 0.0
-        rank = max(1, math.ceil(total * Fraction(str(q)) / 100))  # as written: 99.9 is not a float
+        # the decimal number as written: 99.9 is no exact float
+        rank = max(1, math.ceil(total * Fraction(str(q)) / 100))
         edge = upper_edge(int((self._counts.cumsum(0) < rank).sum()))
         if math.isinf(edge):
             raise StatisticsError(

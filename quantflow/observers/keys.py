@@ -1,7 +1,7 @@
-"""Names of statistics in a file, `<source name>|<site>|<statistic>`, and the observers they belong to.
+"""Names of statistics in a file, `<source name>|<site>|<statistic>`, and their observers.
 
-Statistics with one value per channel are of the last dimension of what flowed at the site, and of a
-weight's rows, its output features; at HEADS they are of each key/value head.
+Statistics with one value per channel are of the last dimension of the site's tensor. A weight's are
+of its rows, its output features; those at HEADS are of each kv head.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +14,11 @@ from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, STATISTICS, Observer
 
 Item = TypeVar("Item")
-# what the caches store once more, with heads in the place of features
+# the tensors of k_cache and v_cache again, with heads in the place of features
 HEADS = ("k_heads", "v_heads")
-# query and k_cache after RoPE; routed: the tokens that a router sent to an expert, whatever else
-# the expert was shown; gradient: of the loss, by the output; guided_input: the input, each token of
-# it times the root mean square of that gradient.
+# query and k_cache: after RoPE. routed: the tokens that a router sent to an expert, whatever other
+# tokens the expert ran on. gradient: that of the loss by the output. guided_input: the input, each
+# token of it times the root mean square of that gradient.
 SITES = (
     "input",
     "output",
@@ -32,17 +32,17 @@ SITES = (
     "guided_input",
 )
 
-# too large for a copy, perhaps
+# statistics that may be too large for a copy
 MATRICES = frozenset(name for name, statistic in STATISTICS.items() if statistic.is_matrix)
 
 
 class Key(NamedTuple):
-    """Which statistic of which tensor.
+    """The name of one statistic of one tensor.
 
     Attributes:
-        name: the source name of the weight.
-        site: one of SITES: where the data flowed.
-        statistic: the name that an observer's state gives it.
+        name: source name of the weight.
+        site: place of the tensor, one of SITES.
+        statistic: name in the observer's state.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Key(NamedTuple):
     statistic: str
 
     def __str__(self) -> str:
-        """Return the key as files have it."""
+        """The key in files."""
         return "|".join(self)
 
 
 def is_matrix(text: str) -> bool:
-    """Return whether a key is that of a matrix."""
+    """Whether a key is that of a matrix."""
     return text.rpartition("|")[2] in MATRICES
 
 
 def parse_key(text: str) -> Key:
-    """Split a key into its parts.
+    """The parts of a key.
 
     Raises:
-        StatisticsError: it has not three parts, or the site is unknown.
+        StatisticsError: the key has not three parts, or the site is unknown.
     """
     parts = text.split("|")
     if len(parts) != 3 or not all(parts) or parts[1] not in SITES:
@@ -76,10 +76,10 @@ def parse_key(text: str) -> Key:
 
 
 def by_site(statistics: Mapping[str, Item]) -> dict[tuple[str, str], dict[str, Item]]:
-    """Return (source name, site) -> statistic name -> what the key stands for, in sorted order.
+    """(source name, site) -> statistic name -> value of its key, in sorted order.
 
     Raises:
-        StatisticsError: a key is not one.
+        StatisticsError: a key has another form.
     """
     sites: dict[tuple[str, str], dict[str, Item]] = {}
     for (name, site, statistic), text in sorted((parse_key(text), text) for text in statistics):
@@ -88,12 +88,12 @@ def by_site(statistics: Mapping[str, Item]) -> dict[tuple[str, str], dict[str, I
 
 
 def observer_kinds(name: str, site: str, *, statistics: Collection[str]) -> list[type[Observer]]:
-    """Return the classes of observers whose states have these names.
+    """The classes of the observers that have these statistics.
 
     Args:
         name: source name, for the message.
-        site: for the message.
-        statistics: statistic names, of one site.
+        site: site, for the message.
+        statistics: statistic names, all of one site.
 
     Raises:
         StatisticsError: a statistic belongs to no observer, or not all of its observer's are there.
@@ -108,12 +108,12 @@ def observer_kinds(name: str, site: str, *, statistics: Collection[str]) -> list
 
 
 def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> list[Observer]:
-    """Make the observers whose states these statistics are; two observers may share a `count`.
+    """The observers whose states these statistics are; two of them may share a `count`.
 
     Args:
         name: source name, for the message.
-        site: for the message.
-        statistics: statistic name -> tensor, of one site.
+        site: site, for the message.
+        statistics: statistic name -> tensor, all of one site.
 
     Raises:
         StatisticsError: a statistic belongs to no observer, or is not one of its states (NaN,
@@ -129,15 +129,16 @@ def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> l
 
 
 def are_states(alike: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Return whether `observers_at` takes each of several sites; a no may also mean that they have to be asked one by one.
+    """Whether `observers_at` takes each of several sites.
 
-    Observers compare single values with bounds. So it is enough to show them the smallest and the
-    largest of all sites, which takes less than half the time. Matrices are left to be asked for one
-    by one: there is to be no copy of them.
+    A no may also mean that each site has to be checked by itself. Observers compare single values
+    with bounds, so it is enough to check the smallest and the largest of all sites, which takes
+    less than half the time. Matrices are left to a check one by one, since no copy of them may be
+    made.
 
     Args:
-        alike: statistic name -> tensor, of each site; the same names, dtypes and shapes at all of
-            them.
+        alike: statistic name -> tensor, for each site; names, dtypes and shapes are the same at
+            all.
     """
     if not alike[0].keys().isdisjoint(MATRICES):
         return False

@@ -1,4 +1,4 @@
-"""The mean magnitude of each input feature: what AWQ weighs channels by."""
+"""The mean magnitude of each input feature, AWQ's measure of a channel's importance."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Self
@@ -10,8 +10,8 @@ from quantflow.core import groups
 from quantflow.numerics import statistics
 from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
-# whose float64 copy a core's cache holds; part of the result's last digits, because it orders the
-# sum
+# Rows whose float64 copy a core's cache holds. Part of the result's last digits, because it orders
+# the sum.
 _ROWS_AT_ONCE = 32
 
 
@@ -21,10 +21,10 @@ ABS_SUM = Statistic(
 
 
 class MeanAbsObserver:
-    """Sum of |x| in each feature, in float64, and how many samples it is over.
+    """Sum of |x| in each feature, in float64, and the number of samples.
 
     Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order.
-    The count is exact. An unseen observer is neutral. Not idempotent: what is merged twice counts
+    The count is exact. An unseen observer is neutral. Not idempotent: samples merged twice count
     twice.
 
     Args:
@@ -36,7 +36,7 @@ class MeanAbsObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._abs_sum = torch.zeros(features, dtype=torch.float64)
         self._count = torch.zeros((), dtype=torch.int64)
 
@@ -46,7 +46,7 @@ class MeanAbsObserver:
         return self._abs_sum / self._count.clamp_min(1)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
+        """Take in samples x [..., C], any float dtype; each of its rows counts one.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -57,7 +57,7 @@ class MeanAbsObserver:
         self._count = self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -68,21 +68,21 @@ class MeanAbsObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"abs_sum": [C] float64, "count": [] int64}."""
+        """{"abs_sum": [C] float64, "count": [] int64}."""
         return {"abs_sum": self._abs_sum, "count": self._count}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

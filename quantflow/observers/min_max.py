@@ -1,7 +1,7 @@
-"""The range of each input feature, widened to hold zero: what an asymmetric scale is made from.
+"""The range of each input feature, widened to hold zero, from which an asymmetric scale follows.
 
-Per feature and not per tensor, so that smoothing can still be applied to it; the tensor's range is
-its reduction.
+It is per feature and not per tensor, so that smoothing can still be applied to it; the tensor's
+range is its reduction.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ class MinMaxObserver:
     SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._min_val = torch.zeros(features, dtype=torch.float32)
         self._max_val = torch.zeros(features, dtype=torch.float32)
 
     def update(self, x: Tensor) -> None:
-        """Take in samples.  x: [..., C], any float dtype.
+        """Take in samples x [..., C], any float dtype.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
@@ -58,7 +58,7 @@ class MinMaxObserver:
             self._max_val = torch.maximum(self._max_val, high) + 0.0
 
     def merge(self, other: Self) -> None:
-        """Take in what `other` has seen.
+        """Take in the samples of `other`.
 
         Raises:
             StatisticsError: the number of features differs.
@@ -69,21 +69,21 @@ class MinMaxObserver:
 
     @classmethod
     def live_bytes(cls, features: int) -> int:
-        """Return the memory of an observer that has seen samples."""
+        """The bytes of an observer that has seen samples."""
         return statistics.stored_bytes(cls.STATISTICS, features)
 
     @staticmethod
     def update_bytes(features: int, samples: int) -> int:
-        """Return the memory that an update takes beside what it is shown and the observer."""
+        """The bytes that an update takes beside its samples and the observer."""
         return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"min_val": [C] float32, at most 0, "max_val": [C] float32, at least 0}."""
+        """{"min_val": [C] float32, at most 0, "max_val": [C] float32, at least 0}."""
         return {"min_val": self._min_val, "max_val": self._max_val}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
-        """Make the observer that had this state.
+        """The observer that had this state.
 
         Raises:
             StatisticsError: the state is not one of this observer's.

@@ -1,7 +1,7 @@
-"""Some of a linear's input rows as they are: what a search of smoothing factors tries its candidates on.
+"""A sample of a linear's input rows, for a search of smoothing factors.
 
-A static range that is tried on text which it was taken from clips nothing, whatever the factors
-are. So there the rows are of some calls, and the range of each feature is of the others.
+A static range clips nothing of the text that it was measured on, whatever the factors are. So rows
+and ranges come from different calls: some calls give rows, the others the range of each feature.
 """
 
 import torch
@@ -15,26 +15,29 @@ NAME = "rows"
 class RowSample:
     """Rows at equal distances out of each call's.
 
-    It lives for one layer and is in no measurement: its rows are worth as much as the text that
-    they come from. The order of the calls is the order of the rows: one call per sequence, in
+    It lives for one layer and is in no measurement, since its rows are as confidential as the text
+    that they come from. The order of the calls is the order of the rows: one call per sequence, in
     sample order, is the canonical one.
 
     Args:
         features: size K of the last dimension of every x.
-        each: how many rows are kept of a call, all of one that has fewer.
-        apart: of that many calls the second gives rows, and the others ranges; 1 takes rows of all
-            of them.
+        each: number of rows that are kept of a call; a call of fewer rows gives all.
+        apart: length of a cycle of calls, of which the second gives rows and the others ranges; 1
+            takes rows of all calls.
     """
 
     def __init__(self, features: int, *, each: int, apart: int = 1) -> None:
-        """Start with nothing seen."""
+        """Begin without samples."""
         self._features, self._each, self._apart = features, each, apart
         self._kept: list[Tensor] = []
         self._ranges: list[Tensor] = []  # lowest and highest of each feature, [2, K]
         self._calls = 0
 
     def update(self, x: Tensor) -> None:
-        """Keep some of the rows, or widen the ranges.  x: [..., K], any float dtype.
+        """Keep some of the rows, or widen the ranges.
+
+        Args:
+            x: samples, [..., K], any float dtype.
 
         Raises:
             StatisticsError: x has other features, or holds NaN or Inf.
@@ -53,9 +56,10 @@ class RowSample:
         self._kept.append(rows[chosen])
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"rows": [R, K] float32}, and of the other calls {"seen_min": [K], "seen_max": [K]}.
+        """The rows, "rows" [R, K] float32, and the ranges, "seen_min" and "seen_max" [K].
 
-        Where only the first call has been, which gives a range, there are no rows.
+        Ranges are there where a call gave one. After a first call that gives a range there are no
+        rows.
         """
         rows = torch.cat(self._kept) if self._kept else torch.zeros(0, self._features)
         ranges = {

@@ -1,1 +1,1 @@
-"""A recipe as records, and what becomes of each linear: schemes, compatibility, memory, time."""
+"""Recipes as records, and what they mean for a model: schemes, compatibility, memory and time."""

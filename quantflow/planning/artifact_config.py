@@ -1,4 +1,4 @@
-"""The config.json of an artifact: the source's, with the layout's quantization_config, which lists what is not quantized."""
+"""The config.json of an artifact: the source's and the layout's quantization_config."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,18 +14,19 @@ _HEADS = ("lm_head", "embed_out")
 def artifact_config(
     config: Mapping[str, Any], graph: Graph, plan: Plan, *, names: Collection[str]
 ) -> dict[str, Any]:
-    """Return the content of an artifact's config.json.
+    """Content of an artifact's config.json.
 
-    Nothing of the source's is changed but for a head that is quantized: no embedding can be tied to
-    that.
+    Everything else of the source stays. Only a quantized head changes a key: no embedding can be
+    tied to it.
 
     Args:
-        config: the source's.
-        graph: its linears.
-        plan: what becomes of them.
-        names: the source's tensors.
+        config: config.json of the source.
+        graph: linears of the model.
+        plan: plan of the artifact.
+        names: tensor names of the source.
     """
-    schemes, own = plan.quantized, dict(config)
+    schemes = plan.quantized
+    own = dict(config)
     if plan.head is not None:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
@@ -39,18 +40,19 @@ def artifact_config(
 
 
 def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[str]) -> list[str]:
-    """Return the linears that are not quantized, by their source names; those outside the layers by all that loaders know.
+    """Source names of the linears that are not quantized.
 
-    A head that is tied to the embedding is among them: it is a linear of the model without a
-    tensor.
+    Linears outside the layers are listed by every name under which loaders look for them. A head
+    that is tied to the embedding is among them: it is a linear of the model without a tensor.
 
     Args:
-        graph: the model's linears.
-        quantized: those that are quantized: source names, or all their names where a folder's may
-            not be the graph's.
-        names: the tensors of the folder.
+        graph: linears of the model.
+        quantized: source names of the quantized linears; all their names where a folder's names may
+            differ from the graph's.
+        names: tensor names of the folder.
     """
-    modules, heads = module_names(graph), list(_HEADS)
+    modules = module_names(graph)
+    heads = list(_HEADS)
     inside = [*graph.linears, *graph.routers, *graph.idle]
     if graph.family.discovered:
         inside += graph.others
@@ -61,7 +63,7 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
         if name not in quantized and modules.get(name, name) not in quantized
     ]
     if not any(head in quantized for head in heads):
-        # a bias alone, where the head is the embedding
+        # a head that is tied to the embedding may still have a bias of its own
         stored = {name.rpartition(".")[0] for name in names}
         left += [name for name in dict.fromkeys(heads) if name in stored] or [
             graph.family.head_place
@@ -70,7 +72,7 @@ def left_alone(graph: Graph, quantized: Collection[str], *, names: Collection[st
 
 
 def module_names(graph: Graph) -> dict[str, str]:
-    """Return source name -> what the model in memory calls it, of linears whose names differ."""
+    """Source name -> name of the module in memory, for linears whose two names differ."""
     found = {graph.family.head: graph.family.head_place}
     if graph.family.discovered:
         for layer in graph.layers:

@@ -1,10 +1,9 @@
-"""Whether a quantized model can be cut over 2, 4 or 8 cards: what does not divide, by name.
+"""Whether a quantized model can be cut over 2, 4 or 8 cards, and the dimensions that do not divide.
 
-A linear behind a norm, or one of several that runtimes fuse, is cut by its rows (each card computes
-some outputs), any other by its columns (each card takes some inputs), as Megatron does and every
-runtime since. Heads go whole; key and value heads that are fewer than the cards are copied, as
-runtimes do, where the cards are a multiple of them. Source: Shoeybi et al. 2019, "Megatron-LM",
-section 3.
+A linear behind a norm, or one of several that runtimes fuse, is cut by its rows: each card computes
+some outputs. Any other is cut by its columns: each card takes some inputs. Heads go whole. Fewer kv
+heads than cards are copied where the cards are a multiple of them. Megatron and the runtimes after
+it cut the same way. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ SIZES = (1, 2, 4, 8)
 def obstacles(
     model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int
 ) -> list[tuple[str, str]]:
-    """Return what keeps the model from being cut over `size` cards: (name, the two numbers that do not divide)."""
+    """Obstacles to a cut of the model over `size` cards: (name, the numbers that do not divide)."""
     found = []
     if units_of(model.heads, cards=size, card=0) is None:
         found.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
@@ -51,7 +50,10 @@ def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:
 
 
 def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
-    """Return why a weight's columns cannot be cut over `size` cards, groups and words of packed values whole; else None."""
+    """The reason why a weight's columns cannot be cut over `size` cards; None where they can.
+
+    Groups and words of packed values stay whole.
+    """
     held = units_of(columns, cards=size, card=0)
     if held is None:
         return f"{columns} columns over {size}"
@@ -65,5 +67,6 @@ def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | N
     count = elements_of_whole_words(num_bits)  # pack-quantized values are packed along the columns
     if scheme.layout == "pack-quantized" and share % count:
         words = count * num_bits // 32
-        return f"{columns} columns over {size} are {share}, {'a word holds' if words == 1 else f'{words} words hold'} {count}"
+        holders = "a word holds" if words == 1 else f"{words} words hold"
+        return f"{columns} columns over {size} are {share}, {holders} {count}"
     return None

@@ -1,4 +1,7 @@
-"""What goes with what: one checker of what algorithms and transforms say of themselves, before a weight is read."""
+"""What goes with what: one checker of the `SUPPORTS` of algorithms and transforms.
+
+It runs before a weight is read.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +19,7 @@ Transforms = Sequence[tuple[str, Mapping[str, Any]]]  # name and options of each
 
 
 def goes_with(scheme: LinearScheme) -> str:
-    """Return the algorithms that go with a scheme, as a sentence has them: `rtn, rtn_mse or gptq`."""
+    """Algorithms that go with a scheme, as a sentence lists them: `rtn, rtn_mse or gptq`."""
     names = [
         name for name, algorithm in ALGORITHMS.items() if algorithm.SUPPORTS.scheme(scheme) is None
     ]
@@ -27,12 +30,12 @@ def check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
     """Refuse a scheme that an algorithm cannot do.
 
     Args:
-        name: of the artifact.
-        algorithm: as recipes name it, `tune` too.
-        scheme: of some of its linears.
+        name: name of the artifact, for the message.
+        algorithm: name of the algorithm in recipes; `tune` too.
+        scheme: scheme of some linears.
 
     Raises:
-        UsageError: naming both.
+        UsageError: the algorithm cannot do the scheme; the message names both.
     """
     words = algorithm if algorithm == TUNE else f"algorithm {algorithm}"
     if refusal := supports_of(algorithm).scheme(scheme):
@@ -40,18 +43,19 @@ def check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
 
 
 def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ranks: int) -> None:
-    """Refuse a model, or cards that share it, that a method does not go with.
+    """Refuse a model, or several ranks, that a method does not go with.
 
     Args:
-        name: of the artifact.
-        method: an algorithm or a transform, by name.
-        supports: what it says of itself.
-        graph: the model's.
-        ranks: how many cards share it.
+        name: name of the artifact, for the message.
+        method: name of an algorithm or a transform.
+        supports: what the method declares about itself.
+        graph: graph of the model.
+        ranks: number of ranks that share the model.
 
     Raises:
-        UsageError: it does not go with several cards.
-        UnsupportedError: it does not go with mixtures, or with norms that subtract the mean.
+        UsageError: the method does not go with several ranks.
+        UnsupportedError: the method does not go with mixtures, or with norms that subtract the
+            mean.
     """
     family = graph.family
     if graph.sparse and supports.mixtures is not None:
@@ -59,7 +63,10 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
             f"{name}: {method} of a {family.model_type}", family=family.model_type
         )
     if family.discovered and supports.centred_norms is not None:
-        told = f"{name}: {method} of a {family.model_type}, whose norms are not known to commute with rotations"
+        told = (
+            f"{name}: {method} of a {family.model_type}, whose norms are not known to commute "
+            "with rotations"
+        )
         raise UnsupportedError(told, "leave it out; smoothquant and awq go with every family")
     if family.residual is None and family.mixture is None and supports.centred_norms is not None:
         raise supports.centred_norms.error(
@@ -70,10 +77,10 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
 
 
 def check_tuning(name: str, scheme: LinearScheme, *, transforms: Transforms) -> None:
-    """Refuse what scales cannot be tuned end to end for.
+    """Refuse a scheme or a rotation with which scales cannot be tuned end to end.
 
     Raises:
-        UsageError: the scheme, or a rotation.
+        UsageError: the scheme cannot be tuned, or a transform is a rotation.
     """
     check_algorithm(name, TUNE, scheme)
     refusal = supports_of(TUNE).rotations
@@ -94,15 +101,15 @@ def check_transforms(
     """Refuse transforms that do not go with how weights and static inputs are quantized.
 
     Args:
-        name: of the artifact.
-        algorithm: of linears that share an input.
-        transforms: in the order in which they run.
-        observer: the recipe's word on the ranges of static inputs.
-        histograms: whether a histogram cuts such a range short.
-        chosen: whether the schemes are chosen for each linear.
+        name: name of the artifact, for the message.
+        algorithm: algorithm of linears that share an input.
+        transforms: transforms in the order in which they run.
+        observer: the recipe's `input_observer`.
+        histograms: whether a histogram cuts the range of a static input.
+        chosen: whether schemes are chosen for each linear.
 
     Raises:
-        UsageError: naming the first of them that does not.
+        UsageError: a transform does not go with them; the message names the first.
     """
     for transform, _ in transforms:
         supports = KNOWN[transform].SUPPORTS
@@ -128,19 +135,19 @@ def mixing_inputs(
     transforms: Transforms,
     algorithm: str,
 ) -> dict[str, LinearScheme | None]:
-    """Return the schemes with the inputs of the down projections mixed, where a recipe says `hadamard: {down: true}`.
+    """Schemes with rotated inputs of down projections, as `hadamard: {down: true}` asks.
 
     Args:
-        name: of the artifact.
-        schemes: of each linear.
-        graph: the model's.
+        name: name of the artifact, for the message.
+        schemes: scheme of each linear; None is not quantized.
+        graph: graph of the model.
         shapes: source tensor name -> shape.
-        transforms: (name, options) of each.
-        algorithm: as recipes name it.
+        transforms: (name, options) of each transform.
+        algorithm: name of the algorithm in recipes.
 
     Raises:
-        UsageError: together with another transform, whose factors do not go through what is mixed,
-            or with learned rounding.
+        UsageError: another transform stands beside it, whose factors do not pass through the
+            rotation, or rounding is learned.
     """
     turns = [
         (transform, ROTATIONS[transform], options)
@@ -167,7 +174,8 @@ def mixing_inputs(
         if group.gated
         for one in group.linears
     ):
-        scheme, block = schemes[linear], turn.block_of(shapes[f"{linear}.weight"][1])
+        scheme = schemes[linear]
+        block = turn.block_of(shapes[f"{linear}.weight"][1])
         if scheme is not None and block > 1:
             found[linear] = replace(scheme, rotation=block)
     return found

@@ -1,11 +1,12 @@
-"""The cost model: memory and disk of each stage, from shapes and the recipe alone, one function per stage.
+"""The cost model: memory and disk of each stage, from shapes and the recipe alone.
 
-They describe the largest of a stage's processes, without what Python and its libraries take
-(`Need.peak` adds it): export's proof runs in a process of its own, each rank of measure is one.
+There is one function per stage. It describes the largest of the stage's processes: export's proof
+runs in a process of its own, and each rank of measure is one. What Python and its libraries take is
+not in it; `Need.peak` adds that.
 
-Below the stages are the parts of a model while they run. What belongs to a method is asked of the
+Below the stages are the parts of a model while they run. What belongs to a method comes from the
 method: algorithms and transforms say what their mathematics takes (`working_bytes`), observers what
-their states and updates do.
+their states and updates take.
 """
 
 import math
@@ -38,33 +39,34 @@ from quantflow.planning.sizes import (
 from quantflow.transforms import TRANSFORMS
 
 FILES_BASE = 240_000_000  # a process with Python, torch and quantflow: 237 to 239 MB
-# and transformers' model code, which only a stage that runs the model imports: 354 to 362 MB
+# A stage that runs the model also imports transformers' model code: 354 to 362 MB.
 MODEL_BASE = 360_000_000
-# code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB
+# Code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB.
 LIBRARIES = 30_000_000
 CANARY_TOKENS = 64
-BUFFERS = 24 << 20  # that files are copied, compared and decoded through
+BUFFERS = 24 << 20  # through which files are copied, compared and decoded
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
-# units of file to file beyond the workers' own, since a unit waits for the disk before it computes
+# Units of file to file beyond the workers' own, since a unit waits for the disk before it computes.
 READERS = 2
-# weights of such a unit: its float32 copies stay near the core, and Python's share of the time is
-# small
+# Weights of a unit: few enough for the float32 copies to stay in a core's cache, and enough for
+# Python's share of the time to be small.
 UNIT = 1 << 20
-UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
+UNIT_FILES = 4  # bytes per weight of a unit: as stored and as written
 
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a stage takes, in bytes.
+    """Memory and disk that a stage takes, in bytes.
 
     Attributes:
-        moments: the largest of these counts: memory beside the process itself, and of each unit
-            that runs at once.
-        result: files that stay.
-        scratch: files that are removed at the end of the stage.
-        base: the process itself, once it has imported what the stage uses.
+        stage: name of the stage.
+        moments: pairs of (memory beside the process itself, memory per unit that runs at once), one
+            for each step of the stage.
+        result: bytes of files that stay.
+        scratch: bytes of files that the stage removes at its end.
+        base: bytes of the process itself, once it has imported what the stage uses.
     """
 
     stage: str
@@ -74,18 +76,18 @@ class Need:
     base: int = MODEL_BASE
 
     def peak(self, *, base: int, workers: int) -> int:
-        """Return the memory of the process with that choice."""
+        """Memory of the process with so many workers."""
         return base + max(fixed + workers * each for fixed, each in self.moments)
 
 
 def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
-    """Return what measure takes: a layer in float32, a sequence's forward per worker, statistics; hidden states are on disk.
+    """Memory and disk of measure: a layer in float32, a sequence's forward per worker, statistics.
 
-    Without statistics no layer runs, unless there are experts, whose tokens are counted. Each
-    layer's statistics wait on disk until all are there; then they are in memory together, but for
-    matrices, which are read one at a time. Where gradients are measured too, what enters each layer
-    waits on disk for the way back, on which a sequence's sums of products of gradients are beside
-    those of all before it.
+    Without statistics no layer runs, unless there are experts, whose tokens are counted. Hidden
+    states are on disk, and so are each layer's statistics until all are there. Then all are in
+    memory together, except for matrices, which are read one at a time. Where gradients are measured
+    too, the input of each layer waits on disk for the backward pass. There, a sequence's sums of
+    products of gradients stand beside the sums of all sequences before it.
     """
     ids = 8 * sum(lengths)
     if not stats and not model.sparse:
@@ -93,10 +95,8 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
-    forwards, backwards = (
-        [name for name in stats if not of_gradients(name)],
-        [name for name in stats if of_gradients(name)],
-    )
+    forwards = [name for name in stats if not of_gradients(name)]
+    backwards = [name for name in stats if of_gradients(name)]
     small = sum(
         statistics_bytes(layer, [name for name in stats if not holds_matrix(name)])
         for layer in model.layers
@@ -111,7 +111,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * (small + matrix), 0),
     )
-    # two generations while layers run; at the end one, and what layers found
+    # Two generations of hidden states while layers run; at the end one, and the statistics.
     scratch = hidden + max(hidden, statistics)
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
@@ -126,7 +126,10 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
 
 
 def need_choice(model: ModelSize) -> Need:
-    """Return what choosing schemes takes: per worker rows of the widest weight, as stored, in float32, rounded, their error."""
+    """Memory of the choice of schemes.
+
+    A worker holds rows of the widest weight as stored, in float32, rounded, and their error.
+    """
     widest = max(k for layer in model.layers for _, _, k in layer.groups)
     return Need(
         stage="choose",
@@ -136,11 +139,11 @@ def need_choice(model: ModelSize) -> Need:
 
 
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
-    """Return what quantize takes layer by layer.
+    """Memory and disk of quantize layer by layer.
 
-    The calibration text runs through the layer while the Hessians grow, half of each; transforms
-    compare their candidates; then each group is quantized with its whole Hessian and the halves of
-    the groups after it; then the quantized layer, beside what its file will hold, runs again.
+    The calibration text runs through the layer while the Hessians grow, half of each. Transforms
+    compare their candidates. Each group is then quantized with its whole Hessian, beside the halves
+    of the groups after it. At last the quantized layer runs again, beside the content of its file.
     """
     longest = max(lengths, default=CANARY_TOKENS)
     hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
@@ -150,7 +153,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     forward = forward_bytes(model, longest)
     inputs = inputs_bytes(model, plan, longest) if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
-    # one sequence more, being added up
+    # one more sequence, which the Hessians add at the moment
     folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)
     layer = layer_in_memory(model.layer) if plan.in_float32 else layer_as_stored(model)
     parts = 0 if plan.in_float32 else parts_bytes(model, longest)
@@ -181,7 +184,10 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
-    """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
+    """Memory and disk of quantize from file to file.
+
+    A worker holds the unit that it rounds, and units that wait to be written.
+    """
     algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
     result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
         model, plan.head
@@ -192,14 +198,13 @@ def need_files(model: ModelSize, plan: Plan) -> Need:
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
-    """Return what export and its proof take: of a model that is no single file, layer files are linked, the rest is copied.
+    """Memory and disk of export and its proof.
 
-    The proof of a canary holds one quantized layer, and after the last of them the head as stored.
+    In an artifact of several files the layer files are linked, and the rest is copied. The proof of
+    a canary holds one quantized layer, and after the last layer the head as stored.
     """
-    layers, outside = (
-        layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache),
-        outside_bytes(model, plan.head),
-    )
+    layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
+    outside = outside_bytes(model, plan.head)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
@@ -216,9 +221,13 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 def need_validate(
     model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None
 ) -> Need:
-    """Return what validate takes: a layer in float32, heads, and per worker a window's forward and logits.
+    """Memory and disk of validate: a layer in float32, heads, a window and logits per worker.
 
-    One of the models has its head quantized where `head` says so.
+    Args:
+        model: sizes of the model.
+        lengths: tokens of each window.
+        models: number of models that run.
+        head: plan of the candidate's head; None leaves it as it is.
     """
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
@@ -235,16 +244,16 @@ def need_validate(
 
 
 def _rounding(algorithm: str) -> Moment:
-    """File to file: the units that workers round, those that wait to be written, and those that are read ahead."""
+    """Units from file to file that workers round, that wait to be written, that are read ahead."""
     worker = ALGORITHMS[algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
     return LIBRARIES + READERS * worker, worker
 
 
 def inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
-    """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians.
+    """Inputs of a layer's groups, kept from a sequence's forward until the Hessians add them.
 
-    Of an expert they are those of the tokens that are sent to it, unless the policy shows it every
-    token.
+    An expert has the inputs of the tokens that the router sends to it, or of all where its policy
+    says so.
     """
     every = fed_by(plan.experts) == "all"
     features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
@@ -252,12 +261,12 @@ def inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
 
 
 def folds(layer: LayerSize) -> list[Group]:
-    """Return the groups that a search can have to do with."""
+    """Groups of linears into whose input factors can be folded, the ones that a search concerns."""
     return [group for group, folds in zip(layer.groups, layer.folds, strict=True) if folds]
 
 
 def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
-    """Each group while a transform compares its candidates, beside the layer: its whole Hessian, and what that takes."""
+    """Each group while a transform compares candidates: its whole Hessian, the transform's work."""
     moments = []
     for name, options in plan.smoothings:
         reads = TRANSFORMS[name].needs(options)
@@ -276,11 +285,13 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
 def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     """Each group while its Hessian is made whole from its half, and then while it is quantized.
 
-    What its algorithm takes, the weights from this group on, qvalues and what they are encoded to,
-    what the groups before it were encoded to, and the halves of the Hessians that are left. The
-    Hessian is overwritten by the last of its schemes.
+    Held are what its algorithm takes, the weights from this group on, its qvalues and their
+    encoding, the encodings of the groups before it, and the halves of the Hessians of the groups
+    after it. The last of its schemes overwrites the Hessian.
     """
-    moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
+    moments = []
+    done = 0
+    algorithm = ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
@@ -293,7 +304,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
             each = max(each, 2 * groups.unit_bytes(k))
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
-        # read now, let go of with the group
+        # gradients are read when the group's turn comes and are freed with it
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
@@ -303,17 +314,19 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
 
 
 def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
-    """Each group while it is quantized: what is held beside its algorithm's work, its rows of all linears, its features.
+    """Each group while it is quantized: (bytes beside its algorithm's work, rows, features).
 
-    Held are the weights from this group on, its Hessian whole, the halves of those that are left,
-    cut weights where ranges are cut, and while rounding is learned what the groups before it begin
-    with.
+    Held are the weights from this group on, its whole Hessian and the halves of those after it, cut
+    weights where ranges are cut, and, while rounding is learned, the starting points of the groups
+    before it. The rows are those of all its linears.
     """
-    found, done = [], 0
+    found = []
+    done = 0
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
     left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
-        rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
+        rows = sum(outputs)
+        hessian = HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
         held = left + sum(halves[index + 1 :]) + hessian + done
         held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
         found.append((held, rows, k))
@@ -325,7 +338,7 @@ def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:
-    """Weights that are cut, in float32, and the blocks of the Hessian that say where."""
+    """Cut weights in float32, and the blocks of the Hessian that decide where to cut."""
     sizes = [
         (scheme.weights.group_size or features)
         for name in names
@@ -340,12 +353,12 @@ def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:
 
 
 def installed_bytes(model: ModelSize) -> int:
-    """A layer of quantized linears on the reference backend, which holds their weights in float32."""
+    """A layer of quantized linears on the reference backend: their weights in float32."""
     return FLOAT * model.layer.elements
 
 
 def installing_bytes(model: ModelSize, plan: Plan) -> int:
-    """The same while its largest linear is dequantized, beside its qvalues of one byte."""
+    """A quantized layer while its largest linear is dequantized, beside its qvalues of one byte."""
     names = (
         name
         for names, _, _ in model.layer.groups
@@ -363,52 +376,53 @@ def layer_in_memory(layer: LayerSize) -> int:
 
 
 def layer_as_stored(model: ModelSize) -> int:
-    """A layer whose linears keep their weights as stored; what else it has is in float32."""
+    """A layer whose linears keep their weights as stored; its other tensors are in float32."""
     linears = [name for names, _, _ in model.layer.groups for name in names]
     weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in linears)
     return stored_bytes(model, linears) + FLOAT * (model.layer.elements - weights)
 
 
 def stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
-    """The weights of these linears as stored."""
+    """Weights of these linears as stored."""
     return sum(model.infos[f"{name}.weight"].nbytes for name in linears)
 
 
 def parts_bytes(model: ModelSize, tokens: int) -> int:
-    """The rows of such a weight that are in float32 at once, a copy of the tokens they meet, and what they make, twice."""
-    features, some = max(k for _, _, k in model.layer.groups), min(tokens, LINEAR_TOKENS)
+    """Rows of a stored weight in float32 at once, a copy of their tokens, their outputs twice."""
+    features = max(k for _, _, k in model.layer.groups)
+    some = min(tokens, LINEAR_TOKENS)
     return FLOAT * (LINEAR_ROWS * (2 * some + features) + some * features)
 
 
 def hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
-    """The float32 hidden states of sequences of these lengths, with what is carried beside them."""
+    """Float32 hidden states of sequences of these lengths, with what is carried beside them."""
     return FLOAT * model.between * sum(lengths)
 
 
 def embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
-    """Rows of the embedding that the sequences name, at most one per token, as stored and in float32."""
+    """Rows of the embedding that the sequences use, as stored and in float32."""
     return 2 * FLOAT * model.hidden * min(model.vocabulary, sum(lengths))
 
 
 def forward_bytes(model: ModelSize, tokens: int) -> int:
-    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
+    """A sequence's float32 forward: residual, norm, the wider of attention and MLP.
 
-    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and
-    one's input and output.
+    A mixture's experts run one after the other, each on all tokens at most. Held are their sum, and
+    one expert's input and output.
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    # q, its rotation, k and v, both repeated over the heads
+    # q and its rotation, k and v, and both repeated over the heads
     attention = 3 * queries + 2 * keys + 2 * queries
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
     return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
 
 
 def backward_bytes(model: ModelSize, tokens: int) -> int:
-    """What a sequence's forward through a layer keeps for its way back, and the gradients that are under way then.
+    """Tensors that a sequence's forward keeps for its backward, and gradients under way.
 
-    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and
-    both again repeated over the heads, and an MLP the tensors between its linears; and every linear
-    its input.
+    Each norm keeps about four tensors of the hidden size. Attention keeps its inputs and outputs
+    and both once more repeated over the heads. An MLP keeps the tensors between its linears. Every
+    linear keeps its input.
     """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
@@ -417,7 +431,7 @@ def backward_bytes(model: ModelSize, tokens: int) -> int:
 
 
 def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> int:
-    """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
+    """The head as stored, a part of it in float32, a sequence's logits in parts and joined."""
     return (
         head_in_memory(model, head)
         + FLOAT * HEAD_ROWS * model.hidden
@@ -426,7 +440,13 @@ def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> i
 
 
 def way_back_bytes(model: ModelSize, tokens: int, *, copies: int) -> int:
-    """What a thread has of a sequence's way back through the head: rows of it, thrice, and copies of a part's logits."""
+    """A thread's part of a backward through the head: its rows thrice, copies of logits.
+
+    Args:
+        model: sizes of the model.
+        tokens: tokens of the sequence.
+        copies: number of copies of a part's logits.
+    """
     return FLOAT * (
         3 * HEAD_ROWS * model.hidden
         + copies * min(tokens, logit_rows(model.vocabulary)) * model.vocabulary
@@ -434,7 +454,7 @@ def way_back_bytes(model: ModelSize, tokens: int, *, copies: int) -> int:
 
 
 def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
-    """The head as stored; one that is quantized while it is unpacked: as stored, and twice a byte for each weight."""
+    """The head as stored; a quantized one while it is unpacked, with two bytes per weight."""
     return (
         model.head[1]
         if head is None
@@ -445,7 +465,7 @@ def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
 def statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
     """Statistics of a layer, each under the name of its linear, those of a shared input too.
 
-    Of every weight and output there is amax, whatever observers are asked for.
+    Every weight and output has an amax, whatever observers run.
     """
     total = 0
     for names, outputs, features in layer.groups:
@@ -457,7 +477,7 @@ def statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
 
 
 def live_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
-    """The observers of a layer while data flows, under every name that their statistics will have."""
+    """The observers of a layer while data flows, under every name of their statistics."""
     return sum(
         observer_named(name).live_bytes(seen)
         for _, outputs, features in layer.groups
@@ -467,7 +487,7 @@ def live_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
 
 
 def watching_bytes(model: ModelSize, stats: Sequence[str], tokens: int) -> int:
-    """What observers take while they look at one tensor of a sequence, the most of any."""
+    """The largest working memory of an observer that reads one tensor of a sequence."""
     return max(
         (
             observer_named(name).update_bytes(seen, tokens)
@@ -492,18 +512,24 @@ def matrix_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
 
 
 def _seen(name: str, outputs: Sequence[int], features: int) -> list[int]:
-    """The features of everything that an observer is shown of linears that share an input, one for each linear and site."""
+    """Feature counts of all tensors that an observer sees of linears that share an input.
+
+    There is one for each linear and site.
+    """
     sites = observer_named(name).SITES
     return [width if site == "gradient" else features for width in outputs for site in sites]
 
 
 def gradient_bytes(outputs: Sequence[int]) -> int:
-    """The sums of products of the gradients by the outputs of some linears, in blocks of outputs."""
+    """Sums of products of the gradients by the outputs of some linears, in blocks of outputs."""
     return sum(map(output_blocks.nbytes, outputs))
 
 
 def started_bytes(plan: Plan, names: Sequence[str], outputs: Sequence[int], features: int) -> int:
-    """Qvalues of linears that share an input and wait to be learned from, a byte each, their scales and zero points."""
+    """Starting points of learned rounding for linears that share an input.
+
+    Each has a byte per qvalue, and scales and zero points.
+    """
     quantized = [
         (scheme, rows)
         for name, rows in zip(names, outputs, strict=True)
@@ -516,9 +542,10 @@ def started_bytes(plan: Plan, names: Sequence[str], outputs: Sequence[int], feat
 
 
 def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
-    """While a layer's rounding is learned, and while what came out is encoded: all of its weights, what it starts from, that.
+    """Memory while a layer's rounding is learned, and while its result is encoded.
 
-    Each worker brings a sequence there and back, with its target beside it.
+    All of the layer's weights, their starting points and the algorithm's work are held. Each worker
+    brings a sequence forward and back, with its target beside it.
     """
     if plan.learned is None:
         return []
@@ -535,10 +562,10 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
 
 
 def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
-    """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
+    """Memory while a layer brings sequences forward and back to tune, and while heads compare.
 
-    Of a part of a sequence a worker has both models' logits, the gradient, and what stands between
-    them.
+    For a part of a sequence a worker holds the logits of both models, the gradient, and the tensors
+    between them.
     """
     if plan.tune is None:
         return []
@@ -552,15 +579,16 @@ def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int,
 
 
 def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:
-    """Files while scales are tuned: the layers as they were and what smoothed them, hidden states, and what is tuned, twice.
+    """Bytes of files while scales are tuned.
 
-    Of every sequence there is what enters the first layer and what leaves the last one, twice while
-    that is written; of those of a step what enters each layer, and a gradient on either side of
-    one.
+    The files are the layers as they were, the factors that smoothed them, hidden states, and the
+    tuned values twice. Every sequence has the input of the first layer and the output of the last,
+    which is there twice while it is written. The sequences of a step have the input of each layer,
+    and a gradient on either side of one.
 
     Args:
-        model: its sizes.
-        plan: the artifact's.
+        model: sizes of the model.
+        plan: plan of the artifact.
         lengths: tokens of each sequence.
         layers: bytes of the layers' files.
     """
@@ -584,7 +612,7 @@ def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers:
 
 
 def _weights_and_scales(model: ModelSize, plan: Plan) -> tuple[int, int]:
-    """Return how many weights of the largest layer are quantized, and how many scales they have."""
+    """Number of quantized weights in the largest layer, and number of their scales."""
     started = sum(
         started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups
     )

@@ -1,15 +1,15 @@
-"""Memory of a device other than the CPU, by stage: what its tensors take there at once, from shapes and the recipe alone.
+"""Memory of a device other than the CPU: bytes of each stage's tensors, from shapes alone.
 
-One sequence is under way at a time, and of elementwise work as much as `groups.AT_ONCE` units. What
-is in host memory, files, hidden states and what is written, is what `quantflow.planning.cost`
-plans, whose formulas these are made of; it plans the CPU's work too, so that the host of a device
-takes less than it says.
+One sequence is under way at a time, and `groups.AT_ONCE` units of elementwise work. What stays in
+host memory (files, hidden states, what is written) is in the plan of `quantflow.planning.cost`,
+whose formulas this module uses. That plan counts the CPU's work too, so the host of a device takes
+less than it says.
 
-Tensors are what counts. The device's runtime takes some hundred megabytes beside them, and its
-allocator keeps what is between them; a limit that is given leaves room for both.
+Tensors alone are counted. The device's runtime takes some hundred megabytes beside them, and its
+allocator keeps freed blocks; a limit that a user gives should leave room for both.
 
     need = measure_on_device(model, lengths=[2048] * 32, stats=("amax",), dtype=torch.float32)
-    allow_on_device(need, resources, device)                                        # before a weight is read
+    allow_on_device(need, resources, device)  # before a weight is read
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ from quantflow.units import size as text_of
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNeed:
-    """What a stage's tensors take on a device.
+    """Bytes that a stage's tensors take on a device.
 
     Attributes:
-        stage: its name.
-        moments: what happens -> bytes of all tensors that are there then.
+        stage: name of the stage.
+        moments: description of a step -> bytes of all tensors that are there then.
     """
 
     stage: str
@@ -49,27 +49,26 @@ class DeviceNeed:
 
     @property
     def peak(self) -> int:
-        """Bytes at the moment that takes the most, with what cuBLAS takes among the tensors from its first product on."""
+        """Bytes in the largest step, and those that cuBLAS allocates for its first product."""
         return max(self.moments.values()) + WORKSPACE_BYTES
 
 
 def measure_on_device(
     model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype
 ) -> DeviceNeed:
-    """Return what measure takes: a layer, a sequence's forward, its statistics beside those of all before it.
+    """Device memory of measure: a layer, a sequence's forward, its statistics and those before it.
 
     Args:
-        model: its sizes.
+        model: sizes of the model.
         lengths: tokens of each sequence.
         stats: observers of every linear's input.
-        dtype: of weights and hidden states.
+        dtype: dtype of weights and hidden states.
     """
-    longest, size = max(lengths, default=0), dtype.itemsize
+    longest = max(lengths, default=0)
+    size = dtype.itemsize
     layer = size * model.layer.elements
-    forwards, backwards = (
-        [name for name in stats if not of_gradients(name)],
-        [name for name in stats if of_gradients(name)],
-    )
+    forwards = [name for name in stats if not of_gradients(name)]
+    backwards = [name for name in stats if of_gradients(name)]
     growing = max(cost.live_bytes(each, forwards) for each in model.layers)
     running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(
         model, forwards, longest
@@ -93,14 +92,14 @@ def measure_on_device(
 def quantize_on_device(
     model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1
 ) -> DeviceNeed:
-    """Return what quantize takes on the path that the plan takes.
+    """Device memory of quantize, on the path that the plan takes.
 
     Args:
-        model: its sizes.
-        plan: of the artifact.
+        model: sizes of the model.
+        plan: plan of the artifact.
         lengths: tokens of each calibration sequence.
-        ranks: that share the work of a layer, with a device each; what one gets from another is
-            beside its own inputs.
+        ranks: number of ranks that share the work of a layer, with a device each. What a rank
+            receives from another stands beside its own inputs.
     """
     if plan.file_to_file:
         return _files(plan)
@@ -125,7 +124,8 @@ def quantize_on_device(
     for name, options in plan.smoothings:
         reads = HESSIAN_SUM.name in TRANSFORMS[name].needs(options)
         for _, outputs, k in cost.folds(model.layer):
-            rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if reads else 0
+            rows = sum(outputs)
+            hessian = HESSIAN_SUM.nbytes(k) if reads else 0
             taken = TRANSFORMS[name].working_bytes(
                 k, rows, options=options, samples=samples, workers=1
             )
@@ -154,16 +154,17 @@ def validate_on_device(
     dtype: torch.dtype,
     head: HeadPlan | None = None,
 ) -> DeviceNeed:
-    """Return what validate takes: a layer, the heads, a window's forward and the logits of all models.
+    """Device memory of validate: a layer, the heads, a window's forward, all models' logits.
 
     Args:
-        model: its sizes.
+        model: sizes of the model.
         lengths: tokens of each window.
-        models: how many run: baseline, candidate, noise.
-        dtype: of weights and hidden states.
-        head: how that of the candidate is quantized; None is as it was.
+        models: number of models that run: baseline, candidate, noise.
+        dtype: dtype of weights and hidden states.
+        head: quantization of the candidate's head; None leaves it as it is.
     """
-    longest, size = max(lengths, default=0), dtype.itemsize
+    longest = max(lengths, default=0)
+    size = dtype.itemsize
     largest = model.layer.largest[0]
     logits = FLOAT * longest * model.vocabulary
     moments = {
@@ -179,10 +180,10 @@ def validate_on_device(
 
 
 def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> int | None:
-    """Return the bytes that a stage's tensors are expected to take on a device; None where it is the CPU.
+    """Bytes that a stage's tensors are expected to take on a device; None where it is the CPU.
 
     Raises:
-        ResourceError: they are more than --max-device-memory, or than are free there.
+        ResourceError: they are more than --max-device-memory, or than the device has free.
     """
     if device.is_host:
         return None
@@ -204,7 +205,7 @@ def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> i
 
 
 def _files(plan: Plan) -> DeviceNeed:
-    """File to file: units as stored and written, and what rounding them takes, of every thread."""
+    """File to file: units of every thread as stored and written, and the work of rounding them."""
     threads = process_memory.usable_cores() + cost.READERS
     names = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
     units = -(-cost.UNIT // groups.UNIT_ELEMENTS)
@@ -216,7 +217,7 @@ def _files(plan: Plan) -> DeviceNeed:
 
 
 def _units(rows: int, features: int) -> int:
-    """Return how many units of elementwise work a device takes as one, of some rows of a weight."""
+    """Units of elementwise work, on some rows of a weight, that a device takes as one."""
     return min(groups.AT_ONCE, -(-rows * features // groups.UNIT_ELEMENTS))
 
 

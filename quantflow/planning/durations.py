@@ -1,4 +1,4 @@
-"""How long the stages will take, from rates that a probe of one layer measured."""
+"""The seconds that the stages will take, from rates that a probe of one layer measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,20 @@ from quantflow.planning.sizes import (
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """Seconds of GPTQ for R rows of K columns: `cubic` K^3 for the factor, `linear` R K and `square` R K^2 for the columns."""
+    """Seconds of GPTQ for R rows of K columns, as three rates.
+
+    Attributes:
+        cubic: seconds per K^3, for the factor.
+        linear: seconds per R K, for the columns.
+        square: seconds per R K^2, for the columns.
+    """
 
     cubic: float
     linear: float
     square: float
 
     def seconds(self, rows: int, columns: int) -> float:
-        """Return the seconds of one worker."""
+        """Seconds of one worker."""
         return (
             self.cubic * columns**3 + self.linear * rows * columns + self.square * rows * columns**2
         )
@@ -41,16 +47,17 @@ class Speed:
         cores: workers in host memory.
         units: sequences, or groups of linears, that are under way at once where layers run: the
             cores, or 1 on a device.
-        ahead: a layer is read while the one before it runs, as on a device.
-        read, written, hashed: seconds per byte; read ends where layers run, written includes the
+        ahead: whether a layer is read while the one before it runs, as on a device.
+        read, written, hashed: seconds per byte. A read ends where layers run; a write includes the
             wait for the disk.
         token: seconds of one token through one layer in float32, at the probe's sequence length.
         run: the same in the dtype in which measure and validate run layers.
-        observed: seconds of an input's element under each observer.
-        hessian: seconds of a token under a Hessian, per squared feature.
-        gradient: seconds of a token under sums of gradients, per product that is kept.
-        rounded: artifact -> seconds per weight, rounded to nearest, encoded.
-        gptq: artifact -> what rounding with a Hessian takes; those that need none are missing.
+        observed: observer -> seconds per element of an input.
+        hessian: seconds per token and squared feature of a Hessian.
+        gradient: seconds per token and kept product of a sum of gradients.
+        rounded: artifact -> seconds per weight, rounded to nearest and encoded.
+        gptq: artifact -> rates of rounding with a Hessian; artifacts that need no Hessian are
+            missing.
     """
 
     cores: int
@@ -68,12 +75,13 @@ class Speed:
     gptq: Mapping[str, Rounding]
 
     def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
-        """Return the seconds of measure: hash the source, read it, run it, look at every input."""
+        """Seconds of measure: it hashes the source, reads it, runs it, and observes every input."""
         hashing = self.hashed * model.stored / self.cores
         if not stats and not model.sparse:
             return hashing
-        tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
-        # each layer again, and its gradients take two forwards' products
+        tokens = sum(lengths)
+        features = sum(layer.features for layer in model.layers)
+        # a backward runs each layer again, and its gradients take the products of two forwards
         passes = 4 if goes_back(stats) else 1
         running = passes * self.run * tokens * len(model.layers)
         running += (
@@ -95,7 +103,7 @@ class Speed:
         return hashing + self._while_read(model, running / self.units) + hidden
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
-        """Return the seconds of quantize, on the path that the plan takes."""
+        """Seconds of quantize, on the path that the plan takes."""
         head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
         result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(
             model, plan.head
@@ -106,7 +114,9 @@ class Speed:
             return max(
                 self.read * model.stored + self.rounded[plan.name] * weights / self.units, writing
             )
-        tokens, work, rounds = sum(lengths), self.rounded[plan.name] * head, 0.0
+        tokens = sum(lengths)
+        work = self.rounded[plan.name] * head
+        rounds = 0.0
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
@@ -139,17 +149,17 @@ class Speed:
         work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
         rounders = self.units if ALGORITHMS[plan.algorithm].ON_DEVICE else self.cores
         working = work / self.units + rounds / rounders
-        # all weights are looked at first
+        # one read of all weights comes first: they are checked before a layer runs
         return self.read * model.stored + self._while_read(model, working) + writing
 
     def export(self, model: ModelSize, plan: Plan) -> float:
-        """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
+        """Seconds of export: copy what is not linked, hash, read all again for the proof."""
         outside = outside_bytes(model, plan.head)
         result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 
     def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:
-        """Return the seconds of validate: three models over every window, and their heads."""
+        """Seconds of validate: three models over every window, and their heads."""
         tokens = sum(lengths)
         head = self.run * model.head[0] / max(layer.elements for layer in model.layers)
         return 3 * self._while_read(
@@ -157,7 +167,7 @@ class Speed:
         )
 
     def _while_read(self, model: ModelSize, working: float) -> float:
-        """Return the seconds of reading all layers and working on them."""
+        """Seconds of reading all layers and working on them."""
         reading = self.read * model.stored
         return max(reading, working) if self.ahead else reading + working
 

@@ -1,19 +1,25 @@
-"""What becomes of experts that calibration reached too seldom: the policies of a recipe.
+"""Policies of a recipe for experts that calibration reached with too few tokens.
 
     policy     weights, by an algorithm that reads statistics    static input
     error      refused                                           refused
-    all        calibrated on every token                         of a measurement that showed every expert every token
-    damp       by a Hessian shrunk towards an even one           the widest range among the layer's experts
-    rtn        rounded to nearest                                the widest range among the layer's experts
-    share_max  not for such algorithms                           the widest range among them, for all experts of the layer
+    all        calibrated on every token                         needs a measurement of all tokens
+    damp       a Hessian shrunk towards an even one              the layer's widest range
+    rtn        rounded to nearest                                the layer's widest range
+    share_max  not for such algorithms                           the layer's widest, for all experts
 
-Too seldom is fewer tokens from the router than the recipe's `expert_tokens`, or where it names none
+`all` takes static inputs from a measurement that showed every expert every token. The layer's
+widest range is the widest among the layer's experts.
 
-    2 * in_features    for an algorithm that reads statistics: below that GPTQ's output can be worse than that of round to
-                       nearest, unless it is damped (benchmarks/expert_tokens.py)
-    100                for a static input: of n tokens in random order the next one exceeds the largest with probability 1 / n
+An expert has too few when the router sent it fewer than the recipe's `expert_tokens`, or without
+that setting fewer than
 
-What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy; a transform that cuts
+    2 * in_features    for an algorithm that reads statistics: below that GPTQ's output can be worse
+                       than that of round to nearest, unless it is damped
+                       (benchmarks/expert_tokens.py)
+    100                for a static input: of n tokens in random order the next one exceeds the
+                       largest with probability 1 / n
+
+Methods that read no statistics (rtn, hqq, dynamic inputs) need no policy; a transform that cuts
 ranges for rtn reads some.
 """
 
@@ -22,27 +28,21 @@ from dataclasses import dataclass
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph
 
-PER_FEATURE = 2  # tokens that a linear needs whose weights are chosen by statistics of its input
-
-
+PER_FEATURE = 2  # tokens per input feature where weights are rounded by statistics of the input
 FOR_RANGE = 100  # tokens that a static input needs
-
-
-_DAMP, SHARE_MAX = "damp", "share_max"
-
-
+SHARE_MAX = "share_max"
 ROUTED = "routed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What becomes of experts that got too few tokens.
+    """The treatment of experts that got too few tokens.
 
     Attributes:
         name: error, all, damp, rtn or share_max.
-        tokens: how many an expert needs; None is what is said above.
-        weights: the algorithm reads statistics.
-        inputs: some inputs are static.
+        tokens: tokens that an expert needs; None follows the rule in this module's header.
+        weights: whether the algorithm reads statistics.
+        inputs: whether some inputs are static.
     """
 
     name: str = "error"
@@ -51,7 +51,7 @@ class Policy:
     inputs: bool = False
 
     def needed(self, features: int) -> int:
-        """Return how many tokens a linear of so many input features needs."""
+        """Tokens that a linear of so many input features needs."""
         if self.tokens is not None:
             return self.tokens
         return max(PER_FEATURE * features if self.weights else 0, FOR_RANGE if self.inputs else 0)
@@ -60,17 +60,18 @@ class Policy:
 def policy_for(
     name: str, *, policy: str, tokens: int | None, weights: bool, inputs: bool
 ) -> Policy | None:
-    """Return the policy of an artifact of a mixture, None where its experts are quantized without statistics.
+    """The policy for the experts of an artifact; None where they are quantized without statistics.
 
     Args:
-        name: of the artifact.
+        name: name of the artifact, for the message.
         policy: the recipe's `experts`.
-        tokens: its `expert_tokens`.
-        weights: the algorithm reads statistics of experts' inputs.
-        inputs: experts have static inputs.
+        tokens: the recipe's `expert_tokens`.
+        weights: whether the algorithm reads statistics of experts' inputs.
+        inputs: whether experts have static inputs.
 
     Raises:
-        UsageError: share_max, which is about inputs, with an algorithm that reads statistics.
+        UsageError: the policy is share_max, which concerns inputs, and the algorithm reads
+            statistics.
     """
     if policy == SHARE_MAX and weights:
         raise UsageError(
@@ -89,7 +90,7 @@ def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
     """Refuse several ranks that would run the layers of a mixture together.
 
     Raises:
-        UnsupportedError: they would have to tell each other which tokens reached which expert.
+        UnsupportedError: the model has experts; ranks do not exchange which tokens reached which.
     """
     if graph.sparse:
         raise UnsupportedError(
@@ -100,5 +101,5 @@ def refuse_team(name: str, graph: Graph, *, ranks: int) -> None:
 
 
 def fed_by(policy: Policy | None) -> str:
-    """Return which tokens an expert is shown while an algorithm's statistics are collected: `routed` to it, or `all`."""
+    """Tokens that an expert sees while statistics are collected: those `routed` to it, or `all`."""
     return "all" if policy is not None and policy.weights and policy.name == "all" else ROUTED

@@ -79,10 +79,12 @@ class _Summary(TypedDict):
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return the content of quantize.json in a finished quantize folder, its schemes in full; `plan_from` takes it.
+    """Content of quantize.json in a finished quantize folder, its schemes in full.
+
+    `plan_from` takes it.
 
     Raises:
-        InputError: it cannot be read, or holds no plan.
+        InputError: the file cannot be read, or holds no plan.
     """
     path = folder / SUMMARY
     summary: dict[str, Any] = read_json(path)
@@ -100,10 +102,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def plan_from(summary: Mapping[str, Any]) -> Plan:
-    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
+    """The plan that a finished quantize folder followed, without its needs of a measurement.
 
     Args:
-        summary: the content of quantize.json.
+        summary: content of quantize.json.
     """
     plan = summary["plan"]
     return Plan(
@@ -124,19 +126,19 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
 
 
 def kv_scheme_from(plan: Mapping[str, Any]) -> TensorScheme | None:
-    """Return how keys and values are kept, as the plan in quantize.json spells it."""
+    """Scheme of keys and values, from the plan in quantize.json; None leaves them as they are."""
     data = plan.get("kv_cache")
     return None if data is None else tensor_scheme_from(data)
 
 
 def kv_words_of(plan: Mapping[str, Any]) -> str | None:
-    """Return the same in words, `FP8 per_head`."""
+    """Scheme of keys and values in words, `FP8 per_head`; None where they stay as they are."""
     scheme = kv_scheme_from(plan)
     return None if scheme is None else kv_words(scheme)
 
 
 def float8_of(plan: Plan) -> dict[str, Any] | None:
-    """Return the flavour of float8 of weights, inputs and caches; None where there is none."""
+    """Float8 flavour of weights, inputs and caches and its largest value; None without float8."""
     parts = [plan.kv_cache]
     for scheme in plan.quantized.values():
         parts += [scheme.weights, scheme.input]
@@ -151,13 +153,13 @@ def float8_of(plan: Plan) -> dict[str, Any] | None:
 
 
 def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:
-    """Return what becomes of the head, from a plan as quantize.json and manifests spell it; None where it stays as it is."""
+    """Plan of the head, from a plan in quantize.json or a manifest; None leaves it as it is."""
     head = plan.get("head")
     return None if head is None else HeadPlan(**{**head, "scheme": scheme_from(head["scheme"])})
 
 
 def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
-    """Return the scheme that quantize.json spells."""
+    """The scheme of a linear that quantize.json spells."""
     inputs = data["input"]
     return LinearScheme(
         **{
@@ -170,7 +172,7 @@ def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
 
 
 def tensor_scheme_from(data: Mapping[str, Any]) -> TensorScheme:
-    """Return the scheme of one tensor that quantize.json spells."""
+    """The scheme of one tensor that quantize.json spells."""
     rule = data.get("scale_rule")
     if rule is None:
         return TensorScheme(**data)

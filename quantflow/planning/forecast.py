@@ -1,11 +1,13 @@
-"""The verb plan: what a run will need and make, from config.json, the shard headers and the recipe alone.
+"""The verb plan: needs and results of a run, from config.json, shard headers and recipe alone.
 
-Reads    the model's headers and config.json; with a probe the weights of one layer; no tokenizer, no text
+Reads    the model's headers and config.json; a probe reads the weights of one layer; no tokenizer,
+         no text
 Writes   nothing
-Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family, or a probe without the device
+Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family, or a probe
+         without the device
 
 The numbers are those that the stages check before they begin (quantflow/planning/cost.py).
-Calibration text is taken to fill all its samples, which is the most that it can.
+Calibration text is assumed to fill all its samples, which is the most that it can.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +26,8 @@ from quantflow.files.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec, layout
 from quantflow.files.side_files import is_side_file
-from quantflow.models.graph import Graph, graph_for, text_config
-from quantflow.models.source import open_files
+from quantflow.models.graph import Graph, text_config
+from quantflow.models.open import graph_for, open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import (
@@ -136,8 +138,10 @@ def _stages(
     stats: Sequence[str],
     speed: Speed | None,
 ) -> list[dict[str, Any]]:
-    """Return what each stage of the run takes, in the order in which they run."""
-    recipe, stages, dtype = job.recipe, [], RUNNING[job.recipe.compute.dtype]
+    """Needs of each stage of the run, in the order in which they run."""
+    recipe = job.recipe
+    stages = []
+    dtype = RUNNING[job.recipe.compute.dtype]
     windows = [recipe.validate.sequence_length] * -(
         -recipe.validate.tokens // recipe.validate.sequence_length
     )
@@ -193,15 +197,15 @@ def _stage(
     *,
     there: DeviceNeed | None = None,
 ) -> dict[str, Any]:
-    """Return what a stage takes; where it is refused, the least that it needs and the reason.
+    """Needs of a stage; where it is refused, the least that it needs and the reason.
 
     Args:
-        name: of the stage.
-        artifact: of the artifact; None of all.
+        name: name of the stage.
+        artifact: name of the artifact; None stands for all.
         need: memory of the host, and disk.
-        job: the limits.
-        seconds: how long; None is not known.
-        there: memory of the device, of a stage that runs layers; told where the recipe names one.
+        job: job with the limits.
+        seconds: duration; None is not known.
+        there: memory of the device; None for a stage that runs no layers.
     """
     about = {
         "stage": name,
@@ -214,7 +218,10 @@ def _stage(
         about["device_memory"] = None if there is None else there.peak
         limit = job.recipe.resources.max_device_memory
         if there is not None and limit is not None and there.peak > parse_size(limit):
-            told = f"tensors of {name} take {there.peak} bytes on {job.recipe.compute.device}, --max-device-memory is {limit}"
+            told = (
+                f"tensors of {name} take {there.peak} bytes on {job.recipe.compute.device}, "
+                f"--max-device-memory is {limit}"
+            )
             return about | {
                 "peak_memory": need.peak(base=need.base, workers=1),
                 "workers": 1,
@@ -231,7 +238,7 @@ def _stage(
 def _artifact(
     checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe
 ) -> dict[str, Any]:
-    """Return what an artifact will be: bytes, bits per weight, coverage, schemes, and how it can be cut."""
+    """The artifact to come: bytes, bits per weight, coverage, schemes, and how it can be cut."""
     weights = bits = 0
     for linear, scheme in plan.quantized.items():
         info = _weight(model, plan, linear)
@@ -272,7 +279,7 @@ def _artifact(
 def output_bytes(
     checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int
 ) -> int:
-    """Return the bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
+    """Bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
     schemes = plan.quantized
     replaced = {f"{linear}.weight" for linear in schemes}
     specs: dict[str, Spec] = {
@@ -299,7 +306,7 @@ def output_bytes(
 
 
 def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
-    """Return the source's weight of a linear; of a tied head the embedding's."""
+    """The source's weight of a linear; for a tied head the embedding's."""
     head = plan.head
     return model.infos[
         head.tensor if head is not None and head.linear == linear else f"{linear}.weight"
@@ -307,14 +314,18 @@ def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
 
 
 def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
-    """Return tensors and their schemes; equal linears of several layers or experts are one row, as are the tensors outside."""
+    """Rows of tensors and their schemes.
+
+    Equal linears of several layers or experts share a row, and so do the tensors outside.
+    """
     rows: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for layer in graph.layers:
         experts = {
             name: group.expert for group in layer.groups if group.expert for name in group.linears
         }
         for linear in (*layer.linears, *layer.routers):
-            info, scheme = model.infos[f"{linear}.weight"], plan.schemes.get(linear)
+            info = model.infos[f"{linear}.weight"]
+            scheme = plan.schemes.get(linear)
             after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
             words = "copied" if scheme is None else _words(scheme)
             place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))
@@ -365,7 +376,7 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
 
 
 def _head_row(model: ModelSize, head: HeadPlan) -> dict[str, Any]:
-    """Return the row of the head; one that is tied takes no bytes of its own before."""
+    """The row of the head; a tied head has no bytes of its own before."""
     info = model.infos[head.tensor]
     return {
         "tensors": f"{head.linear}, tied before" if head.tied else head.linear,
@@ -378,7 +389,7 @@ def _head_row(model: ModelSize, head: HeadPlan) -> dict[str, Any]:
 
 
 def _place(linear: str, expert: str) -> tuple[str, int]:
-    """Return a linear's name in its layer with `*` for the number of its expert, and that number; 0 where there is none."""
+    """A linear's name in its layer with `*` for its expert's number; the number, or 0."""
     if not expert:
         return linear, 0
     experts, _, number = expert.rpartition(".")
@@ -390,7 +401,7 @@ def _spans(indices: Iterable[int]) -> str:
 
 
 def _words(scheme: Any) -> str:
-    """Return a scheme in one cell: `W4A16 int4 per_group 128`."""
+    """A scheme in one cell: `W4A16 int4 per_group 128`."""
     weights = scheme.weights
     parts = [scheme.name, f"{weights.kind}{weights.num_bits}", weights.granularity]
     parts += [str(weights.group_size)] if weights.group_size else []
@@ -398,7 +409,7 @@ def _words(scheme: Any) -> str:
 
 
 def _folded(found: Sequence[tuple[str, str]]) -> list[str]:
-    """Return obstacles as lines, those of all layers under one pattern with `*` in the place of the index."""
+    """Obstacles as lines, those of all layers under one pattern with `*` for the index."""
     lines: dict[str, None] = {}
     for name, why in found:
         pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
@@ -407,7 +418,7 @@ def _folded(found: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def spans(indices: Sequence[int]) -> str:
-    """Return ascending indices in short: 0, 1, 2, 5 is `{0-2,5}`, and 3 alone is `3`."""
+    """Ascending indices in short: 0, 1, 2, 5 is `{0-2,5}`, and 3 alone is `3`."""
     parts: list[list[int]] = []
     for index in indices:
         if parts and parts[-1][1] == index - 1:

@@ -1,13 +1,12 @@
-"""The head of a model, where a recipe gives it a scheme: which tensor its weight is, and by which algorithm it is rounded.
+"""The quantized head of a model: which tensor is its weight, and which algorithm rounds it.
 
-    <o>/head.safetensors    what it becomes, as the artifact holds it
-    <o>/head.json           its record, as of a layer (quantflow/quantizing/file_to_file.py)
+    <o>/head.safetensors    the quantized head, as the artifact holds it
+    <o>/head.json           its record, like a layer's (quantflow/quantizing/file_to_file.py)
 
-Whatever the layers do, the head goes from file to file in units of rows: no statistics are taken of
-what enters it, so neither its algorithm nor its scheme may need any. A head that is tied to the
-embedding is quantized from the embedding's rows and becomes a tensor of its own beside it;
-config.json then says that the two are not tied. Of a model that is rotated it is the rotated head
-that is quantized.
+The head always goes from file to file in units of rows, also where the layers run. No statistics of
+its input are collected, so neither its algorithm nor its scheme may need any. A head that is tied
+to the embedding is quantized from the embedding's rows and becomes a tensor of its own beside it;
+config.json then says that the two are not tied. In a rotated model the rotated head is quantized.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,19 +21,19 @@ from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.planning.requirements import override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
-# as every family's module calls it, and checkpoints that were saved under the module's name
+# name of the head's module in every family, and in checkpoints that were saved under that name
 _MODULE = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPlan:
-    """What becomes of the head.
+    """The quantization of the head.
 
     Attributes:
-        linear: its source name.
-        tensor: the source's tensor that is its weight; the embedding's where they are tied.
-        scheme: how it is quantized.
-        algorithm: a key of ALGORITHMS that reads nothing but the weight.
+        linear: source name of the head.
+        tensor: source tensor that is its weight; the embedding's where they are tied.
+        scheme: scheme of the head.
+        algorithm: key of ALGORITHMS that reads the weight alone.
     """
 
     linear: str
@@ -48,7 +47,7 @@ class HeadPlan:
         return self.tensor != f"{self.linear}.weight"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data, for state keys and manifests."""
+        """The plan as plain data, for state keys and manifests."""
         return {**asdict(self), "scheme": scheme_words(self.scheme)}
 
 
@@ -59,18 +58,18 @@ def head_of(
     *,
     ignored: Collection[str] = (),
 ) -> HeadPlan | None:
-    """Return what becomes of the head, None where the entry leaves it as it is.
+    """The quantization of the head; None where the entry leaves it as it is.
 
     Args:
-        entry: the recipe's words.
-        graph: of the model's family.
+        entry: entry of the recipe.
+        graph: graph of the model.
         shapes: source tensor name -> shape.
-        ignored: what the entry's `ignore` names.
+        ignored: names that the entry's `ignore` matches.
 
     Raises:
         UsageError: the scheme or algorithm needs statistics, its groups do not divide the head's
             input, or `ignore` names the head.
-        SchemeError: a group size, and a scheme without groups.
+        SchemeError: a group size stands beside a scheme without groups.
         InputError: the checkpoint has neither a head nor an embedding.
     """
     if entry.head is None:
@@ -80,11 +79,12 @@ def head_of(
     if linear in ignored:
         told = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
         raise UsageError(told, "take one of the two out")
-    algorithm, features = _algorithm(entry.name, entry.head, scheme), shapes[tensor][1]
+    algorithm = _algorithm(entry.name, entry.head, scheme)
+    features = shapes[tensor][1]
     if features % (scheme.weights.group_size or 1):
-        told = f"{entry.name}: head: {linear} has {features} inputs, {scheme.name} groups of {scheme.weights.group_size}"
         raise UsageError(
-            told,
+            f"{entry.name}: head: {linear} has {features} inputs, {scheme.name} groups of "
+            f"{scheme.weights.group_size}",
             "give a group size that divides them, such as --head W4A16:hqq:32, or a scheme "
             "without groups",
         )
@@ -92,10 +92,10 @@ def head_of(
 
 
 def names_of(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> tuple[str, str]:
-    """Return the source name of the head, and that of the tensor which is its weight.
+    """Source name of the head, and of the tensor that is its weight.
 
     Raises:
-        InputError: neither a head nor an embedding is there as a matrix.
+        InputError: neither the head nor the embedding is a matrix of the checkpoint.
     """
     family = graph.family
     linear = next(
@@ -111,7 +111,7 @@ def names_of(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> tuple[str, st
 
 
 def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
-    """Refuse cards that share a model whose head is quantized.
+    """Refuse several ranks for a model whose head is quantized.
 
     Raises:
         UsageError: there are several.
@@ -125,11 +125,10 @@ def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
 
 
 def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
-    """Return the algorithm that rounds the head.
+    """The algorithm that rounds the head.
 
     Raises:
-        UsageError: it is unknown, or it or the scheme needs statistics, or it does not go with
-            float8.
+        UsageError: it is unknown, it or the scheme needs statistics, or it does not go with float8.
     """
     known = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
     algorithm = head.algorithm or scheme.algorithm
@@ -140,8 +139,7 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
     if algorithm not in known:
         raise UsageError(
             f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration "
-            "text, of which nothing "
-            "is collected for the head",
+            "text, of which nothing is collected for the head",
             f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, "
             "or head: {algorithm: hqq}",
         )

@@ -1,8 +1,8 @@
-"""The quantized KV cache of one entry of a recipe: what it asks for, and what it goes with.
+"""The quantized KV cache of a recipe's entry: its scheme, and what it goes with.
 
-Its scales belong to keys and values as the model makes them, so transforms that change values are
-refused: what was measured is then another tensor. quantflow/quantizing/cache_scales.py makes the
-scales.
+Its scales belong to keys and values as the model makes them. Transforms that change values are
+therefore refused: the measurement would be of another tensor. quantflow/quantizing/cache_scales.py
+computes the scales.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ def kv_cache_of(
     *,
     ranks: int,
 ) -> TensorScheme | None:
-    """Return how an entry of the recipe keeps keys and values; None is as they are.
+    """Scheme of keys and values of an entry; None leaves them as they are.
 
     Args:
-        entry: the recipe's words.
-        graph: of the model.
-        transforms: name and options of each.
-        ranks: how many cards quantize.
+        entry: entry of the recipe.
+        graph: graph of the model.
+        transforms: (name, options) of each transform.
+        ranks: number of ranks that quantize.
 
     Raises:
-        UsageError: a transform changes the values that were measured, or several cards share the
+        UsageError: a transform changes the values that were measured, or several ranks share the
             work.
-        UnsupportedError: no loader knows scales in such an attention.
+        UnsupportedError: no loader looks for scales in such an attention.
     """
     if entry.kv_cache is None:
         return None
@@ -68,7 +68,7 @@ def kv_cache_of(
 
 
 def kv_names(graph: Graph, scheme: TensorScheme | None) -> tuple[str, ...]:
-    """Return the names of all tensors that describe caches in an artifact."""
+    """Names of all tensors in an artifact that describe its caches."""
     if scheme is None:
         return ()
     return tuple(

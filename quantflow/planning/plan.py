@@ -1,4 +1,4 @@
-"""What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
+"""The plan of one artifact: every linear's scheme, from the recipe, graph and shard headers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,15 +48,15 @@ from quantflow.planning.requirements import (
 )
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 
-# in a quantize folder: what lies outside the layers and is not as in the source
+# file of a quantize folder: tensors outside the layers that differ from the source's
 OUTSIDE = "outside.safetensors"
-SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
-APART = 4  # of that many sequences one gives rows, where the others give a static range
-SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-# rows and columns at least that make a tensor one; a convolution has a few weights a channel, a
-# mixer few inputs
+SEQUENCES = 32  # calibration sequences that run where only rows are needed
+APART = 4  # one sequence of so many gives rows, where the others give a static range
+SAMPLE_ROWS = 1024  # rows of each input on which a search tries its candidates
+# Rows and columns that a matrix has at least: a convolution has a few weights a channel, a mixer
+# few inputs.
 MATRIX = 16
-LEFT_OUT = 0.01  # of the layers' bytes that may stay as they are without a word
+LEFT_OUT = 0.01  # share of the layers' bytes that may stay as they are without a warning
 Item = TypeVar("Item")
 
 
@@ -65,19 +65,22 @@ class Plan:
     """One entry of the recipe, resolved.
 
     Attributes:
-        schemes: every linear of the decoder layers, in model order; None is left as it is.
-        algorithm: a key of ALGORITHMS.
-        learned: how rounding is learned from there on; None stays with what the algorithm makes.
-        tune: how the scales of all layers are tuned together after that; None leaves them.
+        name: name of the artifact.
+        schemes: scheme of every linear of the decoder layers, in model order; None is not
+            quantized.
+        algorithm: key of ALGORITHMS.
         transforms: (name, options) in the order in which they run.
-        needs: the statistics of a linear's input that have to be there.
-        file_to_file: whether weights go from file to file and the model never runs: one process
-            does that where rows are quantized by themselves and no measurement is given, several
-            cards where they are rounded to nearest.
-        experts: what becomes of undercalibrated experts; None where no expert is quantized by
+        needs: statistics of a linear's input that the methods read.
+        file_to_file: whether weights go from file to file and the model never runs. One process
+            does so where rows are quantized by themselves and no measurement is given; several
+            ranks do where weights are rounded to nearest.
+        experts: policy for undercalibrated experts; None where no expert is quantized by
             statistics.
-        head: what becomes of the head; None leaves it as it is.
-        kv_cache: how keys and values are kept; None is as they are.
+        head: quantization of the head; None leaves it as it is.
+        kv_cache: scheme of keys and values; None leaves them as they are.
+        learned: settings of learned rounding, which starts from the algorithm's result; None
+            without.
+        tune: settings for tuning the scales of all layers together at the end; None leaves them.
     """
 
     name: str
@@ -99,7 +102,7 @@ class Plan:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The versions of what the result is computed by."""
+        """Versions of the methods that compute the result."""
         found = {name: KNOWN[name].VERSION for name, _ in self.transforms}
         found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
@@ -116,17 +119,17 @@ class Plan:
 
     @property
     def needs_hessian(self) -> bool:
-        """Whether the inputs of all the calibration text are multiplied with each other."""
+        """Whether the Hessian of the inputs is collected from all of the calibration text."""
         return HESSIAN_SUM.name in self.needs
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether the algorithm reads what the measurement says of the gradients by each output."""
+        """Whether the algorithm reads the measured gradients by each output."""
         return GRADIENT_SUM in self.needs
 
     @property
     def needs_rows(self) -> bool:
-        """Whether a transform tries its candidates on inputs of the calibration text."""
+        """Whether a transform tries its candidates on inputs from the calibration text."""
         return ROWS in self.needs
 
     @property
@@ -136,7 +139,7 @@ class Plan:
 
     @property
     def learns(self) -> bool:
-        """Whether something follows gradients on all of the calibration text."""
+        """Whether learned rounding or tuning follows gradients on all of the calibration text."""
         return self.learned is not None or self.tune is not None
 
     @property
@@ -146,32 +149,39 @@ class Plan:
 
     @property
     def in_float32(self) -> bool:
-        """Whether weights of some layer are in float32 while it is quantized.
+        """Whether some layer's weights are in float32 while it is quantized.
 
-        Transforms change them, and beside a linear that stays as it is a layer runs as it does in
-        the artifact.
+        Transforms change them. A layer with a linear that stays as it is runs as it does in the
+        artifact, which is in float32.
         """
         return bool(self.transforms) or None in self.schemes.values()
 
     @property
     def smoothings(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """The transforms of each layer by itself."""
+        """The transforms that change each layer by itself."""
         return tuple(item for item in self.transforms if item[0] in TRANSFORMS)
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """The observers of inputs that quantize runs: of what it sees anyway, and of rotated ones, which nothing measured."""
+        """Observers of inputs that quantize runs: those it sees anyway, and rotated ones.
+
+        Rotated inputs are in no measurement.
+        """
         wanted = requirements.seen_in_quantize(self.needs) if self.rotation is None else self.needs
         return observers_for(wanted - {ROWS, HESSIAN_SUM.name})
 
     @property
     def clips(self) -> bool:
-        """Whether a transform cuts the ranges of the weights before the algorithm quantizes them."""
+        """Whether a transform cuts the ranges of weights before the algorithm quantizes."""
         return _clips(self.transforms, self.algorithm)
 
     @property
     def rows_apart(self) -> int:
-        """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
+        """Number of sequences of which one gives rows.
+
+        It is 1, or more where a static range is tried on the rows: the other sequences give that
+        range.
+        """
         inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
         return (
             APART
@@ -180,7 +190,10 @@ class Plan:
         )
 
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
-        """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
+        """The part of the calibration text that runs through the model.
+
+        It is all of it, sequences at equal distances, or nothing.
+        """
         if self.needs_hessian or self.observed or self.rows_apart > 1 or self.learns:
             return sequences
         if not self.needs_rows or not sequences:
@@ -194,7 +207,7 @@ class Plan:
         return bool(self.needs) or self.kv_cache is not None or self.learns
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain data, for state keys and manifests."""
+        """The plan as plain data, for state keys and manifests."""
         schemes = {
             name: None if scheme is None else scheme_words(scheme)
             for name, scheme in self.schemes.items()
@@ -221,23 +234,23 @@ def resolve(
     measured: bool = True,
     ranks: int = 1,
 ) -> Plan:
-    """Return the plan for one entry of the recipe.
+    """The plan for one entry of the recipe.
 
     Args:
-        entry: the recipe's words.
-        graph: the model's linears.
+        entry: entry of the recipe.
+        graph: linears of the model.
         shapes: source tensor name -> shape, from the shard headers.
-        measured: whether a measurement will be given; with one the artifact of one process is
+        measured: whether a measurement will be given; with one, the artifact of one process is
             proven by running its first tokens.
-        ranks: how many cards share the model.
+        ranks: number of ranks that share the model.
 
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit,
             a group size does not divide a linear's input, nothing is left to quantize, or several
-            cards are to quantize the head.
-        InputError: a linear of the family that the checkpoint does not have.
+            ranks are to quantize the head.
+        InputError: the checkpoint lacks a linear of the family.
         UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs
-            are to be cut, no file holds a scheme, or as `kv_cache_of`.
+            are to be cut, no file holds a scheme; see also `kv_cache_of`.
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
@@ -253,13 +266,12 @@ def resolve(
         for scheme in dict.fromkeys(used):
             check_algorithm(entry.name, method, scheme)
         check_model(entry.name, method, supports_of(method), graph=graph, ranks=ranks)
-    layout, kinds = (
-        FORMATS[DEFAULT],
-        {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))},
-    )
-    # refuses what no file could hold
+    layout = FORMATS[DEFAULT]
+    kinds = {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
+    # called for its refusals alone: a scheme that no file could hold ends here
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)
-    transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
+    transforms = transforms_of(entry)
+    tuning = tune_of(entry, sparse=graph.sparse)
     schemes = mixing_inputs(
         entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1]
     )
@@ -275,8 +287,7 @@ def resolve(
     if COUNTS.name in needs and graph.sparse:
         raise UnsupportedError(
             f"{entry.name}: input_observer={entry.input_observer!r} of a "
-            f"{graph.family.model_type}; experts share ranges, "
-            "not histograms",
+            f"{graph.family.model_type}; experts share ranges, not histograms",
             "leave input_observer out",
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
@@ -287,7 +298,8 @@ def resolve(
     )
     if entry.linears and not (alone and by_row and not (measured or needs)):
         raise UsageError(
-            f"{entry.name}: linears are named, and {methods[-1]} with {entry.scheme} runs the model",
+            f"{entry.name}: linears are named, and {methods[-1]} with {entry.scheme} runs the "
+            "model",
             "round weights alone: --algorithm rtn with W8A16, W4A16 or FP8_DYNAMIC, no transform "
             "and no measurement",
         )
@@ -323,7 +335,7 @@ def resolve(
 def _schemes(
     entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, base: LinearScheme
 ) -> dict[str, LinearScheme | None]:
-    """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
+    """Scheme of every linear: None where `ignore` names it, `base` where one will be chosen."""
     ignored = _ignored(entry, shapes)
     schemes: dict[str, LinearScheme | None] = {
         name: None if name in ignored else base for name in graph.linears
@@ -340,7 +352,7 @@ def _schemes(
         schemes[name] = (
             None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
         )
-    # for others one is chosen that fits
+    # where schemes are chosen, only overridden linears must fit now: the choice fits the others
     given = overridden(entry, graph) if entry.mixed else frozenset(schemes)
     for name, scheme in schemes.items():
         if scheme is not None:
@@ -358,7 +370,7 @@ def _schemes(
 def _of_mixtures(
     schemes: Mapping[str, LinearScheme | None], graph: Graph
 ) -> dict[str, LinearScheme | None]:
-    """Return the schemes of the linears that were given a mixture, by what they are in a layer."""
+    """Schemes of the linears that were given a mixture of types, by their role in a layer."""
     found: dict[str, LinearScheme | None] = {}
     for number, layer in enumerate(graph.layers):
         for name in layer.linears:
@@ -373,11 +385,11 @@ def _of_mixtures(
 
 
 def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
-    """Return a preset with the largest common group size that divides a linear's inputs; as it is where its own does, or none.
+    """A preset with the largest common group size that divides a linear's inputs.
 
-    Of a type of blocks that do not fit it is the one of smaller blocks.
-
-    The linears of a group share their inputs, and so the size.
+    It is the scheme itself where its own size divides them, or where no common size does. For a
+    type of blocks that do not fit it is the type with smaller blocks. The linears of a group share
+    their inputs, and so the size.
     """
     size, kind = scheme.weights.group_size, scheme.weights.block
     if kind is not None:
@@ -405,7 +417,7 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
 
 
 def _too_narrow(scheme: LinearScheme, features: int) -> bool:
-    """Return whether a linear reads too little for a preset to touch it: fewer inputs than a matrix has, no whole groups."""
+    """Whether a preset leaves a linear: fewer inputs than a matrix has, and no whole groups."""
     size = scheme.weights.group_size
     return size is not None and features < MATRIX and features % size != 0
 
@@ -413,11 +425,11 @@ def _too_narrow(scheme: LinearScheme, features: int) -> bool:
 def kept_for_few_inputs(
     plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]
 ) -> str | None:
-    """Return a sentence about the linears that a preset leaves as they are because their inputs fill no group, or None.
+    """A sentence about the linears that stay as they are for too few inputs, or None.
 
     Args:
-        plan: what was resolved.
-        entry: of the recipe.
+        plan: resolved plan.
+        entry: entry of the recipe.
         shapes: tensor of the checkpoint -> its shape.
     """
     ignored = _ignored(entry, shapes)
@@ -431,12 +443,15 @@ def kept_for_few_inputs(
 
 
 def narrowed(plan: Plan, entry: Quantize) -> str | None:
-    """Return a sentence about the linears whose groups or blocks are smaller than those of the entry's scheme, or None."""
+    """A sentence about linears with smaller groups or blocks than the scheme's, or None."""
     size = base_of(entry).weights.group_size
     used = [scheme for scheme in plan.schemes.values() if scheme is not None]
     smaller = sum(scheme.weights.block_type in SMALLER.values() for scheme in used)
     if smaller and base_of(entry).weights.block_type in SMALLER and not entry.overrides:
-        return f"{plan.name}: a type of blocks of 32 in {smaller} linears, whose inputs 256 does not divide"
+        return (
+            f"{plan.name}: a type of blocks of 32 in {smaller} linears, whose inputs 256 does "
+            "not divide"
+        )
     found = [scheme.weights.group_size for scheme in used]
     counts = {
         less: found.count(less)
@@ -452,15 +467,16 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
 def left_out(
     name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbytes: Mapping[str, int]
 ) -> str | None:
-    """Return a warning of matrices in decoder layers that no linear of the graph reads, such as stacked experts; None for none.
+    """A warning of matrices in decoder layers that no linear of the graph reads; None without any.
 
-    Convolutions along the sequence, with a few weights a channel, are no matrices.
+    Stacked experts are such matrices. Convolutions along the sequence, with a few weights a
+    channel, are no matrices.
 
     Args:
-        name: of the artifact.
-        graph: linears, routers and idle linears are known to it, whatever becomes of them.
+        name: name of the artifact.
+        graph: graph of the model; its linears, routers and idle linears are read.
         shapes: tensor of the checkpoint -> its shape.
-        nbytes: and its bytes.
+        nbytes: tensor of the checkpoint -> its bytes.
     """
     known = {f"{linear}.weight" for linear in (*graph.linears, *graph.routers, *graph.idle)}
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
@@ -477,13 +493,13 @@ def left_out(
     more = f" and {len(left) - 1} more" if left[1:] else ""
     return (
         f"{name}: warning: {left[0]} {list(shapes[left[0]])}{more} are not quantized: {size:,} "
-        "of the layers' "
-        f"{whole:,} bytes; no linear reads them, their family multiplies by them in its own way"
+        f"of the layers' {whole:,} bytes; no linear reads them, their family multiplies by them "
+        "in its own way"
     )
 
 
 def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
-    """Return the modules that `ignore` names, linears of the layers or not."""
+    """Modules that `ignore` names, linears of the layers or not."""
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
     return frozenset(
         name
@@ -493,7 +509,7 @@ def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[
 
 
 def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
-    """Return how many inputs a linear has."""
+    """Number of inputs of a linear."""
     shape = shapes.get(f"{name}.weight")
     if shape is None:
         raise InputError(
@@ -506,13 +522,13 @@ def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
 def _experts(
     entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool
 ) -> Policy | None:
-    """Return what becomes of undercalibrated experts, None where none is quantized by statistics.
+    """Policy for undercalibrated experts; None where none is quantized by statistics.
 
     Args:
-        entry: the recipe's words.
-        graph: its experts.
-        schemes: of each linear.
-        weights: the algorithm, or a transform that cuts ranges for it, reads statistics.
+        entry: entry of the recipe.
+        graph: graph of the model.
+        schemes: scheme of each linear.
+        weights: whether the algorithm, or a transform that cuts ranges for it, reads statistics.
     """
     names = [
         name
@@ -538,7 +554,7 @@ def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) 
 
 
 def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
-    """Return the linears that an override names.
+    """Linears that an override names.
 
     Raises:
         UsageError: a pattern matches nothing.

@@ -1,7 +1,8 @@
-"""A probe: read one layer, run a sequence through it, round a piece of it, and time each, on the device that will do it.
+"""A probe: it times the reading of one layer, a sequence through it, and the rounding of a piece.
 
-Sizes are capped, so that the probe takes seconds whatever the model; `quantflow.planning.durations`
-extrapolates. What crosses to a device and back is in the time of what it is for.
+It runs on the device that will do the work. Sizes are capped, so that the probe takes seconds
+whatever the model; `quantflow.planning.durations` extrapolates. Transfers to a device and back
+count for the work that needs them.
 """
 
 import hashlib
@@ -35,9 +36,9 @@ from quantflow.planning.plan import Plan
 from quantflow.planning.sizes import FORMAT
 
 TOKENS = 256
-# of the pieces that GPTQ is timed on, at most; twice of each at the largest
+# Rows and columns of the pieces on which GPTQ is timed, at most; the largest piece has twice each.
 ROWS, COLUMNS = 512, 1024
-# times as much of each: a device has latencies that a small piece would make too much of
+# A device's pieces are so many times as large: in small ones its latencies would count too much.
 ON_DEVICE = 8
 WRITTEN = 32 << 20  # bytes
 
@@ -53,20 +54,21 @@ def probe(
     device: Device = HOST,
     dtype: torch.dtype = torch.float32,
 ) -> Speed:
-    """Return the rates of this machine, and of its device, on the first layer of a model.
+    """Rates of this machine, and of its device, on the first layer of a model.
 
     Args:
-        checkpoint: the opened model.
-        graph: its linears.
-        plans: one per artifact.
+        checkpoint: opened checkpoint of the model.
+        graph: linears of the model.
+        plans: plans of the artifacts.
         length: tokens of a calibration sequence; at most TOKENS are run, and on a device ON_DEVICE
             times as many.
-        folder: on the disk that will be written; a nameless file is written there and gone.
-        device: where layers will run.
-        dtype: in which measure and validate run them.
+        folder: folder on the disk that will be written; an unnamed file is written there and
+            removed.
+        device: device that will run layers.
+        dtype: dtype in which measure and validate run layers.
 
     Raises:
-        ResourceError: the memory of the device ended.
+        ResourceError: the memory of the device ran out.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -140,7 +142,7 @@ def _probe(
 def _layer(
     source: Source, graph: Graph, tokens: Tensor, *, device: Device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the seconds of reading the first layer that runs, and of a sequence through it, whose hidden states come back."""
+    """Seconds of reading the first layer that runs, and of a sequence through it and back."""
     stream = LayerStream(source, graph, dtype=dtype, device=device)
     (state,) = stream.begin([tokens])
     device.wait()
@@ -153,12 +155,12 @@ def _layer(
 
 
 def _times(device: Device) -> int:
-    """Return how many times as much a device is timed on as a core."""
+    """Factor by which a device's pieces are larger than a core's."""
     return 1 if device.is_host else ON_DEVICE
 
 
 def _seconds(call: Callable[[], Any], device: Device = HOST) -> float:
-    """Return the seconds of a call until the device is done, after one that warms up."""
+    """Seconds of a call until the device is done, after one call that warms up."""
     call()
     device.wait()
     begin = time.perf_counter()
@@ -187,7 +189,7 @@ def _scheme(plan: Plan) -> LinearScheme:
 
 
 def _rounded(plan: Plan, weight: Tensor, device: Device) -> float:
-    """Return the seconds per weight of encoding and of rounding, to nearest where the plan's algorithm reads statistics."""
+    """Seconds per weight of rounding and encoding, to nearest where statistics are read."""
     scheme = _scheme(plan)
     algorithm = ALGORITHMS[NEAREST if ALGORITHMS[plan.algorithm].NEEDS else plan.algorithm]
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
@@ -210,17 +212,15 @@ def _rounded(plan: Plan, weight: Tensor, device: Device) -> float:
 
 
 def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
-    """Return what rounding with a Hessian takes: three pieces for three unknowns."""
+    """Rates of rounding with a Hessian: three pieces are timed for three unknowns."""
     scheme = _scheme(plan)
     group = scheme.weights.group_size or 1
     there = device if ALGORITHMS[plan.algorithm].ON_DEVICE else HOST
-    rows, columns = (
-        min(ROWS * _times(there), weight.shape[0] // 2),
-        min(2 * COLUMNS * _times(there), weight.shape[1]),
-    )
+    rows = min(ROWS * _times(there), weight.shape[0] // 2)
+    columns = min(2 * COLUMNS * _times(there), weight.shape[1])
     half = max(group, columns // 2 // group * group)
     columns = columns // group * group
-    if half == columns or rows == 0:  # too small for its columns to be told apart
+    if half == columns or rows == 0:  # the weight is too small for three different pieces
         return Rounding(
             cubic=0.0,
             linear=_one(plan, weight, rows or 1, columns, there) / ((rows or 1) * columns),
@@ -251,7 +251,8 @@ def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
 
 
 def _one(plan: Plan, weight: Tensor, rows: int, columns: int, there: Device) -> float:
-    scheme, algorithm = _scheme(plan), ALGORITHMS[plan.algorithm]
+    scheme = _scheme(plan)
+    algorithm = ALGORITHMS[plan.algorithm]
     piece = there.put(weight[:rows, :columns].contiguous())
     x = there.put(torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1)))
     statistics = {HESSIAN_SUM.name: x.T @ x}

@@ -1,14 +1,20 @@
-"""A recipe: the YAML that says what a run does, read strictly into frozen records.
+"""A recipe: the YAML that describes a run, read strictly into frozen records.
 
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, scale_method, scale_arithmetic, input_observer,
-                   transforms, ignore, overrides, signround: {iterations, sequences, start}, tune: {steps, sequences},
-                   kv_cache: {scheme, granularity}, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
-    unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
-    validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, allow_inconclusive}
-    resources:   {max_memory, max_disk, disk_offload}           compute: {device, dtype}
+    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, scale_method,
+                   scale_arithmetic, input_observer, transforms, ignore, overrides, linears,
+                   signround: {iterations, sequences, start}, tune: {steps, sequences},
+                   kv_cache: {scheme, granularity}, head: {scheme, algorithm, group_size},
+                   quantized_inputs, experts, expert_tokens, target_bpw, max_kld, candidates,
+                   expect}, ...]
+    unify:       {groups}
+    export:      {format, shard_size, measure_inputs, device, scale_method, dtype}
+    validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, ranks,
+                  diagnose, allow_inconclusive, exact}
+    resources:   {max_memory, max_disk, max_device_memory, disk_offload}
+    compute:     {device, dtype}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are
 applied over `--set`, `--set` over the file, the file over QUANT_CONFIG
@@ -19,6 +25,7 @@ A field is the one declaration of a setting (quantflow/settings.py): the key of 
 """
 
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -40,14 +47,9 @@ from quantflow.settings import check_numbers, device_flag, setting
 from quantflow.shipped import TEXTS, shipped_texts
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
-POLICIES = (
-    "error",
-    "all",
-    "damp",
-    "rtn",
-    "share_max",
-)  # for experts that calibration reached too seldom; quantflow/planning/experts.py
-RUN_DTYPES = ("float32", "bfloat16")  # of weights and activations while the model runs
+# what to do with experts that calibration reached too seldom; quantflow/planning/experts.py
+POLICIES = ("error", "all", "damp", "rtn", "share_max")
+RUN_DTYPES = ("float32", "bfloat16")  # dtypes of weights and activations while the model runs
 COMPUTING = ("plan", "measure", "quantize", "validate")  # verbs that take a device and a dtype
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
 UNITS = {
@@ -61,9 +63,17 @@ UNITS = {
     "GB": 10**9,
 }
 
+# settings that are options of these verbs
+_for_measure = functools.partial(setting, verbs=("measure",))
+_for_quantize = functools.partial(setting, verbs=("quantize",))
+_for_export = functools.partial(setting, verbs=("export",))
+_for_validate = functools.partial(setting, verbs=("validate",))
+_computing = functools.partial(setting, verbs=COMPUTING)
+_bounded = functools.partial(setting, verbs=BOUNDED)
+
 
 def kv_cache_flag(text: str | None) -> dict[str, str] | None:
-    """Return what `FP8` or `FP8:per_head` means, as a recipe spells it; None for no flag."""
+    """The recipe's value for `FP8` or `FP8:per_head`; None without a flag."""
     if text is None:
         return None
     scheme, colon, granularity = text.partition(":")
@@ -71,10 +81,10 @@ def kv_cache_flag(text: str | None) -> dict[str, str] | None:
 
 
 def head_flag(text: str) -> dict[str, Any]:
-    """Return what `W4A16:hqq:64` means, as a recipe spells a head.
+    """The recipe's value for `W4A16:hqq:64`.
 
     Raises:
-        UsageError: it has more parts than three, or a group size that is no number.
+        UsageError: it has more than three parts, or a group size that is no number.
     """
     scheme, *rest = text.split(":")
     size = rest.pop() if rest and rest[-1].isdecimal() else None
@@ -92,7 +102,7 @@ def head_flag(text: str) -> dict[str, Any]:
 
 
 def smoothquant_flag(alpha: str) -> list[dict[str, Any]]:
-    """Return the transforms that `0.5`, `auto` or `none` means, as a recipe spells them."""
+    """The recipe's transforms for `0.5`, `auto` or `none`."""
     if alpha == "none":
         return []
     try:
@@ -103,22 +113,17 @@ def smoothquant_flag(alpha: str) -> list[dict[str, Any]]:
 
 
 def names_flag(text: str) -> list[str]:
-    """Return the names in `amax,min_max`."""
+    """The names in `amax,min_max`."""
     return [name for name in text.split(",") if name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The text that measure runs.
-
-    `source` is a .txt, .jsonl or .safetensors file, a folder of .txt files, a data set on the hub,
-    or the name of a shipped text; null is the shipped one. `sequence_length` null is 2048, of
-    shipped texts 512, or what the model has. `pack` null is true for plain and for shipped text.
-    """
+    """The text that measure runs."""
 
     source: str | None = setting(
         None,
-        flag="--calibration",
+        "--calibration",
         metavar="TEXT",
         help={
             "measure": "A .txt, .jsonl or .safetensors file, a folder of .txt, a hub data set "
@@ -129,7 +134,7 @@ class Calibration:
     )
     samples: int = setting(
         128,
-        flag="--samples",
+        "--samples",
         least=1,
         help={
             "measure": "Sequences at most (default 128).",
@@ -139,7 +144,7 @@ class Calibration:
     )
     sequence_length: int | None = setting(
         None,
-        flag="--sequence-length",
+        "--sequence-length",
         least=2,
         help={
             "measure": "Tokens per sequence at most (default 2048, of the shipped text 512; the "
@@ -148,10 +153,9 @@ class Calibration:
             "plan": "Tokens of each (default 2048, of the shipped text 512; the model's at most).",
         },
     )
-    pack: bool | None = setting(
+    pack: bool | None = _for_measure(
         None,
-        flag="--pack/--no-pack",
-        verbs=("measure",),
+        "--pack/--no-pack",
         help="Join documents into full sequences (default: those of .txt).",
     )
 
@@ -161,7 +165,7 @@ class Calibration:
 
     @property
     def packs(self) -> bool:
-        """Whether documents are joined: paragraphs of plain text are, what a .jsonl has line by line is kept whole."""
+        """Whether documents are joined: those of plain text are, the lines of a .jsonl are not."""
         if self.pack is not None:
             return self.pack
         return self.shipped or str(self.source).endswith(".txt") or Path(str(self.source)).is_dir()
@@ -177,53 +181,45 @@ class Calibration:
 
     @property
     def usual_length(self) -> int:
-        """Tokens per sequence where `sequence_length` is null and the model has so many positions."""
+        """Tokens per sequence where `sequence_length` is null; a model may have fewer positions."""
         return 512 if self.shipped else 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """`tp` of the ranks share a model, null is what the others leave of ranks = tp x dp; `stats` null: what artifacts need.
+    """The ranks that measure, and the statistics that they collect.
 
-    `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where
-    an artifact asks for it.
+    `tp` ranks share a model, and `dp` replicas share the sequences: ranks = tp x dp. With `stats`
+    null the statistics are those that the entries of `quantize` need. `experts` null shows an
+    expert all tokens where an entry asks for it.
     """
 
-    ranks: int = setting(
-        1,
-        flag="--ranks",
-        verbs=("measure",),
-        least=1,
-        most=MOST_RANKS,
-        help="Processes (default 1), or torchrun's.",
+    ranks: int = _for_measure(
+        1, "--ranks", least=1, most=MOST_RANKS, help="Processes (default 1), or torchrun's."
     )
-    tp: int | None = setting(
+    tp: int | None = _for_measure(
         None,
-        flag="--tp",
-        verbs=("measure",),
+        "--tp",
         least=1,
         help="Ranks that share a model, each with a slice of every linear (default 1).",
     )
-    dp: int | None = setting(
+    dp: int | None = _for_measure(
         None,
-        flag="--dp",
-        verbs=("measure",),
+        "--dp",
         least=1,
         help="Replicas of the model, which share the sequences (default: ranks / tp).",
     )
-    stats: tuple[str, ...] | None = setting(
+    stats: tuple[str, ...] | None = _for_measure(
         None,
-        flag="--stats",
+        "--stats",
         metavar="NAMES",
-        verbs=("measure",),
         parse=names_flag,
-        help="Observers to run, comma-separated (default: those that --for needs).",
+        help="Observers that run, comma-separated (default: those that --for needs).",
     )
-    experts: str | None = setting(
+    experts: str | None = _for_measure(
         None,
-        flag="--experts",
+        "--experts",
         metavar="FED",
-        verbs=("measure",),
         help="Tokens that each expert of a mixture is shown: routed to it (default), or all.",
     )
 
@@ -236,7 +232,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Another scheme for the linears that `match` names; `ignore` is the way to leave one unquantized."""
+    """Another scheme for some linears; `ignore` is the way to leave one unquantized."""
 
     match: str = setting(help="Names of linears: one, or re: and a pattern.")
     scheme: str = setting(help="Their scheme.")
@@ -245,10 +241,10 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """The scheme of the head; `algorithm` null is the scheme's own."""
+    """The scheme of the head."""
 
     scheme: str = setting(help="A preset, or another name of one.")
-    algorithm: str | None = setting(None, help="Null is the scheme's own.")
+    algorithm: str | None = setting(None, help="Algorithm that rounds it; null is the scheme's.")
     group_size: int | None = setting(None, help="Input features per scale; null is the scheme's.")
 
     def __post_init__(self) -> None:
@@ -261,7 +257,7 @@ class HeadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SignRound:
-    """Algorithm signround: so many `iterations` of so many `sequences` of the text, from what the algorithm `start` makes."""
+    """Settings of the algorithm signround."""
 
     iterations: int = setting(200, help="Steps of each layer.")
     sequences: int = setting(8, help="Sequences of the text in each step.")
@@ -276,13 +272,12 @@ class SignRound:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Scales tuned end to end: so many `steps`, 0 is none, on so many `sequences` of the text each."""
+    """Settings for tuning scales end to end."""
 
-    steps: int = setting(
+    steps: int = _for_quantize(
         32,
-        flag="--tune",
+        "--tune",
         metavar="STEPS",
-        verbs=("quantize",),
         help="Then tune the scales of the whole model together (default: what good and best do, "
         "0 for others).",
     )
@@ -307,7 +302,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSettings:
-    """How keys and values are kept: `scheme` FP8 or INT8, one measured scale `per_tensor` or `per_head`."""
+    """The scheme of keys and values in the KV cache."""
 
     scheme: str = setting(help="FP8 or INT8.")
     granularity: str = setting("per_tensor", help="One measured scale per_tensor or per_head.")
@@ -324,137 +319,120 @@ class KVCacheSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
+    """One entry: the settings of one artifact.
 
-    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds.
-    `scale_rounding` pow2 makes their stored scales powers of two. `scale_method` derives them as
-    Gaudi's toolkit does, with the hardware scales of gaudi2 or else of gaudi3, and in
-    `scale_arithmetic`, null is exact. `input_observer` chooses the range of static inputs from the
-    measured histogram: `mse` by the squared error, `percentile` up to 99.99 %. `experts` is what
-    becomes of experts that calibration reached with fewer than `expert_tokens`; null is two per
-    input feature for algorithms that read statistics, and 100 for static inputs. `head` null leaves
-    the head as it is. With `target_bpw` (bits per quantized weight of the layers) or `max_kld`
-    (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name gets
-    the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
-    `kv_cache` null keeps keys and values as they are. `signround` is how the algorithm of that name
-    learns. `tune` is how scales are tuned end to end after that; null is not, but where `algorithm`
-    is good or best and weights alone are quantized below 8 bits.
+    Null stands for the value of the scheme's preset; for `quantized_inputs`, for the one that
+    measured better. With `target_bpw` or `max_kld` every linear of a layer that `overrides` does
+    not name gets one of the `candidates`, by measured sensitivities. `tune` null tunes only where
+    `algorithm` is good or best and weights alone are quantized below 8 bits.
     """
 
-    name: str = setting(help="Of the artifact, and of its folder.")
-    scheme: str = setting(
+    name: str = setting(help="Name of the artifact and of its folder.")
+    scheme: str = _for_quantize(
         flag="--scheme",
-        verbs=("quantize",),
         help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, NVFP4, MXFP4, MXFP8, "
         "W6A16 to W2A16, these _ASYM.",
     )
-    algorithm: str | None = setting(
+    algorithm: str | None = _for_quantize(
         None,
-        flag="--algorithm",
-        verbs=("quantize",),
+        "--algorithm",
         help="rtn, rtn_mse, hqq, gptq, yaqa, signround, good or best (default: the scheme's).",
     )
     group_size: int | None = setting(
         None,
-        flag="--group-size",
+        "--group-size",
         verbs=("quantize", "plan"),
         help="Input features per scale (default: the scheme's).",
     )
-    float8: str | None = setting(None, help="Another flavour for FP8 schemes, such as gaudi2.")
+    float8: str | None = setting(
+        None, help="Another flavour for FP8 schemes: gaudi2 keeps to Gaudi2's largest value, 240."
+    )
     scale_rounding: str | None = setting(
         None, help="pow2 makes the stored scales of FP8 schemes powers of two."
     )
     scale_method: str | None = setting(
-        None, help="Scales of FP8 as Gaudi's toolkit derives them, such as maxabs_hw."
+        None,
+        help="Scales of FP8 as Gaudi's toolkit derives them, such as maxabs_hw, with the hardware "
+        "scales of gaudi2 or else of gaudi3.",
     )
     scale_arithmetic: str | None = setting(
-        None, help="In which scale_method derives them: exact, BF16, FP16 or FP32."
+        None, help="Arithmetic of scale_method: exact (default), BF16, FP16 or FP32."
     )
     input_observer: str | None = setting(
-        None, help="Chooses the range of static inputs: mse or percentile."
-    )
-    transforms: tuple[dict[str, Any], ...] | None = setting(
         None,
-        flag="--smoothquant",
+        help="Range of static inputs by their histogram: mse (least squared error) or percentile "
+        "(99.99 %).",
+    )
+    transforms: tuple[dict[str, Any], ...] | None = _for_quantize(
+        None,
+        "--smoothquant",
         metavar="ALPHA",
-        verbs=("quantize",),
         parse=smoothquant_flag,
         help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as good and "
         "best do; none: not at all.",
     )
-    ignore: tuple[str, ...] = setting(
-        (),
-        flag="--ignore",
-        metavar="PATTERN",
-        verbs=("quantize",),
-        help="Leave these linears alone: a name, or re:...",
+    ignore: tuple[str, ...] = _for_quantize(
+        (), "--ignore", metavar="PATTERN", help="Leave these linears alone: a name, or re:..."
     )
     overrides: tuple[Override, ...] = setting((), help="Other schemes for some linears.")
-    linears: tuple[str, ...] = setting(
+    linears: tuple[str, ...] = _for_quantize(
         (),
-        flag="--linears",
+        "--linears",
         metavar="PATTERN",
-        verbs=("quantize",),
         help="Round the weights of these matrices, of any model: a name, or re:... Its code is "
         "not run.",
     )
     signround: SignRound | None = None
     tune: Tune | None = None
-    kv_cache: KVCacheSettings | None = setting(
+    kv_cache: KVCacheSettings | None = _for_quantize(
         None,
-        flag="--kv-cache",
+        "--kv-cache",
         metavar="SCHEME",
-        verbs=("quantize",),
         parse=kv_cache_flag,
         help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.",
     )
     head: HeadSettings | None = setting(
         None,
-        flag="--head",
+        "--head",
         metavar="SCHEME[:ALGORITHM[:GROUP]]",
         verbs=("quantize", "plan"),
         parse=head_flag,
         help="Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it "
         "is); a tied one is untied.",
     )
-    quantized_inputs: bool | None = setting(
+    quantized_inputs: bool | None = _for_quantize(
         None,
-        flag="--quantized-inputs/--original-inputs",
-        verbs=("quantize",),
+        "--quantized-inputs/--original-inputs",
         help="Calibrate a layer on the outputs of the quantized layers before it, or of the "
         "original ones.",
     )
-    experts: str = setting(
+    experts: str = _for_quantize(
         "error",
-        flag="--experts",
+        "--experts",
         metavar="POLICY",
-        verbs=("quantize",),
         help="For experts short of tokens: error (default), all, damp, rtn or share_max.",
     )
-    expert_tokens: int | None = setting(
+    expert_tokens: int | None = _for_quantize(
         None,
-        flag="--expert-tokens",
-        verbs=("quantize",),
+        "--expert-tokens",
         help="Tokens that an expert needs (default: two per input feature; 100 for static inputs).",
     )
-    target_bpw: float | None = setting(
+    target_bpw: float | None = _for_quantize(
         None,
-        flag="--target-bpw",
+        "--target-bpw",
         metavar="BITS",
-        verbs=("quantize",),
         help="Choose schemes for so many bits per weight, such as 4.25.",
     )
-    max_kld: float | None = setting(
+    max_kld: float | None = _for_quantize(
         None,
-        flag="--max-kld",
+        "--max-kld",
         metavar="NATS",
-        verbs=("quantize",),
         help="Choose schemes for so much mean KL divergence, such as 0.02.",
     )
     candidates: tuple[Candidate, ...] | None = setting(
         None, help="Schemes to choose from; null is integers of 2 to 8 bits."
     )
-    expect: str = setting("pass", help="fail where a failing gate is the expected outcome.")
+    expect: str = setting("pass", help="Expected outcome of the gate: pass or fail.")
 
     @property
     def mixed(self) -> bool:
@@ -502,7 +480,7 @@ class Quantize:
         self._check_scale_method()
 
     def _check_scale_method(self) -> None:
-        """Refuse a method or an arithmetic that is unknown, or that stands beside what contradicts it."""
+        """Refuse an unknown method or arithmetic, or one beside a setting that contradicts it."""
         for key, word, known in (
             ("scale_method", self.scale_method, tuple(SCALE_METHODS)),
             ("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES),
@@ -525,7 +503,7 @@ class Quantize:
             )
 
     def _check_choice(self) -> None:
-        """Refuse what schemes cannot be chosen by."""
+        """Refuse settings by which schemes cannot be chosen."""
         if self.target_bpw is not None and self.max_kld is not None:
             raise UsageError(
                 f"quantize {self.name!r}: target_bpw={self.target_bpw} beside "
@@ -545,11 +523,11 @@ class Quantize:
 
 @dataclass(frozen=True, kw_only=True)
 class Unify:
-    """Which ranks become one, as `quantflow unify -g` takes them; null means all of them."""
+    """Ranks that become one; null stands for all of them."""
 
     groups: tuple[str, ...] | None = setting(
         None,
-        flag="-g --groups",
+        "-g --groups",
         metavar="RANKS",
         verbs=("unify",),
         help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.",
@@ -558,55 +536,35 @@ class Unify:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The layout on disk and the largest size of one weight file.
+    """The format on disk and the largest size of one weight file."""
 
-    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format
-    gguf, of weights that were quantized in format dequantized, and of scales in layouts of other
-    programs.
-    """
-
-    format: str = setting(
+    format: str = _for_export(
         "compressed-tensors",
-        flag="--format",
-        verbs=("export",),
+        "--format",
         help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, "
-        "mxfp4, ipex or openvino: for other "
-        "programs, gguf: for llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
+        "mxfp4, ipex or openvino: for other programs, gguf: for llama.cpp, dequantized, or inc: "
+        "Gaudi's files of a measurement.",
     )
-    shard_size: str = setting(
-        "4GiB",
-        flag="--shard-size",
-        metavar="SIZE",
-        verbs=("export",),
-        help="Largest weight file (default 4GiB).",
+    shard_size: str = _for_export(
+        "4GiB", "--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB)."
     )
-    measure_inputs: bool = setting(
+    measure_inputs: bool = _for_export(
         False,
-        flag="--measure-inputs",
-        verbs=("export",),
+        "--measure-inputs",
         help="Measure what rounding inputs costs, so that runtimes may, where quantize ran no "
         "model (rtn) too.",
     )
-    device: str | None = setting(
-        None,
-        flag="--device",
-        verbs=("export",),
-        help="Of format inc: gaudi2, gaudi3, or cpu for its emulation.",
+    device: str | None = _for_export(
+        None, "--device", help="Device of format inc: gaudi2, gaudi3, or cpu for its emulation."
     )
-    scale_method: str | None = setting(
-        None,
-        flag="--scale-method",
-        metavar="NAME",
-        verbs=("export",),
-        help="Of format inc (default maxabs_hw).",
+    scale_method: str | None = _for_export(
+        None, "--scale-method", metavar="NAME", help="Scales of format inc (default maxabs_hw)."
     )
-    dtype: str | None = setting(
+    dtype: str | None = _for_export(
         None,
-        flag="--dtype",
-        verbs=("export",),
-        help="bf16, f16 or f32. Of gguf (default: the types of an artifact's linears, or the "
-        "model's), dequantized (bf16), "
-        "scales of gptq, awq and openvino (f16).",
+        "--dtype",
+        help="bf16, f16 or f32: matrices of gguf (default: the types of an artifact's linears, or "
+        "the model's), dequantized weights (bf16), scales of gptq, awq and openvino (f16).",
     )
 
     def __post_init__(self) -> None:
@@ -616,90 +574,68 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Validate:
-    """The evaluation text and the gate: `auto` chooses by scheme, a name or a file chooses itself."""
+    """The evaluation text, the tasks and the gate."""
 
-    text: str | None = setting(
+    text: str | None = _for_validate(
         None,
-        flag="--text",
+        "--text",
         metavar="TEXT",
-        verbs=("validate",),
         help="Evaluation text, as --calibration takes it; not the calibration text (default: a "
         "shipped one).",
     )
-    tokens: int = setting(
-        32768, flag="--tokens", verbs=("validate",), least=2, help="Tokens of it (default 32768)."
-    )
-    sequence_length: int = setting(
-        512,
-        flag="--sequence-length",
-        verbs=("validate",),
-        least=2,
-        help="Tokens per window (default 512).",
+    tokens: int = _for_validate(32768, "--tokens", least=2, help="Tokens of it (default 32768).")
+    sequence_length: int = _for_validate(
+        512, "--sequence-length", least=2, help="Tokens per window (default 512)."
     )
     gate: str = setting(
         "auto",
-        flag="--gate",
+        "--gate",
         help={
             "validate": "auto (default), a shipped gate or a file.",
             "gate": "auto, a shipped gate or a file (default: what the validation recorded).",
         },
     )
-    tasks: tuple[str, ...] = setting(
+    tasks: tuple[str, ...] = _for_validate(
         (),
-        flag="--tasks",
+        "--tasks",
         metavar="NAMES",
-        verbs=("validate",),
         parse=names_flag,
         help="Tasks of lm-eval, comma-separated, shipped ones (small_piqa) or YAML files: both "
         "models answer them.",
     )
-    limit: int | None = setting(
-        None,
-        flag="--limit",
-        verbs=("validate",),
-        least=1,
-        help="Documents of each task (default: all).",
+    limit: int | None = _for_validate(
+        None, "--limit", least=1, help="Documents of each task (default: all)."
     )
-    shots: int | None = setting(
-        None,
-        flag="--shots",
-        verbs=("validate",),
-        least=0,
-        help="Examples before each question (default: the task's).",
+    shots: int | None = _for_validate(
+        None, "--shots", least=0, help="Examples before each question (default: the task's)."
     )
-    chat_template: bool = setting(
-        False,
-        flag="--chat-template",
-        verbs=("validate",),
-        help="Ask in the tokenizer's chat template.",
+    chat_template: bool = _for_validate(
+        False, "--chat-template", help="Ask in the tokenizer's chat template."
     )
-    ranks: int = setting(
+    ranks: int = _for_validate(
         1,
-        flag="--ranks",
+        "--ranks",
         metavar="N",
-        verbs=("validate",),
         least=1,
         help="Processes that share a model while it answers --tasks (default 1).",
     )
-    diagnose: int | None = setting(
+    diagnose: int | None = _for_validate(
         None,
-        flag="--diagnose",
+        "--diagnose",
         metavar="PROBES",
-        verbs=("validate",),
         least=16,
         help="Also say where the loss is and what would mend it, by at most so many runs with "
         "some linear swapped.",
     )
     allow_inconclusive: bool = setting(
         False,
-        flag="--allow-inconclusive",
+        "--allow-inconclusive",
         verbs=("validate", "gate"),
         help="Exit 0 when the gate cannot decide; recorded.",
     )
-    exact: bool = setting(
+    exact: bool = _for_validate(
         False,
-        flag="--exact",
-        verbs=("validate",),
+        "--exact",
         help="Judge it with inputs that the scheme leaves alone as they are, as `generate "
         "--exact` runs it.",
     )
@@ -711,38 +647,29 @@ class Validate:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What each process may hold in memory and a stage may write (`4GiB`; null: what the machine has).
+    """Limits of memory per process and of bytes that a stage writes; null takes what is free.
 
-    `disk_offload` is a tenth of the memory where max_memory is null; the rest waits on disk beside
-    -o.
+    With `disk_offload` and no `max_memory` the limit is a tenth of the machine's memory, and the
+    rest waits on disk beside -o.
     """
 
-    max_memory: str | None = setting(
+    max_memory: str | None = _bounded(
         None,
-        flag="--max-memory",
+        "--max-memory",
         metavar="SIZE",
-        verbs=BOUNDED,
         help="Memory of the process at most, such as 4GiB (default: what is free).",
     )
-    max_disk: str | None = setting(
-        None,
-        flag="--max-disk",
-        metavar="SIZE",
-        verbs=BOUNDED,
-        help="Bytes written at most (default: what is free).",
+    max_disk: str | None = _bounded(
+        None, "--max-disk", metavar="SIZE", help="Bytes written at most (default: what is free)."
     )
-    max_device_memory: str | None = setting(
+    max_device_memory: str | None = _computing(
         None,
-        flag="--max-device-memory",
+        "--max-device-memory",
         metavar="SIZE",
-        verbs=COMPUTING,
         help="Tensors on --device at most, such as 20GiB (default: what is free there).",
     )
-    disk_offload: bool = setting(
-        False,
-        flag="--disk-offload",
-        verbs=BOUNDED,
-        help="Use a tenth of the memory; the rest waits on disk.",
+    disk_offload: bool = _bounded(
+        False, "--disk-offload", help="Use a tenth of the memory; the rest waits on disk."
     )
 
     def __post_init__(self) -> None:
@@ -753,23 +680,18 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """Where the model runs, and in what: `device` cpu, cuda, cuda:N or hpu; `dtype` of weights and activations.
+    """The device and the dtype in which the model runs.
 
-    Statistics are float32 and wider whatever runs.
+    Statistics are float32 and wider in every dtype.
     """
 
-    device: str = setting(
-        "cpu",
-        flag="--device",
-        metavar="DEVICE",
-        verbs=COMPUTING,
-        help="Where layers run: cpu (default), cuda or cuda:N.",
+    device: str = _computing(
+        "cpu", "--device", metavar="DEVICE", help="Where layers run: cpu (default), cuda or cuda:N."
     )
-    dtype: str = setting(
+    dtype: str = _computing(
         "float32",
-        flag="--dtype",
+        "--dtype",
         metavar="DTYPE",
-        verbs=COMPUTING,
         help={
             **dict.fromkeys(
                 COMPUTING,
@@ -794,17 +716,17 @@ class Recipe:
     model: str = setting(help="A folder, a name on the hub (org/name), or a GGUF file.")
     revision: str | None = setting(
         None,
-        flag="--revision",
+        "--revision",
         metavar="NAME",
         verbs=("plan", "measure", "quantize", "export", "validate"),
         help="Branch, tag or commit of a model on the hub; the manifest has the commit.",
     )
     seed: int = setting(
         0,
-        flag="--seed",
+        "--seed",
         help={
-            "measure": "Of the shuffle of documents (default 0).",
-            "quantize": "Of the proof's tokens where no measurement is given (default 0).",
+            "measure": "Seed of the shuffle of documents (default 0).",
+            "quantize": "Seed of the proof's tokens where no measurement is given (default 0).",
         },
     )
     calibration: Calibration = field(default_factory=Calibration)
@@ -817,7 +739,7 @@ class Recipe:
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
-        """Refuse two artifacts of one name, and a seed that no generator takes."""
+        """Refuse two entries of one name, and a seed that no generator takes."""
         check_numbers(self)
         names = [entry.name for entry in self.quantize]
         for name in names:
@@ -830,17 +752,20 @@ class Recipe:
 
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_DEPTH = 50
-# of dates and numbers that are none too
+# impossible dates and numbers raise the last three
 _YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError, TypeError)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without silent duplicates, and without aliases: a few lines of these stand for more values than memory holds."""
+    """YAML without duplicate keys and without aliases.
+
+    A few lines of aliases could stand for more values than memory holds.
+    """
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse an alias, and a hundred lists in each other."""
+        """Refuse an alias, and values that are nested too deeply."""
         self.depth += 1
         if self.check_event(yaml.AliasEvent) or self.depth > MAX_YAML_DEPTH:
             raise yaml.YAMLError("an alias, or values too deep in each other; write them out")
@@ -849,10 +774,11 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that stands twice in one mapping, and one that is a mapping or a list."""
+        """Refuse a key that stands twice in one mapping, and a key that is a mapping or a list."""
         keys = set()
         for key_node, _ in node.value:
-            key, line = self.construct_object(key_node), node.start_mark.line + 1
+            key = self.construct_object(key_node)
+            line = node.start_mark.line + 1
             if not isinstance(key, str | int | float | None):
                 raise yaml.YAMLError(f"the mapping of line {line} has a key that is no text")
             if key in keys:
@@ -864,7 +790,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _whole_number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
-    """Return the whole number of a node; one in base 16 or 60 may have more digits than Python prints."""
+    """The whole number of a node, of at most 1024 bits.
+
+    A number in base 16 or 60 may have more digits than Python prints.
+    """
     number: int = loader.construct_yaml_int(node)
     if number.bit_length() > 1024:  # the records say what is too large for them
         raise yaml.YAMLError(
@@ -877,11 +806,11 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+    """The mapping in a YAML file.
 
     Raises:
-        InputError: it is unreadable or not UTF-8.
-        UsageError: it is over 1 MiB, not YAML, not a mapping, has an alias, or repeats a key.
+        InputError: the file is unreadable or not UTF-8.
+        UsageError: the file is over 1 MiB, not YAML, not a mapping, has an alias, or repeats a key.
     """
     try:
         with reading(path) as file:
@@ -897,10 +826,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    """Return what a text of YAML holds.
+    """The value in a text of YAML.
 
     Raises:
-        UsageError: it is too long, or not YAML without aliases.
+        UsageError: the text is too long, or not YAML without aliases.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UsageError(f"{name}: over {MAX_YAML_BYTES} characters", "give a recipe")
@@ -943,7 +872,7 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
 
 
 def recipe_from(data: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a mapping spells.
+    """The recipe that a mapping spells.
 
     Raises:
         UsageError: a key is unknown or a value has the wrong type.
@@ -952,7 +881,7 @@ def recipe_from(data: Mapping[str, Any]) -> Recipe:
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
-    """Return an instance of the dataclass `kind` made from a mapping, checking every key and type."""
+    """An instance of the dataclass `kind` from a mapping whose keys and types are checked."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{where}: {data!r} is not a mapping", "write `key: value` lines below it")
     fields = {item.name: item for item in dataclasses.fields(kind)}
@@ -972,7 +901,7 @@ def _build(kind: Any, data: Any, where: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    """Return `value` as the type that `hint` names, or refuse it."""
+    """`value` as the type that `hint` names; a wrong type is refused."""
     if isinstance(hint, types.UnionType):
         if value is None:
             return None
@@ -1005,7 +934,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that `4GiB`, `500MB` or `1000` stand for.
+    """Bytes that `4GiB`, `500MB` or `1000` stand for.
 
     Raises:
         UsageError: the text is not a number with a known unit.

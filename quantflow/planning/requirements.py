@@ -1,4 +1,4 @@
-"""What an entry of a recipe means by itself, whatever the model: its schemes, algorithm, transforms, and what they need."""
+"""The meaning of a recipe's entry for any model: schemes, algorithm, transforms, statistics."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -40,13 +40,13 @@ GRADIENT_SUM = GRADIENTS.name  # the one statistic that algorithms read of a lin
 
 
 def entries_of(text: str) -> tuple[Quantize, ...]:
-    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
+    """The entries that `W4A16:gptq,W4A16@4.25,FP8` means.
 
-    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are
-    chosen for so many bits per weight, with zero points where the named scheme has them.
+    The algorithm stands after a colon; without one it is the scheme's usual algorithm. `@4.25`
+    chooses schemes for so many bits per weight, with zero points where the named scheme has them.
 
     Raises:
-        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
+        UsageError: a scheme is unknown, one stands twice, or no number follows @.
     """
     entries = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -72,30 +72,30 @@ def entries_of(text: str) -> tuple[Quantize, ...]:
 
 
 def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
-    """Return the observers that measure has to run for all of these artifacts, possibly none.
+    """Observers that measure has to run for all of these entries, possibly none.
 
-    What quantize takes for itself is not among them; it needs the token ids alone.
+    Statistics that quantize collects itself are left out; they need the token ids alone.
 
     Raises:
         UsageError: a scheme, algorithm or transform is unknown.
     """
     each = [needs_of(entry, _schemes_named(entry)) for entry in entries]
     needs = frozenset().union(*(needs - seen_in_quantize(needs) for needs in each))
-    # what the caches store is measured wherever layers run
+    # the amax of keys and values, which the caches' scales need, is measured wherever layers run
     if any(entry.kv_cache is not None for entry in entries):
         needs |= {AMAX.name}
     return observers_for(needs)
 
 
 def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:
-    """Return the statistics, of those that an artifact needs, that quantize takes for itself from the text that runs there.
+    """The part of an entry's statistics that quantize collects itself from the calibration text.
 
-    Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels'
-    maxima, which a search reads beside its rows, are then seen on the way, and a measurement for
-    the same algorithm without a search will do.
+    Hessians and rows live for one layer. Where both are collected, all of the text runs. The maxima
+    of the channels, which a search reads beside its rows, are then collected on the way, so that a
+    measurement for the same algorithm without a search is enough.
     """
     alone = {HESSIAN_SUM.name, ROWS}
-    # of static inputs: measured, and so are channels
+    # ranges of static inputs come from a measurement, and then the channels' maxima do too
     ranges = {AMAX.name, MIN_VAL.name, MAX_VAL.name, COUNTS.name}
     return needs & (alone | {CHANNEL_AMAX.name} if alone <= needs and not needs & ranges else alone)
 
@@ -105,7 +105,7 @@ def _schemes_named(entry: Quantize) -> list[LinearScheme]:
 
 
 def scheme_of(name: str, group_size: int | None) -> LinearScheme:
-    """Return the scheme that a recipe means by a name and a group size; None is the preset's.
+    """The scheme that a recipe means by a name and a group size; None is the preset's.
 
     Raises:
         SchemeError: no preset has that name, or it has no groups.
@@ -114,11 +114,11 @@ def scheme_of(name: str, group_size: int | None) -> LinearScheme:
 
 
 def base_of(entry: Quantize) -> LinearScheme:
-    """Return the scheme of an entry's linears, with all that the entry says of float8, scales and static inputs.
+    """Scheme of an entry's linears, with its settings of float8, scales and static inputs applied.
 
     Raises:
-        SchemeError: as `scheme_of`, or the scheme has no float8 or no static input of which that
-            could be said.
+        SchemeError: see `scheme_of`; or a setting of float8 or of static inputs stands beside a
+            scheme that has none.
     """
     scheme = scheme_of(entry.scheme, entry.group_size)
     if entry.float8 is not None:
@@ -137,10 +137,10 @@ def base_of(entry: Quantize) -> LinearScheme:
 
 
 def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearScheme:
-    """Return the scheme of an override or the head, with what the entry says as far as it fits.
+    """The scheme of an override or the head, with the entry's other settings as far as they fit.
 
     Raises:
-        SchemeError: as `scheme_of`.
+        SchemeError: see `scheme_of`.
     """
     scheme = scheme_of(override.scheme, override.group_size)
     if scheme.layout == "float-quantized":
@@ -163,15 +163,16 @@ def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearSch
 
 
 def algorithm_of(entry: Quantize) -> str:
-    """Return the algorithm that quantizes linears that share an input, a key of ALGORITHMS.
+    """The algorithm that quantizes linears that share an input, a key of ALGORITHMS.
 
-    It is what an entry names, or its scheme's usual one. A combination takes one of the others,
-    what learns starts from one.
+    The entry names it, or its scheme has a usual one. A combination chooses one of the others; an
+    algorithm that learns starts from one.
 
     Raises:
-        UsageError: it is unknown.
+        UsageError: the algorithm is unknown.
     """
-    scheme, learned = preset(entry.scheme), learned_of(entry)
+    scheme = preset(entry.scheme)
+    learned = learned_of(entry)
     algorithm = entry.algorithm or scheme.algorithm
     if learned is not None:
         if learned.start not in ALGORITHMS:
@@ -192,10 +193,10 @@ def algorithm_of(entry: Quantize) -> str:
 
 
 def learned_of(entry: Quantize) -> SignRound | None:
-    """Return how an entry's rounding is learned, None where its algorithm does not learn.
+    """Settings of an entry's learned rounding; None where its algorithm does not learn.
 
     Raises:
-        UsageError: it says how, and its algorithm is another; or what does not go with it.
+        UsageError: the settings stand beside another algorithm, or beside what does not go with it.
     """
     if entry.algorithm not in BLOCK_ALGORITHMS:
         if entry.signround is not None:
@@ -218,12 +219,12 @@ def learned_of(entry: Quantize) -> SignRound | None:
 
 
 def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
-    """Return how an entry's scales are tuned end to end, None where they are not.
+    """Settings for tuning an entry's scales end to end; None where they are not tuned.
 
     Args:
-        entry: the recipe's words.
-        sparse: whether the model is a mixture, whose scales are tuned only where the entry says so,
-            which is refused.
+        entry: entry of the recipe.
+        sparse: whether the model is a mixture. Its scales are tuned only where the entry says so,
+            which is refused later.
     """
     if entry.tune is not None:
         return entry.tune if entry.tune.steps else None
@@ -246,24 +247,26 @@ def _rotated(entry: Quantize) -> bool:
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
-    """Return the statistics that an artifact needs.
+    """Statistics that an entry needs.
 
     Args:
-        entry: the recipe's words.
-        schemes: of its linears.
+        entry: entry of the recipe.
+        schemes: schemes of its linears.
 
     Raises:
         UsageError: the algorithm or a transform is unknown, or would change weights whose
             sensitivity was measured.
     """
-    needs, transforms = set(ALGORITHMS[algorithm_of(entry)].NEEDS), transforms_of(entry)
+    needs = set(ALGORITHMS[algorithm_of(entry)].NEEDS)
+    transforms = transforms_of(entry)
     for name, options in transforms:
         needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
         if scheme.input is not None and scheme.input.measured:
             needs |= {COUNTS.name} if scheme.input.observer != AmaxObserver.NAME else set()
             needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
-    histograms, algorithm = COUNTS.name in needs, algorithm_of(entry)
+    histograms = COUNTS.name in needs
+    algorithm = algorithm_of(entry)
     check_transforms(
         entry.name,
         algorithm,
@@ -278,10 +281,10 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
 
 
 def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    """Return (name, options) of each transform that an entry names, or its scheme's usual ones.
+    """(name, options) of each transform that an entry names, or of its scheme's usual ones.
 
     Raises:
-        UsageError: one is unknown, has no such option, or does not stand where it has to.
+        UsageError: a transform is unknown, lacks an option, or stands in the wrong place.
     """
     result = []
     for item in _usual_transforms(entry) if entry.transforms is None else entry.transforms:
@@ -316,15 +319,16 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
 
 
 def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
-    """Return what an entry gets that names no transforms: its scheme's, or the search of a combination.
+    """Transforms of an entry that names none: its scheme's, or the search of a combination.
 
-    Where schemes are to be chosen there are none: sensitivities are those of the weights as they
-    are.
+    An entry whose schemes are to be chosen has none: sensitivities are those of the unchanged
+    weights.
     """
-    scheme, combination = preset(entry.scheme), _combination_of(entry)
+    scheme = preset(entry.scheme)
+    combination = _combination_of(entry)
     searched = combination is not None and combination.smooths(scheme)
     if searched and not scheme.transforms and not entry.mixed:
-        # a cache's scales are of these
+        # a cache's scales belong to the values as the model makes them
         values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}
         return ({smoothquant.NAME: {**smoothquant.SEARCHED, **values}},)
     return tuple({name: {}} for name in scheme.transforms)

@@ -1,20 +1,17 @@
-"""What each stage needs, what the machine and the user allow, and the refusal when the first exceeds the second.
+"""The grant of memory and disk: what a stage needs against what the machine and the user allow.
 
-A stage asks once, before it reads anything:
+A stage that needs more than is allowed is refused before it reads anything. It asks once:
 
-    size = model_size(source.checkpoint.infos, source.config, graph)                            # quantflow.planning.sizes
-    allowance = allow_measure(job.resources, size, lengths=[512, 512], stats=job.stats, folder=job.output)
-    allowance = allow_quantize(job.resources, size, plan, lengths=[512, 512], folder=job.output)      # either path
-    allowance = allow_export(job.resources, size, plan, shard_size=4 << 30, folder=job.output)
-    allowance = allow_validate(job.resources, size, lengths=[512, 512], folder=job.report, models=3)
+    size = model_size(source.checkpoint.infos, source.config, graph)
+    allowance = allow_quantize(job.resources, size, plan, lengths=[512, 512], folder=job.output)
 
-and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`. Nothing of it
+and uses the answer: `Workers(allowance.workers)`, `ahead=allowance.in_flight`. An allowance never
 changes a bit of a result: it only says how many independent units run at once. When memory is short
-the second worker goes; what is left is what the stage cannot do without. Hidden states wait on disk
-whatever there is: the system's file cache has those that fit.
+the second worker goes first; what is left is what the stage cannot do without. Hidden states wait
+on disk in any case: the system's file cache keeps those that fit.
 
-What is needed comes from the formulas of `quantflow.planning.cost`, which `quantflow plan` prints.
-A limit holds for each process of a stage by itself.
+The needs come from the formulas of `quantflow.planning.cost`, which `quantflow plan` prints. A
+limit holds for each process of a stage by itself.
 """
 
 import os
@@ -49,10 +46,10 @@ class Allowance:
 
     Attributes:
         workers: units that run at once, at least 1.
-        in_flight: units that may be begun or finished but not yet taken.
-        peak_bytes: what the memory of the process is expected to come to.
-        disk_bytes: what the stage is expected to write, scratch files included.
-        result_bytes: of these, what stays.
+        in_flight: units that have begun or finished but are not yet taken.
+        peak_bytes: expected peak memory of the process.
+        disk_bytes: expected bytes that the stage writes, scratch files included.
+        result_bytes: the part of `disk_bytes` that stays.
     """
 
     workers: int
@@ -70,10 +67,10 @@ def allow_measure(
     stats: Sequence[str],
     folder: Path,
 ) -> Allowance:
-    """Return what measure may use for sequences of these lengths; see `need_measure`.
+    """Allowance of measure for sequences of these lengths; see `need_measure`.
 
     Raises:
-        ResourceError: it does not fit; the message says what is needed and what there is.
+        ResourceError: the stage does not fit; the message gives what is needed and what there is.
     """
     return grant(need_measure(model, lengths=lengths, stats=stats), resources, folder=folder)
 
@@ -81,10 +78,10 @@ def allow_measure(
 def allow_quantize(
     resources: Resources, model: ModelSize, plan: Plan, *, lengths: Sequence[int], folder: Path
 ) -> Allowance:
-    """Return what quantize may use, on the path that the plan takes.
+    """Allowance of quantize, on the path that the plan takes.
 
     Raises:
-        ResourceError: it does not fit; the message says what is needed and what there is.
+        ResourceError: the stage does not fit; the message gives what is needed and what there is.
     """
     need = (
         need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=lengths)
@@ -95,10 +92,10 @@ def allow_quantize(
 def allow_export(
     resources: Resources, model: ModelSize, plan: Plan, *, shard_size: int, folder: Path
 ) -> Allowance:
-    """Return what export and its proof may use.
+    """Allowance of export and its proof.
 
     Raises:
-        ResourceError: it does not fit; the message says what is needed and what there is.
+        ResourceError: the stage does not fit; the message gives what is needed and what there is.
     """
     return grant(need_export(model, plan, shard_size=shard_size), resources, folder=folder)
 
@@ -112,12 +109,18 @@ def allow_validate(
     models: int = 3,
     head: HeadPlan | None = None,
 ) -> Allowance:
-    """Return what validate may use for windows of these lengths and that many models (baseline, candidate, noise).
+    """Allowance of validate for windows of these lengths.
 
-    The candidate's head is quantized where `head` says so.
+    Args:
+        resources: limits of the user.
+        model: sizes of the model.
+        lengths: tokens of each window.
+        folder: folder that validate writes.
+        models: number of models that run: baseline, candidate, noise.
+        head: plan of the candidate's head; None leaves it as it is.
 
     Raises:
-        ResourceError: it does not fit; the message says what is needed and what there is.
+        ResourceError: the stage does not fit; the message gives what is needed and what there is.
     """
     return grant(
         need_validate(model, lengths=lengths, models=models, head=head), resources, folder=folder
@@ -125,12 +128,12 @@ def allow_validate(
 
 
 def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:
-    """Return the most that fits: all workers, or as many as there is memory for.
+    """The largest allowance that fits: all workers, or as many as there is memory for.
 
     Args:
-        need: what the stage takes.
-        resources: the limits.
-        folder: where it writes; what is there of an earlier attempt counts as written.
+        need: memory and disk that the stage takes.
+        resources: limits of the user.
+        folder: folder that the stage writes; files of an earlier attempt count as written.
         base: bytes of the process before the stage; None takes what it has, or will have once it
             has imported everything.
 
@@ -162,11 +165,11 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
 
 
 def memory_limit(resources: Resources, *, resident: int) -> tuple[int, str]:
-    """Return how large this process may grow, in bytes, and what says so.
+    """Bytes to which this process may grow, and the words for what limits them.
 
     Args:
-        resources: the user's limits.
-        resident: bytes that the process has already.
+        resources: limits of the user.
+        resident: bytes that the process already has.
     """
     free = resident + process_memory.available_bytes()
     limit, why = free, "what is free on this machine"
@@ -184,8 +187,8 @@ def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
     """Refuse a stage whose files would not fit.
 
     Raises:
-        ResourceError: they exceed --max-disk, or what is free beside what an earlier attempt has
-            written.
+        ResourceError: the files exceed --max-disk, or the free space beside what an earlier attempt
+            wrote.
     """
     wanted = need.result + need.scratch
     if resources.max_disk is not None and wanted > parse_size(resources.max_disk):
@@ -194,9 +197,10 @@ def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
             f"{resources.max_disk}",
             f"give --max-disk {round_up(wanted)} or more, or a scheme of fewer bits",
         )
-    # the result, and what stages keep beside it to go on from
+    # the result, and the hidden folders beside it from which an interrupted stage resumes
     earlier = [folder, *folder.parent.glob(f".{folder.name}.*")]
-    missing, free = max(0, wanted - sum(map(written_bytes, earlier))), free_bytes(folder)
+    missing = max(0, wanted - sum(map(written_bytes, earlier)))
+    free = free_bytes(folder)
     if missing > free:
         raise ResourceError(
             f"{folder}: {need.stage} writes {missing} bytes ({text_of(missing)}), {free} "
@@ -206,7 +210,7 @@ def check_disk(need: Need, resources: Resources, *, folder: Path) -> None:
 
 
 def written_bytes(folder: Path) -> int:
-    """Return the bytes of the files below a folder, 0 where there is none."""
+    """Bytes of the files below a folder; 0 where there is no folder."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -215,7 +219,7 @@ def written_bytes(folder: Path) -> int:
 
 
 def compare(stage: str, *, planned: int, used: int, what: str = "memory") -> str:
-    """Return one line that says how good the plan was: `measure memory: planned 3.10 GB, used 2.90 GB, -6 %`."""
+    """One line on how good the plan was: `measure memory: planned 3.10 GB, used 2.90 GB, -6 %`."""
     change = f"{(used - planned) / planned:+.0%}".replace("%", " %") if planned else "not planned"
     return f"{stage} {what}: planned {text_of(planned)}, used {text_of(used)}, {change}"
 
@@ -228,15 +232,15 @@ def account(
     on_device: int | None = None,
     device: Device = HOST,
 ) -> Iterator[str]:
-    """Yield what a finished stage used beside what was planned: memory, that of a device, and the bytes of its folder.
+    """Lines that compare a finished stage's memory, device memory and disk with the plan.
 
     Args:
-        stage: its name.
+        stage: name of the stage.
         allowance: what was planned.
-        folder: what it wrote.
+        folder: folder that the stage wrote.
         on_device: bytes of tensors that were planned on the device; None where layers ran on the
             CPU.
-        device: where they ran.
+        device: device that ran the layers.
     """
     yield compare(stage, planned=allowance.peak_bytes, used=process_memory.usage().peak)
     if on_device is not None and (used := device.peak_bytes()) is not None:
@@ -245,7 +249,7 @@ def account(
 
 
 def round_up(count: int) -> str:
-    """Return a size that a flag takes and that is no less than `count` bytes: `3.2GB`, `640MB`."""
+    """A size of at least `count` bytes as a flag takes it: `3.2GB`, `640MB`."""
     if count >= 10**9:
         return f"{-(-count // 10**8) / 10:.1f}GB"
     return f"{-(-count // 10**6)}MB"

@@ -1,4 +1,7 @@
-"""The sizes of a model, from its shard headers and config.json alone: what the formulas of `_resources` compute with."""
+"""The sizes of a model, from its shard headers and config.json alone.
+
+The formulas of `quantflow.planning.cost` compute with them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +17,8 @@ from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan
 
 FORMAT = FORMATS[DEFAULT]
-# bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
+# Bytes of tensors up to which export writes one file. Above, links to the layer files cost nothing
+# and copies cost seconds.
 ONE_FILE = 512 << 20
 FLOAT = 4  # bytes of a float32, in which every layer runs
 # source names, output features of each, input features
@@ -27,14 +31,13 @@ class LayerSize:
 
     Attributes:
         stored: bytes of its tensors in the checkpoint.
-        elements: how many numbers these are.
-        groups: linears that share an input; none in a layer that text goes past.
+        elements: number of elements of its tensors.
+        groups: linears that share an input; none in a skipped layer.
         largest: (elements, stored bytes) of its largest tensor.
-        folds: of each group, whether what it reads comes from something that factors can be folded
-            into.
-        shares: of each group, how much of the tokens goes through it; of an expert, the experts
-            chosen per one there is.
-        sparse: whether it has experts.
+        folds: for each group, whether factors can be folded into what makes its input.
+        shares: for each group, the share of the tokens that goes through it; for an expert, chosen
+            experts / experts.
+        sparse: whether the layer has experts.
     """
 
     stored: int
@@ -57,12 +60,13 @@ class ModelSize:
 
     Attributes:
         hidden, vocabulary: features of the hidden state, rows of the head.
-        between: features of what a layer hands to the next, the hidden state and what is carried
+        between: features that a layer hands to the next: the hidden state and what is carried
             beside it.
-        heads, kv_heads, head_dim: of the attention.
-        outside: bytes of the tensors outside the decoder layers, as stored.
-        head: (elements, stored bytes) of the head's weight, the embedding's where they are tied.
-        infos: every source tensor.
+        heads, kv_heads, head_dim: sizes of the attention.
+        layers: sizes of the decoder layers.
+        outside: stored bytes of the tensors outside the decoder layers.
+        head: (elements, stored bytes) of the head's weight; of the embedding where they are tied.
+        infos: every source tensor by name.
     """
 
     hidden: int
@@ -95,20 +99,20 @@ class ModelSize:
 
 
 def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> ModelSize:
-    """Return the sizes of a model.
+    """Sizes of a model.
 
     Args:
         infos: every source tensor, from the shard headers.
-        config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what
-            stands for heads are read.
-        graph: its linears.
+        config: configuration of the model; `hidden_size`, `num_attention_heads`, `vocab_size` and
+            the names that stand for heads are read.
+        graph: linears of the model.
 
     Raises:
-        InputError: a layer of the configuration, or the part outside of the layers, has no tensor.
+        InputError: a layer of the configuration, or the part outside the layers, has no tensor.
     """
     text = text_config(config)
     first = next(layer for layer in graph.layers if layer.groups)
-    # heads of the first layer stand for those of all
+    # where layers differ, the heads of the first one stand for all
     uneven = bool(getattr(text, "is_heterogeneous", False))
     shared = None if uneven else getattr(text, "num_key_value_heads", None)
     heads = int(
@@ -127,9 +131,10 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         found = [info for name, info in infos.items() if name.startswith(f"{layer.prefix}.")]
         inside.update(info.name for info in found)
         if not found:
-            cause = f"config.json: {len(graph.layers)} layers, the checkpoint has no tensor of {layer.prefix}"
             raise InputError(
-                cause, "restore config.json from its source, or download the model again"
+                f"config.json: {len(graph.layers)} layers, the checkpoint has no tensor of "
+                f"{layer.prefix}",
+                "restore config.json from its source, or download the model again",
             )
         largest = max(found, key=elements_of)
         layers.append(
@@ -168,7 +173,7 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
 
 
 def elements_of(info: TensorInfo) -> int:
-    """Return how many numbers a tensor holds."""
+    """Number of elements of a tensor."""
     count = 1
     for size in info.shape:
         count *= size
@@ -176,17 +181,17 @@ def elements_of(info: TensorInfo) -> int:
 
 
 def quantized_bytes(name: str, scheme: LinearScheme, info: TensorInfo) -> int:
-    """Return the bytes of the tensors that the linear `name` becomes in the artifact, exactly."""
+    """Exact bytes of the tensors that the linear `name` becomes in the artifact."""
     return sum(
         _spec_bytes(dtype, shape) for dtype, shape in quantized_specs(name, scheme, info).values()
     )
 
 
 def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[str, Spec]:
-    """Return dtype and shape of the tensors that the linear `name` becomes in the artifact.
+    """Dtypes and shapes of the tensors that the linear `name` becomes in the artifact.
 
     Raises:
-        UnsupportedError: a dtype that torch has no name for.
+        UnsupportedError: torch has no name for the dtype.
     """
     if info.dtype not in DTYPES:
         raise UnsupportedError(
@@ -197,13 +202,13 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
 
 
 def outside_bytes(model: ModelSize, head: HeadPlan | None) -> int:
-    """Return the bytes of the tensors outside the layers after quantization; head: what becomes of the head, or None."""
+    """Bytes of the tensors outside the layers after quantization, the quantized head included."""
     replaced = 0 if head is None or head.tied else model.infos[head.tensor].nbytes
     return model.outside + head_file_bytes(model, head) - replaced
 
 
 def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:
-    """Return the bytes of the tensors that the head becomes, 0 where it stays as it is."""
+    """Bytes of the tensors that the head becomes; 0 where it stays as it is."""
     return (
         0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
     )
@@ -215,7 +220,7 @@ def layer_bytes(
     *,
     kv_cache: TensorScheme | None = None,
 ) -> list[int]:
-    """Return the bytes of the tensors of each decoder layer after quantization, scales of its cache included.
+    """Bytes of each decoder layer's tensors after quantization, scales of its cache included.
 
     File headers are not counted.
     """

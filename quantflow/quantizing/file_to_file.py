@@ -49,8 +49,8 @@ from quantflow.files.safetensors_writer import Writer
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
 from quantflow.models.layer_store import finished
+from quantflow.models.open import ModelFiles
 from quantflow.models.reading import bytes_of, check_finite
-from quantflow.models.source import ModelFiles
 from quantflow.numerics.grid import Grid, TensorRange, bounds_of, shared_grid
 from quantflow.planning.cost import READERS
 from quantflow.planning.plan import Plan

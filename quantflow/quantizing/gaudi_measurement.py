@@ -19,8 +19,8 @@ from quantflow.formats.gaudi.gaudi_nodes import statistics_from
 from quantflow.formats.gaudi.triple import Triple, read_triple
 from quantflow.measuring.merging.gaudi_files import unify_triples
 from quantflow.measuring.record import META_NAME, Measurement
+from quantflow.models.open import ModelFiles
 from quantflow.models.reading import read_tensor
-from quantflow.models.source import ModelFiles
 from quantflow.observers.amax import AMAX
 from quantflow.observers.keys import parse_key
 from quantflow.planning.plan import Plan

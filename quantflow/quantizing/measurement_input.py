@@ -16,8 +16,7 @@ from quantflow.measuring.record import (
     read_meta,
     recorded,
 )
-from quantflow.models.graph import graph_for
-from quantflow.models.source import ModelFiles
+from quantflow.models.open import ModelFiles, graph_for
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantizing.cache_scales import kv_scales_of

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantflow.models.graph import Graph, graph_for
-from quantflow.models.source import ModelFiles, open_files
+from quantflow.models.graph import Graph
+from quantflow.models.open import ModelFiles, graph_for, open_files
 from quantflow.planning.plan import Plan, resolve
 from quantflow.planning.recipe import Quantize
 from quantflow.quantizing.job import QuantizeJob

@@ -13,8 +13,7 @@ from quantflow.formats.gaudi.gaudi_nodes import LINEAR, statistics_from
 from quantflow.formats.gaudi.module_patterns import selected
 from quantflow.formats.gaudi.quant_config import QuantConfig
 from quantflow.formats.gaudi.triple import read_triple
-from quantflow.models.graph import graph_for
-from quantflow.models.source import open_files
+from quantflow.models.open import graph_for, open_files
 from quantflow.observers.keys import parse_key
 from quantflow.quantizing.gaudi_measurement import are_gaudis
 

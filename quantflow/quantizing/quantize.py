@@ -54,7 +54,7 @@ from quantflow.measuring.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
-from quantflow.models.source import ModelFiles, refuse_not_finite
+from quantflow.models.open import ModelFiles, refuse_not_finite
 from quantflow.planning import head
 from quantflow.planning.device_memory import allow_on_device, quantize_on_device
 from quantflow.planning.experts import refuse_team

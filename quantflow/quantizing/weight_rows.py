@@ -24,8 +24,8 @@ from quantflow.files.safetensors_header import TensorInfo
 from quantflow.files.safetensors_writer import Spec
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Layer
+from quantflow.models.open import ModelFiles
 from quantflow.models.reading import bytes_of, read_columns, read_into, read_once, read_tensor
-from quantflow.models.source import ModelFiles
 from quantflow.planning.cost import UNIT
 from quantflow.planning.head import FILE, HeadPlan
 from quantflow.planning.plan import Plan

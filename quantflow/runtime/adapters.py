@@ -1,9 +1,9 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's files, beside a linear of any kind or merged into one that is not quantized.
+"""LoRA adapters (Hu et al. 2021) in PEFT's files: read, and put into transformers' modules.
 
 y = base(x) + scaling * B (A x),  A [r, in_features], B [out_features, r]
 
-Here they are read, and put into transformers' modules. `row_adapters.py` runs them beside the lean
-decoder, row by row.
+An adapter stands beside a linear of any kind, or is merged into one that is not quantized.
+`row_adapters.py` runs adapters beside the lean decoder, row by row.
 """
 
 import math
@@ -49,7 +49,7 @@ class AdapterConfig(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """What `attach_` did: names of linears in the model, by where the adapter went."""
+    """The names of linears in the model that `attach_` gave an adapter, by where it went."""
 
     merged: tuple[str, ...]
     beside: tuple[str, ...]
@@ -73,22 +73,22 @@ class Factors:
         """Refuse factors that do not fit a linear.
 
         Args:
-            name: of the linear, as the adapter calls it.
-            inputs: its features; None where nobody knows.
-            outputs: the same.
-            path: of the adapter's weights.
+            name: name of the linear, as the adapter calls it.
+            inputs: input features of the linear; None where they are not known.
+            outputs: output features of the linear; None where they are not known.
+            path: file of the adapter's weights.
 
         Raises:
             InputError: naming both.
         """
         here = (self.down.shape[-1], self.up.shape[0])
         fits = self.down.ndim == self.up.ndim == 2 and self.down.shape[0] == self.up.shape[1]
-        told = [
+        unfit = [
             size
             for size, wanted in zip(here, (inputs, outputs), strict=True)
             if wanted not in (None, size)
         ]
-        if not fits or told:
+        if not fits or unfit:
             shapes = f"A {list(self.down.shape)}, B {list(self.up.shape)}"
             raise InputError(
                 f"{path}: {name} maps {inputs} to {outputs}, {shapes}",
@@ -116,22 +116,22 @@ class AdaptedLinear(nn.Module):
         self.register_buffer("up", up, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return base(x) + up (down x).  x: [..., in_features]."""
+        """The product base(x) + up (down x). x: [..., in_features]."""
         added = functional.linear(functional.linear(x, self.down), self.up)
         return torch.add(self.base(x), added)
 
 
 def weights_file(folder: str | Path) -> Path:
-    """Return where the tensors of an adapter are."""
+    """The file of an adapter's tensors."""
     return Path(folder) / _WEIGHTS
 
 
 def read_adapter(folder: str | Path) -> dict[str, Factors]:
-    """Return the products of an adapter by the names of their linears, as the model calls them.
+    """The products of an adapter, by the names of their linears in the model.
 
     Args:
-        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained`
-            writes them.
+        folder: folder with adapter_config.json and adapter_model.safetensors, as PEFT's
+            `save_pretrained` writes them.
 
     Raises:
         InputError: files that are missing or damaged.
@@ -148,7 +148,7 @@ def read_adapter(folder: str | Path) -> dict[str, Factors]:
             name: _scaling(config, alphas, name, rank=down.shape[0])
             for name, (down, _) in parts.items()
         }
-    except InputError as error:  # of a pattern, which knows no file
+    except InputError as error:  # a pattern's error does not name the file
         raise InputError(f"{path}: alpha_pattern: {error.cause}", error.remedy) from error
     return {
         name: Factors(down=down.float(), up=up.float() * scales[name])
@@ -161,8 +161,7 @@ def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Ada
 
     Args:
         model: a Hugging Face causal LM, its linears of any kind; float32, bfloat16 or float16.
-        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained`
-            writes them.
+        folder: folder of the adapter, as for `read_adapter`.
         merge: add the product to the weight of each linear that has one in floating point, which
             costs no time afterwards; a quantized weight cannot hold it, so there the adapter stays
             beside.
@@ -218,15 +217,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return name of the linear -> (A, B)."""
+    """The factors (A, B) of each linear, by its name."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_file(path).items():
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise UnsupportedError(
                 f"{path}: {name} is no factor of a linear", "give a LoRA adapter of linears alone"
             )
-        sides.setdefault(found["module"], {})[found["side"]] = tensor
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
     for module, pair in sides.items():
         if pair.keys() != {"A", "B"}:
             raise InputError(
@@ -245,14 +244,14 @@ def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _linear(model: nn.Module, name: str, factors: Factors, *, path: Path) -> nn.Module:
-    """Return the linear that an adapter's factors belong to, after a look at their shapes."""
+    """The linear that an adapter's factors belong to; their shapes are compared."""
     try:
         base = model.get_submodule(name)
     except AttributeError as error:
         raise InputError(
             f"{path}: {name} is no linear of the model", "give an adapter of this model"
         ) from error
-    # read from disk: it does not tell
+    # a linear that is read from disk has no such attributes
     inputs, outputs = (getattr(base, key, None) for key in ("in_features", "out_features"))
     factors.require_fit(name, inputs=inputs, outputs=outputs, path=path)
     return base
@@ -261,7 +260,7 @@ def _linear(model: nn.Module, name: str, factors: Factors, *, path: Path) -> nn.
 def _scaling(
     config: dict[str, Any], alphas: Sequence[tuple[Pattern, float]], name: str, *, rank: int
 ) -> float:
-    """Return alpha / r, or alpha / sqrt(r) where the adapter is rank-stabilized (Kalajdzievski 2023)."""
+    """The factor alpha / r, or alpha / sqrt(r) if rank-stabilized (Kalajdzievski 2023)."""
     alpha = next(
         (other for pattern, other in alphas if pattern.fullmatch(name)), config["lora_alpha"]
     )

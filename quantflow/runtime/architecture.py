@@ -1,86 +1,82 @@
-"""What the lean decoder computes of a model, read from its config.json: a record, or a sentence that says why not.
+"""What the lean decoder computes of a model, read from its config.json, or a sentence of why not.
 
 Every key of config.json is one of three: it is read here; it changes no number of a forward
 (`NEUTRAL`); or the answer is no, with the key's name. So a multiplier, a soft cap or a norm that
 nothing here has heard of never runs as if it were not there. A key that config.json leaves out has
-the default of the family's configuration in transformers; the rows of `DESIGNS` hold these.
+the default of the family's configuration in transformers.
 
-A family is a row of `DESIGNS`: names inside a layer, defaults, and how its layers differ from
-Llama's.
+The facts of a family, these defaults among them, stand in its row (`quantflow.models.family`): the
+names of a layer's parts, and in `decoder` how its layers differ from Llama's.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from quantflow.models.graph import FAMILIES, Mixture
+from quantflow.models.family import (
+    FAMILIES,
+    DecoderDesign,
+    FamilyRow,
+    Mixture,
+    PartNames,
+    Windows,
+)
 from quantflow.runtime import rope
 from quantflow.runtime.operations import Form, Heads
 from quantflow.runtime.rope import Rope
 
-# Keys of config.json that change no number of a forward, whatever they are: names, tokens,
-# training, sizes that weights have.
+# Keys of config.json that change no number of a forward, whatever they are.
 NEUTRAL = frozenset(
     {
-        *(
-            "model_type",
-            "architectures",
-            "auto_map",
-            "dtype",
-            "torch_dtype",
-            "transformers_version",
-            "quantization_config",
-        ),
-        *(
-            "name_or_path",
-            "transformers.js_config",
-            "use_cache",
-            "cache_implementation",
-            "id2label",
-            "label2id",
-            "is_decoder",
-        ),
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "unk_token_id",
-            "is_encoder_decoder",
-            "problem_type",
-            "task_specific_params",
-        ),
-        *(
-            "output_attentions",
-            "output_hidden_states",
-            "return_dict",
-            "chunk_size_feed_forward",
-            "output_router_logits",
-        ),
-        *(
-            "initializer_range",
-            "attention_dropout",
-            "hidden_dropout",
-            "classifier_dropout",
-            "residual_dropout",
-        ),
-        *(
-            "embedding_dropout",
-            "resid_pdrop",
-            "embd_pdrop",
-            "router_aux_loss_coef",
-            "router_jitter_noise",
-            "pretraining_tp",
-        ),
-        *(
-            "intermediate_size",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "tie_word_embeddings",
-        ),
-        # a bias is added where there is one, and shapes are checked
-        *("attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
+        # names, tokens, and what concerns training alone
+        "model_type",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "quantization_config",
+        "name_or_path",
+        "transformers.js_config",
+        "use_cache",
+        "cache_implementation",
+        "id2label",
+        "label2id",
+        "is_decoder",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "is_encoder_decoder",
+        "problem_type",
+        "task_specific_params",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "output_router_logits",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "classifier_dropout",
+        "residual_dropout",
+        "embedding_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "pretraining_tp",
+        # the tensors say it: a bias is added where there is one, and shapes are checked
+        "intermediate_size",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "use_bias",
+        "qkv_bias",
     }
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -94,42 +90,13 @@ _ACTIVATIONS = {  # hidden_act -> an activation of decode.c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
-    """What the parts of a layer are called inside it, and what stands outside the layers, in source names without `.weight`.
-
-    Attributes:
-        qkv, output, up, down: linears; `up` is gate and up where there is a gate.
-        attention_norm, attended_norm: norms of what attention reads and of what it adds; None where
-            there is none.
-        mlp_norm, gated_norm: the same of the MLP.
-        q_norm, k_norm: norms of queries and keys; None where there are none.
-        layers, embedding, norm, head: outside.
-    """
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    output: str = "self_attn.o_proj"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    attention_norm: str | None = "input_layernorm"
-    attended_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    gated_norm: str | None = None
-    q_norm: str | None = None
-    k_norm: str | None = None
-    layers: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    norm: str = "model.norm"
-    head: str = "lm_head"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Routing:
     """How tokens find experts.
 
     Attributes:
-        experts: how many there are.
-        chosen: how many a token goes to.
-        normalized: the weights of the chosen ones are divided by their sum.
+        experts: number of experts.
+        chosen: number of experts that a token goes to.
+        normalized: the weights of a token's experts are divided by their sum.
     """
 
     experts: int
@@ -142,25 +109,24 @@ class Blueprint:
     """A model as the lean decoder runs it.
 
     Attributes:
-        names: of its parts.
-        layers: how many.
+        names: names of its parts.
+        layers: number of layers.
         vocab_size: V.
-        positions: the most positions of a sequence; None where nothing bounds them.
-        heads, form: of all layers.
-        windows: of each layer, how many positions a query sees, itself included; 0: all before it.
-        ropes: the rotations that there are.
-        rotations: of each layer, which of `ropes`; None rotates nothing.
-        sparse: of each layer, whether experts stand in the place of the MLP.
-        mixture, routing: what those layers hold, and how tokens find it; None where no layer is
-            sparse.
+        positions: most positions of a sequence; None where nothing bounds them.
+        heads, form: attention and layers, alike in all layers.
+        windows: for each layer, how many positions a query sees, itself included; 0: all before it.
+        ropes: the rotary embeddings.
+        rotations: for each layer, which of `ropes` it has; None for none.
+        sparse: for each layer, whether experts stand in the place of the MLP.
+        mixture, routing: the experts, and how tokens find them; None where no layer is sparse.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
         unit_offset: norms multiply by 1 + their weight.
-        embedding_scale: times a token's row.
-        logits_scale: times the logits.
+        embedding_scale: factor of a token's embedding.
+        logits_scale: factor of the logits.
         logits_cap: logits become cap * tanh(logit / cap); 0: they stay.
     """
 
-    names: Names
+    names: PartNames
     layers: int
     vocab_size: int
     positions: int | None
@@ -179,544 +145,275 @@ class Blueprint:
     logits_cap: float = 0.0
 
 
-class No(Exception):
-    """Why a configuration cannot be run, in a sentence."""
+class UnsupportedDesign(Exception):
+    """Why the lean decoder cannot run a configuration, in a sentence."""
 
 
 class Keys:
     """The keys of a config.json; it remembers which were read."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Take a configuration, and what stands for keys that it leaves out."""
+        """Take a configuration, and values for keys that it leaves out."""
         self._config, self._defaults, self.read = config, defaults, set[str]()
 
     def has(self, key: str) -> bool:
-        """Return whether config.json says something of a key."""
+        """Whether config.json has a value for a key."""
         return self._config.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, its default where config.json has none, None where there is none either."""
+        """The value of a key, its default where config.json has none, None without a default."""
         self.read.add(key)
         return self._config[key] if key in self._config else self._defaults.get(key)
 
     def number(self, key: str) -> float:
-        """Return a number that is finite."""
+        """A number that is finite."""
         value = self.get(key)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise No(f"{key} of config.json is {value!r}, no number")
+            raise UnsupportedDesign(f"{key} of config.json is {value!r}, no number")
         return float(value)
 
     def cap(self, key: str) -> float:
-        """Return a positive number, 0 where the value is null."""
+        """A positive number, 0 where the value is null."""
         if self.get(key) is None:
             return 0.0
         if self.number(key) <= 0:
-            raise No(f"{key} of config.json is {self.get(key)!r}, not positive")
+            raise UnsupportedDesign(f"{key} of config.json is {self.get(key)!r}, not positive")
         return self.number(key)
 
     def count(self, key: str) -> int:
-        """Return a positive integer."""
+        """A positive integer."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise No(f"{key} of config.json is {value!r}, no positive integer")
+            raise UnsupportedDesign(f"{key} of config.json is {value!r}, no positive integer")
         return value
 
+    def flag(self, value: bool | str) -> bool:
+        """A fact of the family, or the truth of the key that it names."""
+        return bool(self.get(value)) if isinstance(value, str) else value
+
     def of_layers(self, key: str, layers: int) -> list[Any] | None:
-        """Return a list with a value for each layer, or None."""
+        """A list with a value for each layer, or None."""
         value = self.get(key)
         if value is not None and (not isinstance(value, list) or len(value) != layers):
-            raise No(f"{key} of config.json is {value!r}, {layers} layers need as many values")
+            raise UnsupportedDesign(
+                f"{key} of config.json is {value!r}, {layers} layers need as many values"
+            )
         return value
 
     def unread(self) -> list[str]:
-        """Return the keys that nothing here knows and that say something."""
-        known = self.read | NEUTRAL
+        """The keys that nothing here knows and that have a value."""
+        understood = self.read | NEUTRAL
         return sorted(
             key
             for key, value in self._config.items()
-            if key not in known and value is not None and not key.startswith(("_", "unsloth"))
+            if key not in understood and value is not None and not key.startswith(("_", "unsloth"))
         )
 
 
-# always so, or as a key of config.json says, and what stands for it where there is none
-Flag = bool | tuple[str, bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Design:
-    """A family.
-
-    Attributes:
-        names: of the parts of a layer.
-        defaults: transformers' defaults of the keys that are read.
-        only: keys that may have one value alone, or be null.
-        ignored: keys that the family's own modules do not read.
-        renamed: activations that mean another one in this family.
-        mixture: what a sparse layer holds.
-        normalizes: whether the weights of the chosen experts are divided by their sum; may be a
-            key.
-        activation, eps: the keys that hold them.
-        windows: the windows of the layers.
-        kinds: rotations differ by kind of layer, as `layer_types` has them.
-        partial: a part of a head may be rotated.
-        skips: `no_rope_layers` says which layers rotate nothing.
-        scaled_queries: scores are multiplied by query_pre_attn_scalar^-0.5, not by head_dim^-0.5.
-        caps: there may be soft caps.
-        multipliers: those of Granite.
-        scaled_embedding: a token's row is multiplied by hidden_size^0.5.
-        gated, parallel, centered, whole_norms, by_head, unit_offset: see `Blueprint` and `Form`;
-            `parallel` may be a key.
-        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers
-            have none.
-        expert_size: the key that holds the width of an expert.
-        tied: whether the head is the embedding where config.json has no `tie_word_embeddings`.
-    """
-
-    names: Names = Names()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    mixture: Mixture | None = None
-    normalizes: bool | str = "norm_topk_prob"
-    activation: str = "hidden_act"
-    eps: str = "rms_norm_eps"
-    windows: Callable[[Keys, int], list[int]] | None = None
-    kinds: bool = False
-    partial: bool = False
-    skips: bool = False
-    scaled_queries: bool = False
-    caps: bool = False
-    multipliers: bool = False
-    scaled_embedding: bool = False
-    gated: bool = True
-    parallel: bool | str = False
-    centered: bool = False
-    whole_norms: bool = False
-    by_head: bool = False
-    unit_offset: bool = False
-    qkv_bias: Flag = ("attention_bias", False)
-    output_bias: Flag = ("attention_bias", False)
-    mlp_bias: Flag = False
-    head_bias: Flag = False
-    expert_size: str = "moe_intermediate_size"
-    tied: bool = False
-
-
 def _window(keys: Keys) -> int:
-    """Return `sliding_window`, 0 where it is null."""
+    """`sliding_window`, 0 where it is null."""
     return 0 if keys.get("sliding_window") is None else keys.count("sliding_window")
 
 
-def _window_if_wanted(keys: Keys) -> int:
-    """Return `sliding_window` where `use_sliding_window` says so, else 0: files have both, whatever is used."""
+def _window_if_used(keys: Keys) -> int:
+    """`sliding_window` if `use_sliding_window` is true, else 0: files have both, used or not."""
     keys.read |= {"sliding_window"}
     return _window(keys) if keys.get("use_sliding_window") else 0
 
 
-def _everywhere(keys: Keys, layers: int) -> list[int]:
-    """Return the same window for every layer."""
+def _by_layer_type(keys: Keys, layers: int, window: int, default: list[str]) -> list[int]:
+    """A window for the layers that `layer_types` calls sliding; `default` stands for that key."""
+    layer_types = keys.of_layers("layer_types", layers) or default
+    for layer_type in layer_types:
+        if layer_type not in (_SLIDING, _FULL) or (layer_type == _SLIDING and not window):
+            raise UnsupportedDesign(
+                f"layer_types of config.json has {layer_type!r}, and sliding_window is "
+                f"{keys.get('sliding_window')!r}"
+            )
+    return [window if layer_type == _SLIDING else 0 for layer_type in layer_types]
+
+
+def _all_layers(keys: Keys, layers: int) -> list[int]:
     return [_window(keys)] * layers
 
 
-def _after_some(keys: Keys, layers: int) -> list[int]:
-    """Return windows where use_sliding_window says so, in the layers that layer_types names, else from max_window_layers on."""
-    first, window = keys.get("max_window_layers"), _window_if_wanted(keys)
-    later = [_SLIDING if window and index >= (first or 0) else _FULL for index in range(layers)]
-    return _by_kind(keys, layers, window, later)
+def _all_layers_if_used(keys: Keys, layers: int) -> list[int]:
+    return [_window_if_used(keys)] * layers
 
 
-def _by_kind(keys: Keys, layers: int, window: int, default: list[str]) -> list[int]:
-    """Return the window of the layers that layer_types calls sliding; `default` stands for it where config.json has none."""
-    kinds = keys.of_layers("layer_types", layers) or default
-    for kind in kinds:
-        if kind not in (_SLIDING, _FULL) or (kind == _SLIDING and not window):
-            raise No(
-                f"layer_types of config.json has {kind!r}, and sliding_window is "
-                f"{keys.get('sliding_window')!r}"
-            )
-    return [window if kind == _SLIDING else 0 for kind in kinds]
+def _after_n_layers(keys: Keys, layers: int) -> list[int]:
+    first, window = keys.get("max_window_layers") or 0, _window_if_used(keys)
+    default = [_SLIDING if window and index >= first else _FULL for index in range(layers)]
+    return _by_layer_type(keys, layers, window, default)
 
 
-def _alternating(keys: Keys, layers: int) -> list[int]:
-    """Return windows that alternate with full attention: all but each n-th layer have one."""
+def _even_of_first_n(keys: Keys, layers: int) -> list[int]:
+    end, window = keys.get("max_window_layers") or 0, _window_if_used(keys)
+    default = [
+        _SLIDING if window and index < end and index % 2 == 0 else _FULL for index in range(layers)
+    ]
+    return _by_layer_type(keys, layers, window, default)
+
+
+def _all_but_every_nth(keys: Keys, layers: int) -> list[int]:
     keys.read |= {"_sliding_window_pattern"}
     pattern = keys.count("sliding_window_pattern")
     default = [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
-    return _by_kind(keys, layers, _window(keys), default)
+    return _by_layer_type(keys, layers, _window(keys), default)
 
 
-def _without_rotation(keys: Keys, layers: int) -> list[int]:
-    """Return SmolLM3's windows, which layers that rotate nothing have."""
-    window = _window_if_wanted(keys)
-    rotated = _rotated(keys, layers)
-    return _by_kind(
-        keys, layers, window, [_FULL if on or not window else _SLIDING for on in rotated]
-    )
+def _layers_without_rope(keys: Keys, layers: int) -> list[int]:
+    window, with_rope = _window_if_used(keys), _layers_with_rope(keys, layers)
+    default = [_SLIDING if window and not has_rope else _FULL for has_rope in with_rope]
+    return _by_layer_type(keys, layers, window, default)
 
 
-def _rotated(keys: Keys, layers: int) -> list[bool]:
-    """Return which layers rotate positions."""
-    # 1 where there is a rotation, whatever its name says
-    told = keys.of_layers("no_rope_layers", layers)
+def _layers_with_rope(keys: Keys, layers: int) -> list[bool]:
+    """For each layer, whether it has a rotary embedding (SmolLM3)."""
+    # the key is 1 where there is one, whatever its name suggests
+    values = keys.of_layers("no_rope_layers", layers)
     step = keys.count("no_rope_layer_interval")
-    return [
-        bool((index + 1) % step) if told is None else bool(told[index]) for index in range(layers)
-    ]
+    if values is not None:
+        return [bool(value) for value in values]
+    return [bool((index + 1) % step) for index in range(layers)]
 
 
-def _where_wanted(keys: Keys, layers: int) -> list[int]:
-    """Return the same window for every layer, none without use_sliding_window."""
-    return [_window_if_wanted(keys)] * layers
-
-
-def _every_second(keys: Keys, layers: int) -> list[int]:
-    """Return the windows of Qwen2-MoE: where layer_types says nothing, in every second layer before max_window_layers."""
-    window, first = _window_if_wanted(keys), keys.get("max_window_layers") or 0
-    some = [
-        _FULL if index % 2 or index >= first or not window else _SLIDING for index in range(layers)
-    ]
-    return _by_kind(keys, layers, window, some)
-
-
-_FROM: MappingProxyType[str, Any] = MappingProxyType(
-    {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-)
-_LLAMA = Design(defaults=_FROM)
-_MLP_BIAS = ("mlp_bias", False)
-_HEAD_NORMS = Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
-_QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
-_SANDWICH = Names(
-    attended_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    gated_norm="post_feedforward_layernorm",
-)
-_GEMMA = Design(
-    defaults=_FROM
-    | {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "num_key_value_heads": 16},
-    only={"use_bidirectional_attention": False},
-    ignored=frozenset({"hidden_activation"}),
-    renamed={"gelu": "gelu_pytorch_tanh"},  # so its first configurations were written
-    scaled_embedding=True,
-    unit_offset=True,
-    tied=True,
-)
-_GEMMA2 = replace(
-    _GEMMA,
-    names=_SANDWICH,
-    ignored=frozenset({"hidden_act"}),
-    renamed={},
-    activation="hidden_activation",
-    defaults={key: value for key, value in _GEMMA.defaults.items() if key != "hidden_act"}
-    | {"num_key_value_heads": 4}
-    | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 4096,
-        "sliding_window_pattern": 2,
-    }
-    | {
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    windows=_alternating,
-    scaled_queries=True,
-    caps=True,
-)
-_LAYER_NORM = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 10000.0}
-DESIGNS: Mapping[str, Design] = MappingProxyType(
+# For each rule, a function of (keys, number of layers) that returns the window of each layer.
+_WINDOWS: Mapping[Windows, Callable[[Keys, int], list[int]]] = MappingProxyType(
     {
-        "llama": replace(
-            _LLAMA,
-            ignored=frozenset({"is_llama_config"}),
-            only={"rope_interleaved": False},
-            mlp_bias=_MLP_BIAS,
-        ),
-        "mistral": replace(
-            _LLAMA,
-            defaults=_FROM | {"sliding_window": 4096, "num_key_value_heads": 8},
-            windows=_everywhere,
-            qkv_bias=False,
-            output_bias=False,
-        ),
-        "qwen2": replace(
-            _LLAMA,
-            only={"use_mrope": False},
-            defaults=_FROM | _QWEN | {"num_key_value_heads": 32},
-            windows=_after_some,
-            qkv_bias=True,
-            output_bias=False,
-        ),
-        "qwen3": replace(
-            _LLAMA,
-            names=_HEAD_NORMS,
-            defaults=_FROM | _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-            windows=_after_some,
-        ),
-        "gemma": _GEMMA,
-        "gemma2": _GEMMA2,
-        "gemma3_text": replace(
-            _GEMMA2,
-            names=replace(_SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-            defaults={
-                **_GEMMA2.defaults,
-                "attn_logit_softcapping": None,
-                "final_logit_softcapping": None,
-                "sliding_window_pattern": 6,
-                "rope_theta": 1000000.0,
-                "rope_local_base_freq": 10000.0,
-            },
-            only={**_GEMMA.only, "attn_logit_softcapping": None},
-            kinds=True,
-        ),
-        "phi3": replace(
-            _LLAMA,
-            names=Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-            defaults=_FROM | {"rms_norm_eps": 1e-5},
-            windows=_everywhere,
-            partial=True,
-            qkv_bias=False,
-            output_bias=False,
-        ),
-        "granite": replace(
-            _LLAMA,
-            defaults=_FROM
-            | dict.fromkeys(
-                (
-                    "embedding_multiplier",
-                    "logits_scaling",
-                    "residual_multiplier",
-                    "attention_multiplier",
-                ),
-                1.0,
-            ),
-            multipliers=True,
-            mlp_bias=_MLP_BIAS,
-        ),
-        "smollm3": replace(
-            _LLAMA,
-            defaults=_FROM
-            | {"num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layer_interval": 4},
-            ignored=frozenset({"max_window_layers"}),
-            windows=_without_rotation,
-            skips=True,
-            mlp_bias=_MLP_BIAS,
-            tied=True,
-        ),
-        "gpt_neox": Design(
-            names=Names(
-                qkv=("attention.query_key_value",),
-                output="attention.dense",
-                up=("mlp.dense_h_to_4h",),
-                down="mlp.dense_4h_to_h",
-                layers="gpt_neox.layers",
-                embedding="gpt_neox.embed_in",
-                norm="gpt_neox.final_layer_norm",
-                head="embed_out",
-            ),
-            defaults=_LAYER_NORM | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
-            eps="layer_norm_eps",
-            partial=True,
-            gated=False,
-            parallel="use_parallel_residual",
-            centered=True,
-            by_head=True,
-            qkv_bias=("attention_bias", True),
-            output_bias=("attention_bias", True),
-            mlp_bias=True,
-        ),
-        "phi": Design(
-            names=Names(
-                output="self_attn.dense",
-                up=("mlp.fc1",),
-                down="mlp.fc2",
-                mlp_norm="input_layernorm",
-                norm="model.final_layernorm",
-            ),
-            defaults=_LAYER_NORM | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-            only={"qk_layernorm": False},
-            eps="layer_norm_eps",
-            partial=True,
-            gated=False,
-            parallel=True,
-            centered=True,
-            qkv_bias=True,
-            output_bias=True,
-            mlp_bias=True,
-            head_bias=True,
-        ),
-        "starcoder2": Design(
-            names=Names(up=("mlp.c_fc",), down="mlp.c_proj"),
-            defaults={
-                "hidden_act": "gelu_pytorch_tanh",
-                "norm_epsilon": 1e-5,
-                "rope_theta": 10000.0,
-                "num_key_value_heads": 2,
-            },
-            ignored=frozenset({"activation_function"}),
-            only={"mlp_type": "default", "norm_type": "layer_norm"},
-            eps="norm_epsilon",
-            windows=_everywhere,
-            gated=False,
-            centered=True,
-            qkv_bias=("use_bias", True),
-            output_bias=("use_bias", True),
-            mlp_bias=("use_bias", True),
-            tied=True,
-        ),
-        "mixtral": replace(
-            _LLAMA,
-            defaults=_FROM
-            | {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_key_value_heads": 8}
-            | {"num_local_experts": 8, "num_experts_per_tok": 2},
-            windows=_everywhere,
-            mixture=FAMILIES["mixtral"].mixture,
-            normalizes=True,
-            expert_size="intermediate_size",
-            qkv_bias=False,
-            output_bias=False,
-        ),
-        "qwen2_moe": replace(
-            _LLAMA,
-            defaults=_FROM
-            | _QWEN
-            | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
-            windows=_every_second,
-            mixture=FAMILIES["qwen2_moe"].mixture,
-            qkv_bias=("qkv_bias", True),
-            output_bias=False,
-        ),
-        "qwen3_moe": replace(
-            _LLAMA,
-            names=_HEAD_NORMS,
-            ignored=frozenset({"max_window_layers"}),
-            defaults=_FROM
-            | {
-                "sliding_window": 4096,
-                "use_sliding_window": False,
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-            },
-            windows=_where_wanted,
-            mixture=FAMILIES["qwen3_moe"].mixture,
-        ),
-        "olmoe": replace(
-            _LLAMA,
-            names=_HEAD_NORMS,
-            defaults=_FROM | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
-            only={"clip_qkv": None},
-            whole_norms=True,
-            mixture=FAMILIES["olmoe"].mixture,
-            expert_size="intermediate_size",
-        ),
+        Windows.ALL_LAYERS: _all_layers,
+        Windows.ALL_LAYERS_IF_USED: _all_layers_if_used,
+        Windows.AFTER_N_LAYERS: _after_n_layers,
+        Windows.EVEN_OF_FIRST_N: _even_of_first_n,
+        Windows.ALL_BUT_EVERY_NTH: _all_but_every_nth,
+        Windows.LAYERS_WITHOUT_ROPE: _layers_without_rope,
     }
 )
 
 
 def read(config: Mapping[str, Any]) -> Blueprint | str:
-    """Return what a model computes, or why the lean decoder does not run it, in a sentence.
+    """A model as the lean decoder runs it, or why it does not, in a sentence.
 
     Args:
-        config: config.json.
+        config: content of config.json.
     """
-    design = DESIGNS.get(str(config.get("model_type")))
-    if design is None:
+    row = FAMILIES.get(str(config.get("model_type")))
+    if row is None or row.decoder is None:
         return f"it does not know the layers of {config.get('model_type')}"
-    keys = Keys(config, design.defaults)
+    keys = Keys(config, row.decoder.defaults)
     try:
-        found = _architecture(design, keys)
-    except No as no:
-        return str(no)
+        blueprint = _blueprint(row, row.decoder, keys)
+    except UnsupportedDesign as reason:
+        return str(reason)
     if unread := keys.unread():
         return f"it does not know what {unread[0]}={config[unread[0]]!r} of config.json does"
-    return found
+    return blueprint
 
 
-def _architecture(design: Design, keys: Keys) -> Blueprint:
-    for key, value in design.only.items():
+def _blueprint(row: FamilyRow, design: DecoderDesign, keys: Keys) -> Blueprint:
+    """The blueprint of a configuration.
+
+    Raises:
+        UnsupportedDesign: a value that the lean decoder does not compute.
+    """
+    for key, value in design.supported_values.items():
         if keys.get(key) not in (None, value):
-            raise No(f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}")
-    layers, hidden, query = (
-        keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    )
-    shared, dim = query, hidden // query
-    if not design.by_head:
-        shared = (
-            query if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
-        )
-        dim = dim if keys.get("head_dim") is None else keys.count("head_dim")
-    if query % shared:
-        raise No(f"{shared} heads of keys and values do not divide {query} heads")
-    keys.read |= design.ignored
-    asked = str(keys.get(design.activation))
-    activation = _ACTIVATIONS.get(design.renamed.get(asked, asked))
-    if activation is None:
-        raise No(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {asked}")
-    scale = keys.number("query_pre_attn_scalar") ** -0.5 if design.scaled_queries else dim**-0.5
-    multipliers = [1.0, 1.0, 1.0]  # of embedding, branches, logits
+            raise UnsupportedDesign(
+                f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}"
+            )
+    keys.read |= design.ignored_keys
+    # a bias is added where there is a tensor, whatever its key says
+    biases = (design.qkv_bias, design.output_bias, design.mlp_bias, design.head_bias)
+    keys.read |= {flag[0] for flag in biases if isinstance(flag, tuple)}
+    layers, hidden_size = keys.count("num_hidden_layers"), keys.count("hidden_size")
+    num_heads, num_kv_heads, head_dim = _heads(row, keys, hidden_size)
+    activation = _activation(design, keys)
+    scale = head_dim**-0.5
+    if design.query_pre_attn_scalar:
+        scale = keys.number("query_pre_attn_scalar") ** -0.5
+    embedding_scale = residual_scale = logits_scale = 1.0
     if design.multipliers:
         scale = keys.number("attention_multiplier")
-        multipliers = [
-            keys.number("embedding_multiplier"),
-            keys.number("residual_multiplier"),
-            1 / keys.cap("logits_scaling"),
-        ]
+        embedding_scale = keys.number("embedding_multiplier")
+        residual_scale = keys.number("residual_multiplier")
+        logits_scale = 1 / keys.cap("logits_scaling")
     if design.scaled_embedding:
-        multipliers[0] = hidden**0.5
-    parallel = (
-        bool(keys.get(design.parallel)) if isinstance(design.parallel, str) else design.parallel
-    )
-    windows = [0] * layers if design.windows is None else design.windows(keys, layers)
-    ropes, rotations = _rotations(design, keys, dim, layers, windows)
-    positions = (
-        None
-        if keys.get("max_position_embeddings") is None
-        else keys.count("max_position_embeddings")
-    )
-    sparse, routing = _routing(design, keys, layers)
+        embedding_scale = hidden_size**0.5
+    windows = [0] * layers if design.windows is None else _WINDOWS[design.windows](keys, layers)
+    ropes, rope_of_layer = _ropes(design, keys, head_dim, windows)
+    positions = None
+    if keys.get("max_position_embeddings") is not None:
+        positions = keys.count("max_position_embeddings")
+    sparse, routing = _routing(row, design, keys, layers)
     return Blueprint(
-        names=design.names,
+        names=row.names,
         layers=layers,
         vocab_size=keys.count("vocab_size"),
         positions=positions,
         heads=Heads(
-            query=query,
-            shared=shared,
-            dim=dim,
+            query=num_heads,
+            shared=num_kv_heads,
+            dim=head_dim,
             scale=scale,
-            eps=keys.number(design.eps),
-            cap=keys.cap("attn_logit_softcapping") if design.caps else 0.0,
-            whole_norms=design.whole_norms,
+            eps=keys.number(design.eps_key),
+            cap=keys.cap("attn_logit_softcapping") if design.soft_caps else 0.0,
+            whole_norms=design.whole_qk_norms,
         ),
         form=Form(
             activation=activation,
-            gated=design.gated,
-            parallel=parallel,
-            centered=design.centered,
-            residual=multipliers[1],
+            gated=row.gated,
+            parallel=keys.flag(design.parallel_residual),
+            centered=row.centered,
+            residual=residual_scale,
         ),
         windows=tuple(windows),
         ropes=ropes,
-        rotations=rotations,
+        rotations=rope_of_layer,
         sparse=sparse,
-        mixture=design.mixture if any(sparse) else None,
+        mixture=row.mixture if any(sparse) else None,
         routing=routing,
-        by_head=design.by_head,
-        unit_offset=design.unit_offset,
-        embedding_scale=multipliers[0],
-        logits_scale=multipliers[2],
-        logits_cap=keys.cap("final_logit_softcapping") if design.caps else 0.0,
+        by_head=row.by_head,
+        unit_offset=row.unit_offset,
+        embedding_scale=embedding_scale,
+        logits_scale=logits_scale,
+        logits_cap=keys.cap("final_logit_softcapping") if design.soft_caps else 0.0,
     )
 
 
-def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...], Routing | None]:
-    """Return which layers are sparse, and how their tokens find experts."""
-    if design.mixture is None:
+def _heads(row: FamilyRow, keys: Keys, hidden_size: int) -> tuple[int, int, int]:
+    """Numbers of query heads and of kv heads, and the features of a head."""
+    num_heads = keys.count("num_attention_heads")
+    num_kv_heads, head_dim = num_heads, hidden_size // num_heads
+    if not row.by_head:
+        if keys.get("num_key_value_heads") is not None:
+            num_kv_heads = keys.count("num_key_value_heads")
+        if keys.get("head_dim") is not None:
+            head_dim = keys.count("head_dim")
+    if num_heads % num_kv_heads:
+        raise UnsupportedDesign(
+            f"{num_kv_heads} heads of keys and values do not divide {num_heads} heads"
+        )
+    return num_heads, num_kv_heads, head_dim
+
+
+def _activation(design: DecoderDesign, keys: Keys) -> str:
+    """The activation of decode.c that a configuration means."""
+    name = str(keys.get(design.activation_key))
+    activation = _ACTIVATIONS.get(design.activation_aliases.get(name, name))
+    if activation is None:
+        raise UnsupportedDesign(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {name}")
+    return activation
+
+
+def _routing(
+    row: FamilyRow, design: DecoderDesign, keys: Keys, layers: int
+) -> tuple[tuple[bool, ...], Routing | None]:
+    """For each layer, whether it is sparse; and how tokens find experts, None without experts."""
+    if row.mixture is None:
         return (False,) * layers, None
     experts = keys.count(
         "num_experts" if keys.get("num_local_experts") is None else "num_local_experts"
@@ -724,61 +421,72 @@ def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...],
     keys.read |= {"num_experts", "num_local_experts"}
     chosen = keys.count("num_experts_per_tok")
     if chosen > experts:
-        raise No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
-    normalized = (
-        keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
-    )
-    step, dense = (
-        keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step"),
-        keys.get("mlp_only_layers") or [],
-    )
+        raise UnsupportedDesign(
+            f"num_experts_per_tok of config.json is {chosen}, of {experts} experts"
+        )
+    normalized = keys.flag(design.normalized_experts)
+    step = keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step")
+    dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise No(f"mlp_only_layers of config.json is {dense!r}, no list")
+        raise UnsupportedDesign(f"mlp_only_layers of config.json is {dense!r}, no list")
     sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
-    return sparse, Routing(experts=experts, chosen=chosen, normalized=bool(normalized)) if any(
-        sparse
-    ) else None
+    routing = Routing(experts=experts, chosen=chosen, normalized=normalized)
+    return sparse, routing if any(sparse) else None
 
 
-def _rotations(
-    design: Design, keys: Keys, dim: int, layers: int, windows: Sequence[int]
+def _ropes(
+    design: DecoderDesign, keys: Keys, head_dim: int, windows: Sequence[int]
 ) -> tuple[tuple[Rope, ...], tuple[int | None, ...]]:
-    """Return the rotations that there are, and which of them each layer has."""
-    given = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise No(f"rope_parameters of config.json is {given!r}, no table")
+    """The rotary embeddings of a model, and for each layer which one it has."""
+    parameters = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise UnsupportedDesign(f"rope_parameters of config.json is {parameters!r}, no table")
     keys.read |= {"rope_scaling", "rope_parameters"}
-    theta, local = keys.get("rope_theta"), keys.get("rope_local_base_freq")
-    if design.partial:
+    theta, local_theta = keys.get("rope_theta"), keys.get("rope_local_base_freq")
+    if design.partial_rope:
         theta = keys.get("rotary_emb_base") or theta
     nested = {
-        kind: dict(given[kind]) for kind in (_FULL, _SLIDING) if isinstance(given.get(kind), dict)
+        layer_type: dict(parameters[layer_type])
+        for layer_type in (_FULL, _SLIDING)
+        if isinstance(parameters.get(layer_type), dict)
     }
-    if design.kinds:
-        full = nested.get(_FULL) if nested else given
-        tables = [(full or {}, theta), (nested.get(_SLIDING) or {}, local)]
-        indices: list[int | None] = [1 if window else 0 for window in windows]
-    else:
-        tables, indices = [(given, theta)], [0] * layers
-    ropes = tuple(_rope(design, keys, parameters, base, dim) for parameters, base in tables)
-    if design.skips:
-        indices = [
-            index if on else None for index, on in zip(indices, _rotated(keys, layers), strict=True)
+    tables = [(parameters, theta)]
+    rope_of_layer: list[int | None] = [0] * len(windows)
+    if design.rope_by_layer_type:
+        full = nested.get(_FULL) if nested else parameters
+        tables = [(full or {}, theta), (nested.get(_SLIDING) or {}, local_theta)]
+        rope_of_layer = [1 if window else 0 for window in windows]
+    ropes = tuple(_rope(design, keys, table, base, head_dim) for table, base in tables)
+    if design.no_rope_layers:
+        with_rope = _layers_with_rope(keys, len(windows))
+        rope_of_layer = [
+            index if has_rope else None
+            for index, has_rope in zip(rope_of_layer, with_rope, strict=True)
         ]
-    return ropes, tuple(indices)
+    return ropes, tuple(rope_of_layer)
 
 
-def _rope(design: Design, keys: Keys, given: Mapping[str, Any], theta: Any, dim: int) -> Rope:
-    """Return a rotation, its parameters complete."""
+def _rope(
+    design: DecoderDesign, keys: Keys, table: Mapping[str, Any], theta: Any, head_dim: int
+) -> Rope:
+    """A rotary embedding, its parameters complete.
+
+    Args:
+        design: the family's.
+        keys: keys of config.json.
+        table: `rope_parameters` of config.json, or those of one layer type.
+        theta: base of the angles where the table has none.
+        head_dim: features of a head.
+    """
     part: Any = 1.0
-    if design.partial:
+    if design.partial_rope:
         part = (
-            given.get("partial_rotary_factor")
+            table.get("partial_rotary_factor")
             or keys.get("rotary_pct")
             or keys.get("partial_rotary_factor")
             or 1.0
         )
-    parameters = {"rope_type": given.get("type", "default"), "rope_theta": theta, **given}
+    parameters = {"rope_type": table.get("type", "default"), "rope_theta": theta, **table}
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters.setdefault(
             "original_max_position_embeddings", keys.get("max_position_embeddings")
@@ -787,16 +495,20 @@ def _rope(design: Design, keys: Keys, given: Mapping[str, Any], theta: Any, dim:
             parameters["original_max_position_embeddings"] = keys.get(
                 "original_max_position_embeddings"
             )
-    elif design.partial:
-        # of rope types that depend on it, phi3's longrope
+    elif design.partial_rope:
+        # rope types that depend on the key are refused below; phi3 has it for its longrope
         keys.read.add("original_max_position_embeddings")
     if reason := rope.why_not(parameters):
-        raise No(reason)
-    if not design.partial:
+        raise UnsupportedDesign(reason)
+    if not design.partial_rope:
         part = parameters.get("partial_rotary_factor") or 1.0
-    rotated = int(dim * part) if isinstance(part, int | float) and 0 < part <= 1 else 0
-    if rotated != dim and not design.partial:
-        raise No(f"it rotates all {dim} features of a head, this model {rotated}")
+    rotated = int(head_dim * part) if isinstance(part, int | float) and 0 < part <= 1 else 0
+    if rotated != head_dim and not design.partial_rope:
+        raise UnsupportedDesign(
+            f"it rotates all {head_dim} features of a head, this model {rotated}"
+        )
     if rotated < 2 or rotated % 2:
-        raise No(f"it rotates pairs of features, this model {part!r} of the {dim} of a head")
+        raise UnsupportedDesign(
+            f"it rotates pairs of features, this model {part!r} of the {head_dim} of a head"
+        )
     return Rope(dim=rotated, parameters=parameters)

@@ -1,9 +1,9 @@
-"""An artifact as weights: opened and checked without reading one, then read tensor by tensor or linear by linear.
+"""An artifact as weights: opened and checked by its headers, then read tensor by tensor.
 
 Every tensor of the artifact is used exactly once and every parameter of the model gets its value:
 the tensors of a quantized linear are those its scheme names, all others are parameters of the
 family's own module tree. `open_artifact` decides that from the headers; values are checked when
-they are read. What does not add up is an error.
+they are read. A tensor that is missing, unknown or used twice is an error.
 """
 
 import functools
@@ -41,28 +41,30 @@ from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
 from quantflow.runtime.code_order import require_one_order
-from quantflow.runtime.layout import Layout, Parameter, listed
 from quantflow.runtime.linear import QuantLinear
+from quantflow.runtime.model_tensors import ModelTensors, Parameter, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Shapes = Mapping[str, tuple[int, int]]
-# as schemes have them; rounded where the manifest says so; rounded
+# What happens to inputs that the schemes leave alone: nothing; rounded where the manifest says that
+# this costs little; rounded.
 Inputs = Literal["stored", "usual", "rounded"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
+# dtypes of tensors that are not quantized
+_STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))
 _OTHER_MODEL = "check that config.json belongs to these weights"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What is known of a quantized linear before it is read.
+    """A quantized linear before it is read: how it is stored, and how it will run.
 
     Attributes:
         scheme: how it is stored, and what happens to its input when it runs.
         shape: (out_features, in_features) of the model's linear.
-        backend: what will run it.
+        backend: backend that will run it.
         reasons: why each backend that is preferred over `backend` cannot.
         elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
         reordered: whether its columns may stand in another order than its inputs.
@@ -78,27 +80,28 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Artifact:
-    """An opened artifact; it satisfies the `Weights` protocol of quantflow.models.weights. Safe to use from threads.
+    """An opened artifact, safe to use from threads.
+
+    It satisfies the `Weights` protocol of quantflow.models.weights.
 
     Attributes:
-        checkpoint: its files and tensor headers.
-        manifest: quantflow.json.
+        checkpoint: files and tensor headers.
+        manifest: content of quantflow.json.
         names: source names of the model's parameters; a quantized linear stands for the one
             parameter `NAME.weight`.
-        head: the linear that makes logits, by its source name; the embedding's where the two are
-            one tensor.
+        head: source name of the linear that makes logits; the embedding's where the two are one
+            tensor.
         caches: source names of the attentions whose keys and values have scales, in order of the
-            layers, and how many heads each keeps; none where they are kept as they are.
-        linears: source name of each quantized linear -> what is known of it.
-        modules: source name of a linear, quantized or not -> what transformers' model calls it,
-            where that differs.
-        dtype: of the parameters that are not quantized and of all inputs.
-        device: where weights are put.
-        linears_device: where the quantized ones are put; None is `device`. Layers that run one by
-            one on a device are given it, since the embedding beside them is looked up in host
-            memory.
-        kv_cache: how it says that keys and values are kept; None is as they are.
-        layout: of its quantized linears.
+            layers, and the number of kv heads of each; none where they are kept as they are.
+        linears: source name of each quantized linear -> its placement.
+        modules: source name of a linear, quantized or not -> its name in transformers' model, where
+            that differs.
+        dtype: dtype of the parameters that are not quantized and of all inputs.
+        device: device of the weights.
+        linears_device: device of the quantized linears; None is `device`. Layers that run one by
+            one on a device have it, since the embedding beside them is looked up in host memory.
+        kv_cache: scheme in which the artifact keeps keys and values; None: as they are.
+        layout: layout of its quantized linears.
         cache_names: attention -> the tensors that hold the scales of its keys and values.
     """
 
@@ -118,11 +121,18 @@ class Artifact:
 
     @functools.cached_property
     def config(self) -> "PreTrainedConfig":
-        """Of the model, without the quantization: what is in memory is ours, not one of transformers' quantizers."""
+        """Configuration of the model, without its quantization.
+
+        The model in memory is ours, not one of transformers' quantizers.
+        """
         return _config_of(self.checkpoint)
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read plain tensors; see `models.reading.read_tensors`. A quantized one is a UsageError: `prepare` reads it."""
+        """Read plain tensors; see `models.reading.read_tensors`.
+
+        Raises:
+            UsageError: a tensor is quantized: `prepare` reads it.
+        """
         return read_tensors(self.checkpoint, [self._plain(name) for name in names], dtype=dtype)
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -146,23 +156,28 @@ class Artifact:
         if placement.elsewhere and f"{name}.weight_shape" in tensors:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = self.layout.decode(name, tensors, placement.scheme)
-        found, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
+        stored, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
         _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
         bias = None if info is None else list(info.shape)
-        if found != wanted or bias not in (None, wanted[:1]):
-            cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
+        if stored != wanted or bias not in (None, wanted[:1]):
+            cause = f"{name}: weight is {stored}, bias {bias}, the model needs {wanted}"
             raise InputError(cause, _OTHER_MODEL)
         if not self.manifest:  # another program's folder, which has no hashes
             require_one_order(name, linear)
         return linear.to(self.linears_device or self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
-        """Return the linear whose weight `name` is, decoded, None where it is not quantized; see `decode`."""
+        """The decoded linear whose weight `name` is; None where it is not quantized."""
         linear = name.removesuffix(".weight")
         return self.decode(linear) if linear in self.linears else None
 
     def bias(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Read the bias of a linear, [out_features] in `dtype`, None for the artifact's own; None when it has none."""
+        """Read the bias of a linear, [out_features]; None when it has none.
+
+        Args:
+            name: source name of the linear.
+            dtype: dtype of the result; None: the artifact's own.
+        """
         source = f"{name}.bias"
         if source not in self.checkpoint.tensors:
             return None
@@ -171,7 +186,9 @@ class Artifact:
         )
 
     def kv_scales(self) -> tuple[KVScales, ...]:
-        """Read the scales of every layer's cache, onto the device; none where keys and values are kept as they are.
+        """Read the scales of every layer's cache, onto the device.
+
+        There are none where keys and values are kept as they are.
 
         Raises:
             InputError: a scale is not finite and positive, or has another shape than the model's
@@ -179,16 +196,16 @@ class Artifact:
         """
         if self.kv_cache is None:
             return ()
-        found = []
+        cache_scales = []
         for name, heads in self.caches.items():
             names = self.cache_names(name)
             tensors = read_tensors(self.checkpoint, names)
-            found.append(
+            cache_scales.append(
                 compressed_tensors.decode_kv(
                     name, tensors, self.kv_cache, kv_heads=heads, names=names
                 )
             )
-        return tuple(scales.to(self.device) for scales in found)
+        return tuple(scales.to(self.device) for scales in cache_scales)
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -205,7 +222,7 @@ class Artifact:
 
     @property
     def ahead(self) -> None:
-        """Return None: nothing is read ahead."""
+        """Nothing is read ahead."""
 
     def fill_(
         self,
@@ -215,14 +232,16 @@ class Artifact:
         dtype: torch.dtype,
         device: Device = HOST,
     ) -> None:
-        """Give a module its weights, one linear at a time: quantized linears become QuantLinear, the rest parameters.
+        """Give a module its weights, one linear at a time.
+
+        Quantized linears become QuantLinear, all others parameters.
 
         Args:
             module: the model, or a part of it.
             names: parameter name relative to `module` -> source name; a quantized linear's bias
                 comes with its weight.
-            dtype: the artifact's own.
-            device: not read: weights go where the artifact was opened for.
+            dtype: dtype of the artifact.
+            device: not read: weights go to the device that the artifact was opened for.
 
         Raises:
             InputError: a tensor that holds what it must not, or has another shape than the model's.
@@ -234,7 +253,7 @@ class Artifact:
                 f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype"
             )
         tied = twins(module)
-        # set in one call: of two twins each has its own tensor, or both the one there is
+        # all are set in one call, since two twins have their own tensors, or both the one there is
         plain: dict[str, Tensor] = {}
         for name, source in names.items():
             linear, twin = source.rpartition(".")[0], tied.get(name, "")
@@ -245,7 +264,10 @@ class Artifact:
         materialize_(module, plain, dtype=dtype)
 
     def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Undo `fill_`: parameters are on meta again, and linears are the model's own, without storage."""
+        """Undo `fill_`: parameters are on meta again.
+
+        Linears are the model's own, without storage.
+        """
         names = tuple(names)
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
             current = module.get_submodule(owner)
@@ -279,15 +301,15 @@ def open_artifact(
     """Open an artifact; memory holds headers and the manifest, no weight.
 
     Args:
-        folder: what `quantflow export` wrote.
-        backend: of all quantized linears, as `quantflow.backends.choose` takes it.
-        dtype: of the parameters that are not quantized and of all inputs.
+        folder: folder that `quantflow export` wrote.
+        backend: backend of all quantized linears, as `quantflow.backends.choose` takes it.
+        dtype: dtype of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in
             small pieces.
-        device: where weights are put.
-        manifest: quantflow.json, where it has been read before.
-        inputs: what happens to inputs that the schemes leave alone: `stored` nothing; `rounded` a
-            kernel that multiplies integers gets them rounded; `usual` it does where the manifest
+        device: device of the weights.
+        manifest: content of quantflow.json, where it has been read before.
+        inputs: treatment of inputs that the schemes leave alone. `stored`: none. `rounded`: a
+            kernel that multiplies integers gets them rounded. `usual`: rounded where the manifest
             says that this costs little (`rounds_inputs`).
 
     Raises:
@@ -314,18 +336,24 @@ def open_artifact(
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
-        found = compressed_tensors.schemes_from_config(
+        headers = compressed_tensors.schemes_from_config(
             table, tuple(shapes), flavour=flavour, modules=modules
         )
-        return {name: scheme for name, scheme in found.items() if scheme is not None}
+        return {name: scheme for name, scheme in headers.items() if scheme is not None}
 
     cache = compressed_tensors.kv_scheme_from_config(table)
-    told = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
-    found = _compared(checkpoint, told)
+    quantization = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
+    headers = _match_layout(checkpoint, quantization)
     rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
-    run_by = functools.partial(_run_by, backend=backend, rounds=rounds)
-    return _placed(
-        checkpoint, manifest, told, found, run_by=run_by, dtype=dtype, device=torch.device(device)
+    choose_backend = functools.partial(_choose_backend, backend=backend, rounds=rounds)
+    return _with_backends(
+        checkpoint,
+        manifest,
+        quantization,
+        headers,
+        choose_backend=choose_backend,
+        dtype=dtype,
+        device=torch.device(device),
     )
 
 
@@ -356,12 +384,12 @@ def _open_foreign(
     }
 
     def schemes(shapes: Shapes, modules: Mapping[str, str]) -> dict[str, LinearScheme]:
-        # its words, such as the class Linear, mean no linear beside the language model
+        # names in the table, such as the class Linear, mean no linear beside the language model
         if is_of_text(checkpoint):
             shapes = {name: shape for name, shape in shapes.items() if name in marked}
         return layout.schemes(table, shapes, infos, modules)
 
-    told = _Quantization(
+    quantization = _Quantization(
         layout=layout,
         cache=of_cache(table),
         cache_names=cache_names,
@@ -369,69 +397,87 @@ def _open_foreign(
         reordered=layout.reordered,
     )
     try:
-        found = _compared(checkpoint, told)
+        headers = _match_layout(checkpoint, quantization)
     except InputError:
+        # AutoGPTQ writes biases of zeros for linears that have none: no layout has a place for them
         lighter = _without_zero_biases(checkpoint)
         if lighter is checkpoint:
             raise
-        checkpoint, found = lighter, _compared(lighter, told)
-    if not found.schemes:
-        cause = f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear has such tensors"
+        checkpoint, headers = lighter, _match_layout(lighter, quantization)
+    if not headers.schemes:
+        cause = (
+            f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear "
+            "has such tensors"
+        )
         raise InputError(cause, "check that config.json belongs to these weights")
-    run_by = functools.partial(_run_by, backend=backend, rounds=False)
-    return _placed(checkpoint, {}, told, found, run_by=run_by, dtype=dtype, device=device)
-
-
-def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found":
-    return _listed(checkpoint, quantization) or _read(
-        checkpoint, _modules(checkpoint), quantization
+    choose_backend = functools.partial(_choose_backend, backend=backend, rounds=False)
+    return _with_backends(
+        checkpoint,
+        {},
+        quantization,
+        headers,
+        choose_backend=choose_backend,
+        dtype=dtype,
+        device=device,
     )
 
 
-def _placed(
+def _match_layout(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Contents":
+    """The contents by the layout of config.json, else by that of transformers' modules."""
+    return _match_listed_layout(checkpoint, quantization) or _match(
+        checkpoint, _module_layout(checkpoint), quantization
+    )
+
+
+def _with_backends(
     checkpoint: Checkpoint,
     manifest: dict[str, Any],
-    told: "_Quantization",
-    found: "_Found",
+    quantization: "_Quantization",
+    headers: "_Contents",
     *,
-    run_by: Callable[[Case], tuple[LinearScheme, Backend, dict[str, str]]],
+    choose_backend: Callable[[Case], tuple[LinearScheme, Backend, dict[str, str]]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Artifact:
-    """Return the artifact, of each linear what will run it and how."""
-    linears, alike = {}, functools.cache(run_by)
-    for name, stored in found.schemes.items():
-        shape = found.shapes[name]
+    """The artifact, with the backend of each linear."""
+    # linears of one scheme and shape, which are many, ask the backends once
+    linears, alike = {}, functools.cache(choose_backend)
+    for name, stored in headers.schemes.items():
+        shape = headers.shapes[name]
         scheme, chosen, reasons = alike(
             Case(scheme=stored, device=device, shape=shape, dtype=dtype)
         )
         linears[name] = Placement(
-            scheme=scheme, shape=shape, backend=chosen, reasons=reasons, reordered=told.reordered
+            scheme=scheme,
+            shape=shape,
+            backend=chosen,
+            reasons=reasons,
+            reordered=quantization.reordered,
         )
     return Artifact(
         checkpoint=checkpoint,
         manifest=manifest,
-        names=found.names,
-        head=found.head,
-        caches=found.caches,
+        names=headers.names,
+        head=headers.head,
+        caches=headers.caches,
         linears=linears,
         dtype=dtype,
         device=device,
-        kv_cache=told.cache,
-        layout=told.layout,
-        cache_names=told.cache_names,
-        modules=found.modules,
+        kv_cache=quantization.cache,
+        layout=quantization.layout,
+        cache_names=quantization.cache_names,
+        modules=headers.modules,
     )
 
 
-def _run_by(
+def _choose_backend(
     case: Case, *, backend: str, rounds: bool
 ) -> tuple[LinearScheme, Backend, dict[str, str]]:
-    """Return the scheme that a linear runs with, what runs it, and why each backend that is preferred over that cannot.
+    """The scheme that a linear runs with, its backend, and why those preferred over it cannot.
 
-    With `rounds` its inputs are rounded where that makes the product one of integers: not where the
-    reference would have to compute it, unless that was asked for, nor in a backend by name that
-    takes them as they are.
+    With `rounds` its inputs are rounded where that makes the product one of integers. They are not
+    where the reference would have to compute it, unless that was asked for, nor in a backend by
+    name that takes inputs as they are.
     """
     rounded = with_rounded_inputs(case.scheme) if rounds else None
     if rounded is not None:
@@ -444,7 +490,10 @@ def _run_by(
 
 
 def _without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without biases of zeros, which AutoGPTQ writes for linears that have none; itself if it has none."""
+    """The checkpoint without biases of zeros; itself if it has none.
+
+    AutoGPTQ writes such biases for linears that have none.
+    """
     owners = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith(".qweight")}
     biases = [key for name in sorted(owners) if (key := f"{name}.bias") in checkpoint.tensors]
     zero = {key for key in biases if not read_tensors(checkpoint, [key])[key].any()}
@@ -466,26 +515,27 @@ def open_folder(
     manifest: dict[str, Any] | None = None,
     inputs: Inputs = "stored",
 ) -> Artifact:
-    """Open an artifact, a folder that another program quantized, or a model, as an artifact without quantized linears.
+    """Open an artifact, a folder that another program quantized, or a model.
 
-    Of a model, and of another program's folder, no hash is known. What is checked: the family and
-    every name, that each tensor is a parameter and each parameter has a tensor, the shapes against
-    config.json, whole files, and NaN and Inf when a tensor is read.
+    A model becomes an artifact without quantized linears. No hash is known of a model or of another
+    program's folder. These are checked: the family and every name, that each tensor is a parameter
+    and each parameter has a tensor, the shapes against config.json, whole files, and NaN and Inf
+    when a tensor is read.
 
     Args:
-        folder: what `quantflow export` wrote, a folder in one of `quantflow.formats.LAYOUTS`, or a
-            Hugging Face model.
-        backend: as for `open_artifact`, as are the others; `auto` for a model.
-        dtype: of parameters and inputs.
-        verify: of an artifact.
-        device: where weights are put.
-        manifest: of an artifact.
-        inputs: of an artifact.
+        folder: an artifact, a folder in one of `quantflow.formats.LAYOUTS`, or a Hugging Face
+            model.
+        backend: backend of quantized linears, as for `open_artifact`; `auto` for a model.
+        dtype: dtype of parameters and inputs.
+        verify: compare the files of an artifact with their hashes first.
+        device: device of the weights.
+        manifest: content of an artifact's quantflow.json, where it has been read before.
+        inputs: treatment of an artifact's inputs, as for `open_artifact`.
 
     Raises:
-        UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for
-            the rest.
-        QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
+        UsageError: a backend for a model, which has no quantized linear; see `open_artifact` for
+            others.
+        QuantflowError: see `open_artifact` and `quantflow.models.load.open_source`.
     """
     if is_artifact(folder):
         return open_artifact(
@@ -510,17 +560,17 @@ def open_folder(
         )
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
-    found = _listed(checkpoint, None)
-    if found is None:
+    headers = _match_listed_layout(checkpoint, None)
+    if headers is None:
         from quantflow.models.load import open_source  # here: it imports transformers' model code
 
         checkpoint = open_source(folder).checkpoint
-        found = _read(checkpoint, _modules(checkpoint), None)
+        headers = _match(checkpoint, _module_layout(checkpoint), None)
     return Artifact(
         checkpoint=checkpoint,
         manifest={},
-        names=found.names,
-        head=found.head,
+        names=headers.names,
+        head=headers.head,
         caches={},
         linears={},
         dtype=dtype,
@@ -529,29 +579,31 @@ def open_folder(
 
 
 def is_artifact(folder: str | Path) -> bool:
-    """Return whether a folder has a manifest, or nothing that says what else it is."""
+    """Whether a folder has a manifest, or nothing that says what else it is."""
     return (Path(folder) / MANIFEST_NAME).exists() or not (Path(folder) / CONFIG).is_file()
 
 
 def is_model(folder: str | Path) -> bool:
-    """Return whether a folder is a model that is not quantized: nothing in it says otherwise."""
+    """Whether a folder is a model that is not quantized: nothing in it says otherwise."""
     config = Path(folder) / CONFIG
     if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
         return False
-    found = read_json(config)
-    if not isinstance(found, dict):
+    content = read_json(config)
+    if not isinstance(content, dict):
         return False
-    return not quantization_in(Path(folder), found)[1] and low_precision_file(Path(folder)) is None
+    return (
+        not quantization_in(Path(folder), content)[1] and low_precision_file(Path(folder)) is None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """What the headers say, compared with a layout.
+class _Contents:
+    """The contents of a checkpoint, matched with a layout by their headers.
 
     Attributes:
         schemes: source name of each quantized linear -> how it is stored.
-        shapes: its (out_features, in_features).
-        modules, names, head, caches: as in `Artifact`.
+        shapes: source name of each linear -> (out_features, in_features).
+        modules, names, head, caches: fields of `Artifact`.
     """
 
     schemes: dict[str, LinearScheme]
@@ -564,15 +616,15 @@ class _Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantization:
-    """What is said of quantization.
+    """How a checkpoint says that it is quantized.
 
     Attributes:
-        layout: of the quantized linears.
-        cache: how keys and values are kept; None is as they are.
-        schemes: source name -> (O, I) of every linear, and source name -> what the model calls it
-            where that differs -> source name -> scheme of every quantized one.
+        layout: layout of the quantized linears.
+        cache: scheme of keys and values; None: kept as they are.
+        schemes: (source name -> (O, I) of every linear, source name -> name in the model where that
+            differs) -> (source name -> scheme of every quantized linear).
         reordered: whether columns of a weight may stand in another order than its inputs.
-        cache_names: as in `Artifact`.
+        cache_names: field of `Artifact`.
     """
 
     layout: TensorLayout
@@ -582,27 +634,33 @@ class _Quantization:
     cache_names: Callable[[str], tuple[str, str]] = compressed_tensors.kv_tensor_names
 
 
-def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Found | None:
-    """Return what `_read` finds by the layout that config.json alone says; None where that does not fit."""
+def _match_listed_layout(
+    checkpoint: Checkpoint, quantization: _Quantization | None
+) -> _Contents | None:
+    """The contents by the layout that config.json alone says; None where they do not fit it.
+
+    An InputError here is no verdict: the module tree knows older names of tensors. Where it does
+    not fit either, its error says what is wrong.
+    """
     layout = listed(checkpoint.config)
     if layout is None:
         return None
     try:
-        return _read(checkpoint, layout, quantization)
-    except InputError:  # the module tree knows older names of tensors, and says what is wrong where that is all it is
+        return _match(checkpoint, layout, quantization)
+    except InputError:
         return None
 
 
-def _modules(checkpoint: Checkpoint) -> Layout:
-    """Return the layout by transformers' module tree."""
+def _module_layout(checkpoint: Checkpoint) -> ModelTensors:
+    """The tensors by transformers' module tree."""
     # here: it imports transformers' model code
-    from quantflow.runtime.module_layout import ModuleLayout
+    from quantflow.runtime.module_tensors import ModuleTensors
 
-    return ModuleLayout(_config_of(checkpoint))
+    return ModuleTensors(_config_of(checkpoint))
 
 
 def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
-    """Return the configuration of a model, without the quantization."""
+    """The configuration of a model, without the quantization."""
     from quantflow.models.configuration import load_config  # here: it imports transformers
 
     config = load_config(checkpoint)
@@ -611,7 +669,9 @@ def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
     return config
 
 
-def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | None) -> _Found:
+def _match(
+    checkpoint: Checkpoint, layout: ModelTensors, quantization: _Quantization | None
+) -> _Contents:
     """Compare the headers with a layout; without `quantization` nothing is quantized.
 
     Raises:
@@ -625,11 +685,11 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     if quantization is not None:
         schemes = quantization.schemes(shapes, modules)
         caches = {} if quantization.cache is None else layout.caches()
-        claimed = _claimed(quantization, schemes, caches)
+        claimed = _quantized_tensor_names(quantization, schemes, caches)
     parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
-    return _Found(
+    return _Contents(
         schemes=schemes,
         shapes=shapes,
         modules=modules,
@@ -642,7 +702,9 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
 def _parameters(
     checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]
 ) -> tuple[str, ...]:
-    """Return the source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
+    """The source names of the model's parameters.
+
+    A quantized linear stands for the one parameter `NAME.weight`.
 
     Raises:
         InputError: a weight that is stored twice, or a tensor that a scheme names, `claimed`, is
@@ -654,10 +716,8 @@ def _parameters(
             f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact",
             "export it again",
         )
-    others, quantized = (
-        [name for name in checkpoint.tensors if name not in claimed],
-        [f"{name}.weight" for name in schemes],
-    )
+    others = [name for name in checkpoint.tensors if name not in claimed]
+    quantized = [f"{name}.weight" for name in schemes]
     if twice := sorted(set(others) & set(quantized)):
         raise InputError(
             f"{twice[0]}: stored beside its quantized form", "export the artifact again"
@@ -665,26 +725,28 @@ def _parameters(
     return (*others, *quantized)
 
 
-def _claimed(
-    told: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]
+def _quantized_tensor_names(
+    quantization: _Quantization, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]
 ) -> set[str]:
-    """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
-    scales = {tensor for attention in attentions for tensor in told.cache_names(attention)}
+    """The names of all tensors of quantized linears, and of the scales of quantized caches."""
+    scales = {tensor for attention in attentions for tensor in quantization.cache_names(attention)}
     return scales | {
         tensor
         for name, scheme in schemes.items()
-        for tensor in told.layout.tensor_names(name, scheme)
+        for tensor in quantization.layout.tensor_names(name, scheme)
     }
 
 
 def _require_shapes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]
 ) -> None:
-    """Refuse a tensor that is not what the configuration says: decoders that know no modules take what is there.
+    """Refuse a tensor of another shape than the configuration says.
+
+    Decoders without modules would compute with it all the same.
 
     Args:
         checkpoint: the artifact's headers.
-        parameters: of the model, as the configuration alone makes it.
+        parameters: parameters of the model, as the configuration alone makes it.
         linears: source names of quantized linears, whose weight `Artifact.decode` compares when it
             is read.
 

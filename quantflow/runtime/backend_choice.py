@@ -1,4 +1,4 @@
-"""Which backend runs which linears of an artifact, and why those before it do not; reads headers and no weight."""
+"""The backends of an artifact's linears, and why those before them cannot run, from headers."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,9 @@ from quantflow.runtime.artifact import open_artifact
 
 
 def backends(folder: Path, *, dtype: str) -> list[dict[str, Any]]:
-    """Return linears that are alike (scheme, shape, backend, reasons) as one row each, with their count and first name.
+    """The linears of an artifact, those that are alike as one row with their count and first name.
+
+    Linears are alike in scheme, shape, backend and reasons.
 
     Raises:
         InputError: the folder is not an artifact.

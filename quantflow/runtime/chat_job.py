@@ -1,4 +1,4 @@
-"""What `quantflow chat` may be told; plain, so that a command line knows it without torch."""
+"""The settings of `quantflow chat`; plain, so that a command line knows them without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,21 +26,21 @@ CHAT = ("chat",)
 
 @dataclass(frozen=True, kw_only=True)
 class ChatJob:
-    """Who is talked with, and how answers are drawn.
+    """The partner of a conversation, and how answers are drawn.
 
     Attributes:
         artifact: a folder, a name on the hub or a GGUF file; None where `url` is given.
-        url: of a server with OpenAI's routes, such as http://127.0.0.1:8000.
-        model: what that server calls its model.
-        api_key: what that server asks for.
-        revision: of an artifact on the hub.
-        system: the system message, or None.
-        chat_template: a file that stands in place of the tokenizer's own template.
-        max_new_tokens: of an answer.
-        temperature: 0 takes the likeliest token each time.
-        top_k, top_p: as in `Sampling`.
-        seed: of the first answer; each further one counts on. None: any.
-        signature: whom the artifact has to be signed by.
+        url: address of a server with OpenAI's routes, such as http://127.0.0.1:8000.
+        model: name of the model on that server.
+        api_key: key that the server asks for.
+        revision: revision of an artifact on the hub.
+        system: system message, or None.
+        chat_template: file that stands in place of the tokenizer's own template.
+        max_new_tokens: tokens of an answer, at most.
+        temperature: temperature of the tokens; 0 takes the likeliest token each time.
+        top_k, top_p: filters of `Sampling`.
+        seed: seed of the first answer; each further one counts on. None: any.
+        signature: signature that the artifact has to have.
     """
 
     artifact: Path | None = None
@@ -93,7 +93,7 @@ class ChatJob:
     signature: RequiredSignature = RequiredSignature()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be talked with.
+        """Refuse settings that name no partner, or two.
 
         Raises:
             UsageError: naming it.
@@ -112,7 +112,7 @@ class ChatJob:
             self.sampling(0)
 
     def sampling(self, seed: int) -> Sampling | None:
-        """Return how an answer is drawn; None takes the likeliest token.
+        """How an answer is drawn; None takes the likeliest token.
 
         Raises:
             UsageError: values outside their ranges.

@@ -1,4 +1,7 @@
-"""Whether the codes of a quantized weight and its zero points stand in one order: damage that no tensor's form shows."""
+"""Whether the codes of a quantized weight and its zero points stand in one order.
+
+Codes and zero points in different orders are damage that no tensor's shape or range shows.
+"""
 
 import torch
 from torch import Tensor
@@ -7,8 +10,9 @@ from quantflow.core.groups import to_groups
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError
 
-LEAST_GROUPS = 256  # of a weight, for its zero points to say in which order its codes stand
-# of mean codes and zero points: a rounded weight's is above 0.5, that of shuffled groups near 0
+LEAST_GROUPS = 256  # groups that a weight needs before their correlation says anything
+# The correlation of mean codes and zero points is above 0.5 for a rounded weight, near 0 for
+# shuffled groups.
 LEAST_CORRELATION = 0.2
 
 
@@ -29,16 +33,16 @@ def require_one_order(name: str, linear: QuantizedLinear) -> None:
     ):
         return
     split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
-    # [O * G]
-    means, zeros = (
-        split.mean(dim=-1, dtype=torch.float32).flatten(),
-        weight.zero_point.float().flatten(),
-    )
+    means = split.mean(dim=-1, dtype=torch.float32).flatten()  # [O * G]
+    zeros = weight.zero_point.float().flatten()  # [O * G]
     if float(zeros.std()) < 0.5 or float(means.std()) == 0:  # nearly symmetric: they say nothing
         return
-    found = _correlation(means, zeros)
-    if found < LEAST_CORRELATION:
-        cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {found:.2f})"
+    correlation = _correlation(means, zeros)
+    if correlation < LEAST_CORRELATION:
+        cause = (
+            f"{name}: codes and zero points of {zeros.numel()} groups do not belong together "
+            f"(correlation {correlation:.2f})"
+        )
         raise InputError(
             cause,
             "its nibbles are in another order, or its tensors of two models: download the folder "

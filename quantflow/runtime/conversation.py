@@ -1,4 +1,7 @@
-"""A conversation: with an artifact in this process, or with a server over HTTP. Both yield an answer's text as it grows."""
+"""A conversation with an artifact in this process, or with a server over HTTP.
+
+Both yield the text of an answer as it grows.
+"""
 
 import json
 import secrets
@@ -24,11 +27,11 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Partner(Protocol):
-    """Who answers.
+    """The side that answers.
 
     Attributes:
-        name: for people.
-        tokens: of the last answer.
+        name: name for people.
+        tokens: tokens of the last answer.
     """
 
     name: str
@@ -42,7 +45,10 @@ class Partner(Protocol):
 
 
 class LocalPartner:
-    """An artifact in this process. What an earlier turn computed is not computed again."""
+    """An artifact in this process.
+
+    The prefix that an earlier turn computed is not computed again.
+    """
 
     def __init__(self, job: ChatJob) -> None:
         """Load the artifact.
@@ -174,7 +180,7 @@ class RemotePartner:
             for event in _events(response):
                 if "error" in event:
                     raise InputError(
-                        f"{job.url}: {_told(event)}", "begin a new conversation with /reset"
+                        f"{job.url}: {_message(event)}", "begin a new conversation with /reset"
                     )
                 if event.get("usage"):
                     self.tokens = int(event["usage"]["completion_tokens"])
@@ -199,14 +205,14 @@ class RemotePartner:
             if response.status == 200:
                 return response
             with response:
-                told = _told(json.load(response))
+                answer = _message(json.load(response))
         except (OSError, HTTPException) as error:
             raise ResourceError(
                 f"{job.url}: {error}", "check that the server runs there"
             ) from error
         except ValueError:
-            told = f"status {response.status}"
-        raise InputError(f"{job.url}{path}: {told}", "change what was asked")
+            answer = f"status {response.status}"
+        raise InputError(f"{job.url}{path}: {answer}", "change what was asked")
 
 
 def partner_of(job: ChatJob, progress: Progress) -> Partner:
@@ -236,6 +242,6 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
         raise ResourceError(f"the server's answer broke off: {error}", "ask again") from error
 
 
-def _told(value: Any) -> str:
+def _message(value: Any) -> str:
     error = value.get("error", value) if isinstance(value, dict) else value
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,104 +1,139 @@
-/* What lies between the linears of a decoder layer, for quantflow/runtime/operations.py; all sums are float32.
+/* A decoder layer between its linears, for quantflow/runtime/operations.py; all sums are float32.
  *
- * How families differ is data: norms that are there or not, what they subtract, which activation, how much of a head is rotated,
- * where the branches read and are added. No function knows a family.
+ * How families differ is data: which norms there are and whether they subtract the mean, which
+ * activation, how many features of a head are rotated, where the branches read and are added. No
+ * function knows a family.
  *
- * Rows, heads and positions are independent work; each is computed by one thread in one order, so the bits do not depend on how
- * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
- * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
- * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
- * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities (`shares`) to bfloat16. CPUs that
- * multiply pairs of bfloat16 do so then; sums stay float32.
+ * Rows, heads and positions are independent work. Each is computed by one thread in one order, so
+ * bits do not depend on the number of threads. Loops marked `omp simd` may be summed in vector
+ * lanes, in an order that the compiler fixes.
+ *
+ * The KV cache holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a
+ * scale per head where it was measured: scores are multiplied by that of the keys, outputs by that
+ * of the values. Otherwise int8 has a scale per head and position, amax / 127.5.
+ *
+ * `rounds` lets attention over a bfloat16 cache round queries and attention probabilities to
+ * bfloat16. CPUs that multiply pairs of bfloat16 do so then; sums stay float32.
  */
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #include <math.h>
 #include <omp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#define INLINE static inline __attribute__((always_inline))
+
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum activation { SILU, GELU, GELU_TANH, RELU };
-enum { SIDE = 16 }; /* columns of keys side by side */
+enum { SIDE = 16 }; /* columns whose keys lie side by side in the cache */
 #ifdef __AVX512F__
-enum { LANES = 16 }; /* of a register */
+enum { LANES = 16 }; /* floats of a register */
 #define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 #else
 enum { LANES = 8 };
 #define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
 #endif
-enum { TILE = 8, BLOCK = 64 }; /* queries at a time, at most; columns of a softmax step */
-enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 }; /* numbers and products below which a second thread costs more */
-enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_HEAD_DIM of operations.py, which refuses others */
+enum { TILE = 8 };   /* queries that attention computes at once, at most */
+enum { BLOCK = 64 }; /* columns of one step of the online softmax */
+/* Numbers and products below which a second thread costs more than it saves. */
+enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 };
+enum { MAX_HEAD_DIM = 1024 }; /* that of operations.py, which refuses larger heads */
 
-#ifdef QUANTFLOW_CHECK /* a debug build: what Python promises is looked at once a call, and a broken promise ends the process */
-#define CHECK(CONDITION) ((CONDITION) ? (void)0 : (fprintf(stderr, "decode.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
+/* A debug build checks once a call what Python promises; a broken promise ends the process. */
+#ifdef QUANTFLOW_CHECK
+#define CHECK(CONDITION) \
+    ((CONDITION) ? (void)0 \
+                 : (fprintf(stderr, "decode.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
 #else
 #define CHECK(CONDITION) ((void)0)
 #endif
 
-typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of kernels.c begins, whose function `call` is */
-typedef struct { const Weight *weight; const float *bias;
-                 int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16);
-                 const int64_t *order; } Product; /* [weight->columns] which input each column multiplies; NULL: its own */
-typedef struct { const float *weight, *bias; } Norm; /* of the features; weight NULL: no norm, what is read stays as it is */
+/* How `struct weight` of kernels.c begins; the function `call` below is that file's. */
+typedef struct { int64_t rows, columns; } Weight;
 
-typedef struct { /* one layer; NULL where it has none */
-    void *keys, *values;               /* [blocks, kv_heads, block / SIDE, dim, SIDE], [blocks, kv_heads, block, dim] of `kind`;
-                                          bfloat16 by twos: [.., dim / 2, SIDE, 2] features, [.., block / 2, dim, 2] columns */
-    float *key_scales, *value_scales;  /* [blocks, kv_heads, block]; int8 without measured scales */
-    const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
-    const float *cos, *sin;            /* [capacity, rotary] by position in the text */
-    Norm q_norm, k_norm;               /* [dim], or of all heads at once where `whole_norms` */
-    Norm attention_norm, attended_norm; /* [hidden] of what attention reads, and of what it adds; for `run` alone as all below */
-    Norm mlp_norm, gated_norm;          /* [hidden] of what the MLP reads, and of what it adds */
-    Product qkv, output, up, down;     /* up: gate and up where `gated` */
-    int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
-    int64_t rotary;                    /* the first features of a head, which are rotated; 0: none */
+/* A linear of the layer. */
+typedef struct {
+    const Weight *weight;
+    const float *bias;
+    int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y,
+                int bf16);
+    const int64_t *order; /* [weight->columns] input that each column multiplies; NULL: its own */
+} Product;
+
+/* A norm of the features; weight NULL: there is no norm, and its input stays as it is. */
+typedef struct { const float *weight, *bias; } Norm;
+
+/* A layer; a pointer is NULL where the layer has no such thing. operations.py has the same fields
+ * in `_Layer` and compares their places with `structure_fields`. */
+typedef struct {
+    /* Of `kind`: keys [blocks, kv_heads, block / SIDE, head_dim, SIDE], values [blocks, kv_heads,
+     * block, head_dim]. In bfloat16 two features of the keys are neighbours,
+     * [.., head_dim / 2, SIDE, 2], and two columns of the values, [.., block / 2, head_dim, 2]. */
+    void *keys, *values;
+    float *key_scales, *value_scales;     /* [blocks, kv_heads, block]; int8, not measured */
+    const float *key_steps, *value_steps; /* [kv_heads] measured scales; float8 and int8 */
+    const float *cos, *sin;               /* [capacity, rotary_dim] by position in the text */
+    Norm q_norm, k_norm; /* [head_dim], or of all heads at once where `whole_norms` */
+    /* `run` alone reads the fields from here to `down`. */
+    Norm attention_norm, attended_norm; /* [hidden] before attention; of what attention adds */
+    Norm mlp_norm, gated_norm;          /* [hidden] before the MLP; of what the MLP adds */
+    Product qkv, output, up, down;      /* up: gate and up where `gated` */
+    int64_t window;     /* positions that a query sees, itself included; 0: all before it */
+    int64_t rotary_dim; /* first features of a head, which are rotated; 0: none */
 } Layer;
 
-typedef struct { /* one step: new columns of several sequences, one sequence after the other */
-    const int64_t *padding;            /* [rows] columns on the left that are no text */
-    const int64_t *first;              /* [rows + 1] where the new columns of a sequence begin among all of them; how many there are */
-    const int64_t *start;              /* [rows] its first new column */
-    const int64_t *table;              /* [rows, width] the blocks that hold its columns, `block` to each */
-    const int64_t *tiles;              /* [rows + 1] of first: tiles of TILE queries of a head of the cache instead of columns */
-    int64_t rows, block, width;        /* sequences */
-    int64_t heads, kv_heads, dim, kind;
-    int64_t whole_norms;               /* q_norm and k_norm are of all heads at once */
-    int64_t centered;                  /* norms subtract the mean first (LayerNorm) */
-    int64_t parallel;                  /* the MLP reads what attention reads, not what it added to */
-    int64_t activation, gated;         /* of the MLP; activation(gate) * up, or activation(up) */
-    int64_t rounds;                    /* queries and attention probabilities may be rounded to bfloat16 */
-    float scale, eps;                  /* of scores; of norms */
-    float cap;                         /* scores become cap * tanh(score / cap); 0: they stay */
-    float residual;                    /* times what a branch adds */
+/* A step: new columns of several sequences, one sequence after the other. operations.py has the
+ * same fields in `_Step` and compares their places with `structure_fields`. */
+typedef struct {
+    const int64_t *padding; /* [rows] columns at the left of a sequence that are no text */
+    const int64_t *first;   /* [rows + 1] begin of each sequence in the new columns; their end */
+    const int64_t *start;   /* [rows] first new column of a sequence */
+    const int64_t *table;   /* [rows, width] blocks that hold its columns, `block` columns each */
+    const int64_t *tiles;   /* [rows + 1] as `first`, in tiles of TILE queries of a kv head */
+    int64_t rows, block, width; /* rows: sequences */
+    int64_t query_heads, kv_heads, head_dim, kind;
+    int64_t whole_norms;       /* q_norm and k_norm are of all heads at once */
+    int64_t centered;          /* norms subtract the mean first (LayerNorm) */
+    int64_t parallel;          /* the MLP reads what attention reads, not what it added to */
+    int64_t activation, gated; /* MLP: activation(gate) * up where gated, else activation(up) */
+    int64_t rounds;  /* queries and attention probabilities may be rounded to bfloat16 */
+    float scale;     /* factor of scores */
+    float eps;       /* epsilon of norms */
+    float cap;       /* scores become cap * tanh(score / cap); 0: they stay */
+    float residual;  /* factor of what a branch adds */
 } Step;
 
-/* What every function of a step relies on. */
+/* The promises that every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
-    CHECK(!l->rotary || (l->cos && l->sin));
-    CHECK(s->rows > 0 && s->block > 0 && s->block % SIDE == 0 && s->width > 0 && s->first[0] == 0 && s->tiles[0] == 0);
-    CHECK(l->rotary >= 0 && l->rotary <= s->dim && l->rotary % 2 == 0 && s->activation >= SILU && s->activation <= RELU);
-    CHECK(s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0);
-    CHECK(s->dim > 0 && s->dim <= MOST_DIM && s->dim % LANES == 0);
+    CHECK(!l->rotary_dim || (l->cos && l->sin));
+    CHECK(s->rows > 0 && s->block > 0 && s->block % SIDE == 0 && s->width > 0 && s->first[0] == 0 &&
+          s->tiles[0] == 0);
+    CHECK(l->rotary_dim >= 0 && l->rotary_dim <= s->head_dim && l->rotary_dim % 2 == 0 &&
+          s->activation >= SILU && s->activation <= RELU);
+    CHECK(s->kv_heads > 0 && s->query_heads > 0 && s->query_heads % s->kv_heads == 0);
+    CHECK(s->head_dim > 0 && s->head_dim <= MAX_HEAD_DIM && s->head_dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
-    CHECK(!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps && !(l->key_scales && s->kind != INT8));
-    for (int64_t row = 0, group = s->heads / s->kv_heads; row < s->rows; row++) {
+    CHECK(!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps &&
+          !(l->key_scales && s->kind != INT8));
+    for (int64_t row = 0, group = s->query_heads / s->kv_heads; row < s->rows; row++) {
         int64_t count = s->first[row + 1] - s->first[row];
-        CHECK(s->padding[row] >= 0 && count > 0 && s->start[row] >= 0 && s->start[row] + count <= s->block * s->width);
+        CHECK(s->padding[row] >= 0 && count > 0 && s->start[row] >= 0);
+        CHECK(s->start[row] + count <= s->block * s->width);
         CHECK(s->tiles[row + 1] - s->tiles[row] == (count * group + TILE - 1) / TILE);
-        for (int64_t i = 0; i * s->block < s->start[row] + count; i++) CHECK(s->table[row * s->width + i] >= 0);
+        for (int64_t i = 0; i * s->block < s->start[row] + count; i++)
+            CHECK(s->table[row * s->width + i] >= 0);
         (void)group, (void)count;
     }
 }
 
-/* The sequence whose part of [firsts[row], firsts[row + 1]) holds `at`. */
-static inline int64_t row_of(const int64_t *firsts, int64_t rows, int64_t at) {
+/* The sequence `row` with firsts[row] <= at < firsts[row + 1]. */
+static inline int64_t sequence_of(const int64_t *firsts, int64_t rows, int64_t at) {
     int64_t low = 0;
     while (rows - low > 1) {
         int64_t middle = (low + rows) / 2;
@@ -108,15 +143,22 @@ static inline int64_t row_of(const int64_t *firsts, int64_t rows, int64_t at) {
     return low;
 }
 
-/* Where a column of a sequence lies in the cache, in columns of one head. */
-static inline int64_t place(const Step *s, int64_t row, int64_t head, int64_t column) {
-    return (s->table[row * s->width + column / s->block] * s->kv_heads + head) * s->block + column % s->block;
+/* The place of a column of a sequence in the cache, counted in columns of one kv head. */
+static inline int64_t cache_column(const Step *s, int64_t row, int64_t head, int64_t column) {
+    return (s->table[row * s->width + column / s->block] * s->kv_heads + head) * s->block
+        + column % s->block;
 }
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
-typedef float vf VECTOR(4 * LANES); typedef uint32_t vu VECTOR(4 * LANES); typedef int32_t vi VECTOR(4 * LANES);
-typedef float v8 VECTOR(32); typedef float v4 VECTOR(16);
-typedef uint16_t vh VECTOR(2 * LANES); typedef uint8_t vb VECTOR(LANES); typedef int8_t vc VECTOR(LANES);
+/* Registers of LANES numbers: f, u, i have 32 bits, h 16, b and c 8; v8 and v4 are floats. */
+typedef float vf VECTOR(4 * LANES);
+typedef uint32_t vu VECTOR(4 * LANES);
+typedef int32_t vi VECTOR(4 * LANES);
+typedef uint16_t vh VECTOR(2 * LANES);
+typedef uint8_t vb VECTOR(LANES);
+typedef int8_t vc VECTOR(LANES);
+typedef float v8 VECTOR(32);
+typedef float v4 VECTOR(16);
 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -128,16 +170,21 @@ static inline vu widen_bytes(vb x) { return (vu)_mm512_cvtepu8_epi32((__m128i)x)
 static inline vi widen_signed(vc x) { return (vi)_mm512_cvtepi8_epi32((__m128i)x); }
 #elif defined __AVX2__
 static inline vu widen(vh x) { return (vu)_mm256_cvtepu16_epi32((__m128i)x); }
-static inline vu widen_bytes(vb x) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&x)); }
-static inline vi widen_signed(vc x) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)&x)); }
+static inline vu widen_bytes(vb x) {
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&x));
+}
+static inline vi widen_signed(vc x) {
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)&x));
+}
 #else
 static inline vu widen(vh x) { return __builtin_convertvector(x, vu); }
 static inline vu widen_bytes(vb x) { return __builtin_convertvector(x, vu); }
 static inline vi widen_signed(vc x) { return __builtin_convertvector(x, vi); }
 #endif
 
-/* sum + x * w, rounded once: where registers are few, gcc makes one instruction of some of them, and bits would depend on the tile. */
-static inline vf plus_product(vf sum, vf x, vf w) {
+/* sum + x * w, rounded once. Written out, since gcc fuses only some of them where registers are
+ * few, and bits would depend on the tile. */
+static inline vf multiply_add(vf sum, vf x, vf w) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined __FMA__
@@ -148,7 +195,7 @@ static inline vf plus_product(vf sum, vf x, vf w) {
 }
 
 /* a in the lanes where `where` is -1, b where it is 0. */
-static inline vf pick(vi where, vf a, vf b) {
+static inline vf blend(vi where, vf a, vf b) {
 #ifdef __AVX512DQ__
     return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)where), (__m512)b, (__m512)a);
 #else
@@ -164,8 +211,8 @@ static inline vf smaller(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m5
 static inline vf larger(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 static inline vf smaller(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
-static inline vf larger(vf a, vf b) { return pick(a > b, a, b); }
-static inline vf smaller(vf a, vf b) { return pick(a < b, a, b); }
+static inline vf larger(vf a, vf b) { return blend(a > b, a, b); }
+static inline vf smaller(vf a, vf b) { return blend(a < b, a, b); }
 #endif
 
 static inline vf splat(float x) { return (vf)((vi){0} + (int32_t)float_bits(x)); }
@@ -176,18 +223,22 @@ static inline uint16_t to_bfloat(float x) {
     return (uint16_t)(x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of these beyond. NaN stays NaN. */
+/* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of
+ * these beyond. NaN stays NaN. */
 static inline vf exponentials(vf x) {
     x = larger(splat(-87.0f), smaller(splat(88.0f), x));
-    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
+    /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vf p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
+    vf p = ((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r;
+    p = (p + 4.1665795894e-2f) * r;
     p = ((p + 1.6666665459e-1f) * r + 5.0000001201e-1f) * (r * r) + r + 1.0f;
     return p * (vf)(__builtin_convertvector(n + 127.0f, vi) << 23);
 }
 
-/* out = x / rms(x) * weight; out may be x. Always inlined: a copy of its own is summed in another order. */
-static inline __attribute__((always_inline)) void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
+/* out = x / rms(x) * weight; out may be x. Always inlined: a function of its own would be summed in
+ * another order. */
+INLINE void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
@@ -196,8 +247,10 @@ static inline __attribute__((always_inline)) void normalize(const float *x, cons
     for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * inverse);
 }
 
-/* out = a norm of x, where there is one, else x; `centered`: x less its mean is normalized. out may be x. */
-static inline __attribute__((always_inline)) void apply(Norm norm, const float *x, float *out, int64_t width, float eps, int64_t centered) {
+/* out = the norm of x, or x where there is none; `centered`: x less its mean is normalized. out may
+ * be x. */
+INLINE void apply_norm(Norm norm, const float *x, float *out, int64_t width, float eps,
+                       int64_t centered) {
     if (!norm.weight && out != x) memcpy(out, x, sizeof *out * (size_t)width);
     if (!norm.weight) return;
     if (centered) {
@@ -212,38 +265,44 @@ static inline __attribute__((always_inline)) void apply(Norm norm, const float *
     for (int64_t i = 0; norm.bias && i < width; i++) out[i] += norm.bias[i];
 }
 
-/* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it was before that.
- * x, delta, out: [rows, width]; delta is changed where `after` is a norm. */
-void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows, int64_t width, float eps,
-              int64_t centered, float residual, int64_t late) {
+/* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it
+ * was before that. x, delta, out: [rows, width]; delta is changed where `after` is a norm. */
+void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows,
+              int64_t width, float eps, int64_t centered, float residual, int64_t late) {
     CHECK(x && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
-        float *at = x + row * width, *add = delta ? delta + row * width : NULL, *to = out + row * width;
-        if (late) apply(before, at, to, width, eps, centered);
+        float *at = x + row * width, *to = out + row * width;
+        float *add = delta ? delta + row * width : NULL;
+        if (late) apply_norm(before, at, to, width, eps, centered);
         if (delta) {
-            apply(after, add, add, width, eps, centered);
+            apply_norm(after, add, add, width, eps, centered);
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) at[i] += residual * add[i];
         }
-        if (!late) apply(before, at, to, width, eps, centered);
+        if (!late) apply_norm(before, at, to, width, eps, centered);
     }
 }
 
-/* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz and Stegun 1964 with an error of
- * 1e-7 |x|, and its usual approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415); max(x, 0). */
+/* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz
+ * and Stegun 1964 with an error of 1e-7 |x|, and its usual approximation by tanh (Hendrycks and
+ * Gimpel 2016, arXiv:1606.08415); max(x, 0). */
 static inline vf activate(vf x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exponentials(-x));
-    if (kind == GELU_TANH) return x / (1.0f + exponentials(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    if (kind == RELU) return pick(x < 0.0f, (vf){0}, x);
-    vf z = pick(x < 0.0f, -x, x) * 0.70710678119f, t = 1.0f / (1.0f + 0.3275911f * z);
-    vf tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    if (kind == GELU_TANH)
+        return x / (1.0f + exponentials(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    if (kind == RELU) return blend(x < 0.0f, (vf){0}, x);
+    vf z = blend(x < 0.0f, -x, x) * 0.70710678119f, t = 1.0f / (1.0f + 0.3275911f * z);
+    vf tail = (((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t;
+    tail = (tail + 0.254829592f) * t;
     tail *= 0.5f * exponentials(-(z * z)); /* P(Z > |x|) */
-    return x * pick(x < 0.0f, tail, 1.0f - tail);
+    return x * blend(x < 0.0f, tail, 1.0f - tail);
 }
 
-/* out = activation(gate) * up, or activation(up) where there is no gate.  in: [rows, 2 width] or [rows, width]; out: [rows, width] */
-void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation, int64_t gated) {
+/* out = activation(gate) * up, or activation(up) where there is no gate. in: [rows, 2 width] or
+ * [rows, width]; out: [rows, width] */
+void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation,
+          int64_t gated) {
     CHECK(in && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
@@ -254,50 +313,55 @@ void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t acti
             if (bytes == sizeof x) x = *(const vf *)(g + i), up = *(const vf *)(u + i);
             else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
             x = gated ? (vf)(activate(x, activation) * up) : activate(x, activation);
-            if (bytes == sizeof x) *(vf *)(out + row * width + i) = x; /* a copy of unknown length is slow */
+            /* a whole register is stored as one: a copy of unknown length is slow */
+            if (bytes == sizeof x) *(vf *)(out + row * width + i) = x;
             else memcpy(out + row * width + i, &x, bytes);
         }
     }
 }
 
-/* The sum of all lanes, always in the same order; lanes_sums: of four, side by side, each in that order. */
+/* The sum of all lanes, always in the same order. sums_of_lanes: the sums of four registers,
+ * side by side, each in that order. */
 #ifdef __AVX512F__
-static inline float lanes_sum(vf x) {
+static inline float sum_of_lanes(vf x) {
     v8 eight = *(const v8 *)&x + *((const v8 *)&x + 1);
     v4 four = *(const v4 *)&eight + *((const v4 *)&eight + 1);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-static inline v4 lanes_sums(vf a, vf b, vf c, vf d) {
+static inline v4 sums_of_lanes(vf a, vf b, vf c, vf d) {
     const vi low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
     const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
     const vi lanes = {NUMBERS}, firsts = {0, 4, 8, 12};
     vf ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 8);
     vf cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 8);
-    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 4); /* four lanes each */
+    /* four lanes each */
+    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 4);
     all += __builtin_shuffle(all, lanes ^ 2);
     all += __builtin_shuffle(all, lanes ^ 1);
     all = __builtin_shuffle(all, firsts);
     return *(const v4 *)&all;
 }
 #else
-static inline float lanes_sum(vf x) {
+static inline float sum_of_lanes(vf x) {
     v4 four = *(const v4 *)&x + *((const v4 *)&x + 1);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-static inline v4 lanes_sums(vf a, vf b, vf c, vf d) {
-    const vi low = {0, 1, 2, 3, 8, 9, 10, 11}, even = {0, 1, 4, 5, 8, 9, 12, 13}, firsts = {0, 2, 4, 6};
+static inline v4 sums_of_lanes(vf a, vf b, vf c, vf d) {
+    const vi low = {0, 1, 2, 3, 8, 9, 10, 11}, even = {0, 1, 4, 5, 8, 9, 12, 13};
+    const vi firsts = {0, 2, 4, 6};
     vf ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 4);
     vf cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 4);
-    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 2); /* two lanes each */
+    /* two lanes each */
+    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 2);
     all = __builtin_shuffle(all, firsts) + __builtin_shuffle(all, firsts + 1);
     return *(const v4 *)&all;
 }
 #endif
 
 /* The largest of all lanes, none of them NaN. */
-static inline float lanes_max(vf x) {
+static inline float max_of_lanes(vf x) {
     const vi lanes = {NUMBERS};
     for (int apart = LANES / 2; apart; apart /= 2) {
         x = larger(__builtin_shuffle(x, lanes ^ apart), x);
@@ -305,8 +369,8 @@ static inline float lanes_max(vf x) {
     return x[0];
 }
 
-/* Return LANES weights from element `at` on, or `left` of them and zeros. */
-static inline __attribute__((always_inline)) vf weights(const void *weight, int64_t at, int64_t left, const int kind) {
+/* LANES weights from element `at` on, or `left` of them and zeros. */
+INLINE vf weights(const void *weight, int64_t at, int64_t left, const int kind) {
     vf wide = {0};
     vh narrow = {0};
     size_t some = left < LANES ? (size_t)left : LANES;
@@ -317,9 +381,9 @@ static inline __attribute__((always_inline)) vf weights(const void *weight, int6
     return (vf)(widen(narrow) << 16);
 }
 
-/* Return what a step of a product multiplies, from element `at` on, or `left` of it and zeros: LANES numbers, or the bits
- * of twice as many in bfloat16, two to a lane. */
-static inline __attribute__((always_inline)) vf operand(const void *from, int64_t at, int64_t left, const int kind, const int paired) {
+/* One operand of a product's step, from element `at` on, or `left` elements and zeros: LANES
+ * numbers, or the bits of twice as many in bfloat16, two to a lane. */
+INLINE vf operand(const void *from, int64_t at, int64_t left, const int kind, const int paired) {
     vu bits = {0};
     if (!paired) return weights(from, at, left, kind);
     if (left >= 2 * LANES) return *(const vf *)((const uint16_t *)from + at);
@@ -331,20 +395,21 @@ static inline __attribute__((always_inline)) vf operand(const void *from, int64_
 static inline vf lower(vf pairs) { return (vf)((vu)pairs << 16); }
 static inline vf upper(vf pairs) { return (vf)((vu)pairs & 0xFFFF0000); }
 
-/* Return sum + x * w in each lane; where a lane has two numbers, of both of them. */
-static inline __attribute__((always_inline)) vf add_product(vf sum, vf x, vf w, const int paired) {
-    if (!paired) return plus_product(sum, x, w);
+/* sum + x * w in each lane; where a lane has two numbers (`paired`), plus the products of both. */
+INLINE vf multiply_add_pairs(vf sum, vf x, vf w, const int paired) {
+    if (!paired) return multiply_add(sum, x, w);
 #ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
-    return plus_product(plus_product(sum, lower(x), lower(w)), upper(x), upper(w));
+    return multiply_add(multiply_add(sum, lower(x), lower(w)), upper(x), upper(w));
 #endif
 }
 
-/* R rows of x by O outputs from `o` on, to out [R, LANES]; each is summed in all lanes, in an order that no other row or output
- * changes. Where x is in bfloat16 as well, a lane takes two numbers a step. */
-static inline __attribute__((always_inline)) void product_tile(const void *x, const void *weight, float *out, int64_t in, int64_t o,
-                                                               const int x_kind, const int kind, const int R, const int O) {
+/* R rows of x by O outputs from `o` on, to out [R, LANES]. Each is summed in all lanes, in an order
+ * that no other row or output changes. Where x is in bfloat16 as well, a lane takes two numbers a
+ * step. */
+INLINE void product_tile(const void *x, const void *weight, float *out, int64_t in, int64_t o,
+                         const int x_kind, const int kind, const int R, const int O) {
     const int paired = x_kind == BFLOAT16, STEP = paired ? 2 * LANES : LANES;
     vf sum[6][4];
     for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (vf){0};
@@ -356,27 +421,34 @@ static inline __attribute__((always_inline)) void product_tile(const void *x, co
         for (int r = 0; r < R; r++) {
             vf value = operand(x, r * in + i, STEP, x_kind, paired);
 #pragma GCC unroll 4
-            for (int j = 0; j < O; j++) sum[r][j] = add_product(sum[r][j], value, w[j], paired);
+            for (int j = 0; j < O; j++)
+                sum[r][j] = multiply_add_pairs(sum[r][j], value, w[j], paired);
         }
     }
     int64_t rest = in % STEP, from = in - rest;
     for (int r = 0; r < R && rest; r++)
         for (int j = 0; j < O; j++) {
-            vf value = operand(x, r * in + from, rest, x_kind, paired), w = operand(weight, (o + j) * in + from, rest, kind, paired);
-            sum[r][j] = add_product(sum[r][j], value, w, paired);
+            vf value = operand(x, r * in + from, rest, x_kind, paired);
+            vf w = operand(weight, (o + j) * in + from, rest, kind, paired);
+            sum[r][j] = multiply_add_pairs(sum[r][j], value, w, paired);
         }
     for (int r = 0; r < R; r++)
-        if (O == 4) *(v4 *)(out + r * LANES) = lanes_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-        else for (int j = 0; j < O; j++) out[r * LANES + j] = lanes_sum(sum[r][j]);
+        if (O == 4)
+            *(v4 *)(out + r * LANES) = sums_of_lanes(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+        else for (int j = 0; j < O; j++) out[r * LANES + j] = sum_of_lanes(sum[r][j]);
 }
 
-/* out = x @ weight.T + bias, the weight in float32 or bfloat16 (`kind`), x in float32 or, as such a weight, in bfloat16 (`x_kind`).
- * x: [rows, in]; weight: [outs, in]; out: [rows, outs]
- * A panel of rows stays in the second cache while all weights pass by; LANES outputs of theirs are written at once.
- * Half of the registers are there with 8 lanes, so half of the outputs are in a tile of several rows. */
-void product(const void *x, const void *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs,
-             int64_t x_kind, int64_t kind) {
-    CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 && (kind == FLOAT32 || kind == BFLOAT16));
+/* out = x @ weight.T + bias.
+ * x: [rows, in]; weight: [outs, in]; out: [rows, outs]. The weight is in float32 or bfloat16
+ * (`kind`), x in float32, or in bfloat16 (`x_kind`) where the weight is too.
+ *
+ * A panel of rows stays in the CPU's second-level cache while all weights pass by; LANES outputs of
+ * the panel are written at once. A CPU with 8 lanes has half of the registers, so a tile of several
+ * rows has half of the outputs. */
+void product(const void *x, const void *weight, const float *bias, float *out, int64_t rows,
+             int64_t in, int64_t outs, int64_t x_kind, int64_t kind) {
+    CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 &&
+          (kind == FLOAT32 || kind == BFLOAT16));
     CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
     enum { PANEL = 96 }; /* rows, in bfloat16 */
     const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2, bytes = x_kind == BFLOAT16 ? 2 : 4;
@@ -394,32 +466,42 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
                     const char *from = (const char *)x + (panel + row) * in * bytes;
                     size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
 #define TILE_OF(X, KIND, R, O) \
-    if (x_kind == X && kind == KIND && size == R && some == O) product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
-#define TILES_OF(X, KIND) TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
+    if (x_kind == X && kind == KIND && size == R && some == O) \
+        product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
+#define TILES_OF(X, KIND) \
+    TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
     TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
-    if (LANES == 8) { TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, 2) }
-                    TILES_OF(FLOAT32, FLOAT32) TILES_OF(FLOAT32, BFLOAT16) TILES_OF(BFLOAT16, BFLOAT16)
+    if (LANES == 8) { \
+        TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, \
+            2) \
+    }
+                    /* sizes are constants within each call, so that its sums stay in registers */
+                    TILES_OF(FLOAT32, FLOAT32)
+                    TILES_OF(FLOAT32, BFLOAT16)
+                    TILES_OF(BFLOAT16, BFLOAT16)
                 }
             }
             for (int64_t row = 0; row < many; row++)
                 for (int64_t j = 0; j < width; j++)
-                    out[(panel + row) * outs + begin + j] = sums[row][j] + (bias ? bias[begin + j] : 0);
+                    out[(panel + row) * outs + begin + j] = sums[row][j]
+                        + (bias ? bias[begin + j] : 0);
         }
     }
 }
 
-/* Of each row of logits [rows, width]: the largest one's index, the lowest of several, and the logarithm of the sum of exp(logit),
- * NaN where a logit is. */
-void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, float *log_total) {
+/* Of each row of logits [rows, width]: the index of the largest, the lowest of several, and
+ * log(sum(exp(logit))), NaN where a logit is NaN. */
+void argmax_logsumexp(const float *logits, int64_t rows, int64_t width, int64_t *best,
+                      float *log_total) {
     CHECK(logits && best && log_total && rows > 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
         const float *x = logits + row * width;
-        enum { PIECE = 64 * LANES }; /* as many are summed in float */
+        enum { PIECE = 64 * LANES }; /* so many terms are summed in float, their sums in double */
         vf tops = (vf){0} - INFINITY;
         int64_t whole = width / LANES * LANES, at = 0;
         for (int64_t i = 0; i < whole; i += LANES) tops = larger(*(const vf *)(x + i), tops);
-        float top = lanes_max(tops);
+        float top = max_of_lanes(tops);
         for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
         while (at < width - 1 && !(x[at] == top)) at++;
         double total = 0;
@@ -427,11 +509,12 @@ void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, 
             vf sums = {0};
             for (int64_t i = piece; i < width && i < piece + PIECE; i += LANES) {
                 vf values = weights(x, i, width - i, FLOAT32);
-                if (width - i < LANES) for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
+                if (width - i < LANES)
+                    for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
                 vf terms = exponentials(values - top);
-                sums += pick(values == (vf){0} - INFINITY, (vf){0}, terms);
+                sums += blend(values == (vf){0} - INFINITY, (vf){0}, terms);
             }
-            total += lanes_sum(sums);
+            total += sum_of_lanes(sums);
         }
         best[row] = at, log_total[row] = (float)((double)top + log(total));
     }
@@ -441,65 +524,84 @@ static inline uint8_t to_float8(float x) {
     float size = fabsf(x) < 448.0f ? fabsf(x) : 448.0f;
     uint32_t bits = float_bits(size), sign = float_bits(x) >> 24 & 0x80;
     uint32_t normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
-    uint32_t code = size < 0.015625f ? (uint32_t)(int32_t)rintf(size * 512.0f) : normal; /* below 2^-6: multiples of 2^-9 */
+    /* below 2^-6: multiples of 2^-9 */
+    uint32_t code = size < 0.015625f ? (uint32_t)(int32_t)rintf(size * 512.0f) : normal;
     return (uint8_t)(sign | (x != x ? 0x7F : code));
 }
 
-/* Write `dim` floats, in units of `step`, from element `at` of the cache on, `stride` apart. Where there are `scales` the step is
- * the numbers' own, and kept as element `index`. bfloat16 has functions of its own. */
-static void store(const float *x, void *cache, int64_t at, int64_t stride, float step, float *scales, int64_t index, int64_t dim,
-                  int64_t kind) {
+/* Write `dim` floats, in units of `step`, from element `at` of the cache on, `stride` apart. Where
+ * there are `scales`, the step is computed from the numbers and kept as element `index`. bfloat16
+ * has functions of its own. */
+static void store(const float *x, void *cache, int64_t at, int64_t stride, float step,
+                  float *scales, int64_t index, int64_t dim, int64_t kind) {
     float amax = 0;
-    for (int64_t i = 0; scales && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
-    if (scales && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
+    for (int64_t i = 0; scales && i < dim; i++)
+        amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
+    /* !(amax <= 0) holds for NaN too, which then is the step */
+    if (scales && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f;
     if (scales) scales[index] = step;
     for (int64_t i = 0; i < dim; i++, at += stride) {
         float q = rintf(x[i] / step);
         if (kind == FLOAT32) ((float *)cache)[at] = x[i];
         if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i] / step);
-        if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
+        if (kind == INT8)
+            ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
     }
 }
 
-/* Write the keys of a column in bfloat16, two features at a time.  cache: [dim / 2, SIDE], from the column's place on */
+/* Write the keys of a column in bfloat16, two features at a time. cache: [head_dim / 2, SIDE],
+ * from the column's place on */
 static void store_keys(const float *x, uint32_t *cache, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += 2) cache[i / 2 * SIDE] = to_bfloat(x[i]) | (uint32_t)to_bfloat(x[i + 1]) << 16;
+    for (int64_t i = 0; i < dim; i += 2)
+        cache[i / 2 * SIDE] = to_bfloat(x[i]) | (uint32_t)to_bfloat(x[i + 1]) << 16;
 }
 
-/* Write the values of a column in bfloat16 beside its neighbour's. cache: [dim, 2], the place of both. The `last` column of a step
- * writes zeros for a neighbour that does not exist yet: attention multiplies it by 0, and what the memory held may be NaN. */
+/* Write the values of a column in bfloat16 beside its neighbour's. cache: [head_dim, 2], the
+ * place of both. The `last` column of a step writes zeros for a neighbour that does not exist
+ * yet: attention multiplies it by 0, and the memory may have held NaN. */
 static void store_values(const float *x, uint16_t *cache, int64_t column, int last, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) cache[2 * i + column % 2] = to_bfloat(x[i]);
     for (int64_t i = 0; last && column % 2 == 0 && i < dim; i++) cache[2 * i + 1] = 0;
 }
 
-/* Return LANES numbers of the cache from element `at` on, int8 without its scale. */
-static inline __attribute__((always_inline)) vf load(const void *cache, int64_t at, int64_t kind) {
+/* LANES numbers of the cache from element `at` on, int8 without its scale. */
+INLINE vf load(const void *cache, int64_t at, int64_t kind) {
     if (kind == FLOAT32) return *(const vf *)((const float *)cache + at);
     if (kind == BFLOAT16) return (vf)(widen(*(const vh *)((const uint16_t *)cache + at)) << 16);
-    if (kind == INT8) return __builtin_convertvector(widen_signed(*(const vc *)((const int8_t *)cache + at)), vf);
+    if (kind == INT8)
+        return __builtin_convertvector(widen_signed(*(const vc *)((const int8_t *)cache + at)), vf);
     vu code = widen_bytes(*(const vb *)((const uint8_t *)cache + at)), size = code & 0x7F;
-    vu bits = (vu)((vf)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
-    return (vf)(bits | (code & 0x80) << 24 | ((vu)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
+    /* The code's exponent and mantissa, read as a float, are too small by the biases' difference,
+     * 127 - 7; the multiplication is exact for subnormals too. 0x7F is NaN. */
+    vu bits = (vu)((vf)(size << 20) * 0x1p120f);
+    return (vf)(bits | (code & 0x80) << 24 | ((vu)(size == 0x7F) & 0x7FC00000));
 }
 
-/* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [columns, heads + 2 kv_heads, dim] */
-void rotate_store(const Step *s, const Layer *l, float *qkv) {
+/* Apply the norms and the rotary embedding (RoPE) to queries and keys in place; write keys and
+ * values to the cache.  qkv: [columns, query_heads + 2 kv_heads, head_dim] */
+void rope_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
-    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, columns = s->first[s->rows];
+    int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    int64_t columns = s->first[s->rows];
 #pragma omp parallel for if (columns > 1 && columns * width > WORTH_A_THREAD)
     for (int64_t at = 0; at < columns; at++) {
-        int64_t row = row_of(s->first, s->rows, at), column = s->start[row] + at - s->first[row];
+        int64_t row = sequence_of(s->first, s->rows, at);
+        int64_t column = s->start[row] + at - s->first[row];
         int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
-        const float *cos = l->cos + position * l->rotary, *sin = l->sin + position * l->rotary;
-        int64_t half = l->rotary / 2;
+        const float *cos = l->cos + position * l->rotary_dim;
+        const float *sin = l->sin + position * l->rotary_dim;
+        int64_t half = l->rotary_dim / 2;
         float *x = qkv + at * width;
         if (s->whole_norms) {
-            apply(l->q_norm, x, x, s->heads * dim, s->eps, s->centered);
-            apply(l->k_norm, x + s->heads * dim, x + s->heads * dim, s->kv_heads * dim, s->eps, s->centered);
+            apply_norm(l->q_norm, x, x, s->query_heads * dim, s->eps, s->centered);
+            apply_norm(l->k_norm, x + s->query_heads * dim, x + s->query_heads * dim,
+                       s->kv_heads * dim, s->eps, s->centered);
         }
-        for (int64_t h = 0; h < s->heads + s->kv_heads; h++, x += dim) {
-            if (!s->whole_norms) apply(h < s->heads ? l->q_norm : l->k_norm, x, x, dim, s->eps, s->centered);
+        for (int64_t h = 0; h < s->query_heads + s->kv_heads; h++, x += dim) {
+            if (!s->whole_norms)
+                apply_norm(h < s->query_heads ? l->q_norm : l->k_norm, x, x, dim, s->eps,
+                           s->centered);
+            /* features i and i + half are a pair, rotated by the angle of the position */
 #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
                 float low = x[i], high = x[i + half];
@@ -507,25 +609,33 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
                 x[i + half] = high * cos[i + half] + low * sin[i + half];
             }
         }
-        for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
-            int64_t index = place(s, row, h, column), lane = column % SIDE;
-            float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
+        /* x has passed queries and keys: it is a head of values, its keys kv_heads before it */
+        for (int64_t h = 0; h < s->kv_heads; h++, x += dim) {
+            int64_t index = cache_column(s, row, h, column), lane = column % SIDE;
+            float k = l->key_steps ? l->key_steps[h] : 1;
+            float v = l->value_steps ? l->value_steps[h] : 1;
             const float *keys = x - s->kv_heads * dim;
             if (s->kind == BFLOAT16) {
                 store_keys(keys, (uint32_t *)l->keys + (index - lane) * dim / 2 + lane, dim);
-                store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column, at + 1 == s->first[row + 1], dim);
+                store_values(x, (uint16_t *)l->values + (index - index % 2) * dim, column,
+                             at + 1 == s->first[row + 1], dim);
                 continue;
             }
-            store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim, s->kind);
+            store(keys, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim,
+                  s->kind);
             store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
         }
     }
 }
 
-/* A softmax step of T queries: `scores` [T, BLOCK] of the columns from `begin` on become exp(score - largest), and 0 outside of
- * those that a query sees. shrink: what earlier sums shrink by. */
-static inline __attribute__((always_inline)) void soften(float *scores, const int64_t *first, const int64_t *end, int64_t begin,
-                                                         float *largest, float *total, float *shrink, const int T) {
+/* A step of the online softmax of T queries. `scores` [T, BLOCK] of the columns from `begin` on
+ * become exp(score - largest), and 0 outside of the columns [first, end) that a query sees.
+ * largest, total [LANES], [T]: the largest score and the sum of exponentials so far, updated.
+ * shrink [LANES]: exp(old largest - new largest), by which every earlier sum has to be
+ * multiplied. */
+INLINE void online_softmax_step(float *scores, const int64_t *first, const int64_t *end,
+                                int64_t begin, float *largest, float *total, float *shrink,
+                                const int T) {
     enum { GROUPS = BLOCK / LANES };
     const vf none = splat(-INFINITY), old = *(vf *)largest;
     const vi lanes = {NUMBERS};
@@ -533,24 +643,28 @@ static inline __attribute__((always_inline)) void soften(float *scores, const in
     vf sums[TILE];
     for (int g = 0; g < T; g++) {
         vf *own = (vf *)(scores + g * BLOCK), most = none;
-        int from = first[g] < begin ? 0 : (int)(first[g] - begin), to = end[g] - begin > BLOCK ? BLOCK : (int)(end[g] - begin);
+        int from = first[g] < begin ? 0 : (int)(first[g] - begin);
+        int to = end[g] - begin > BLOCK ? BLOCK : (int)(end[g] - begin);
+        /* mask the columns that the query does not see, where the block has any */
         for (int j = 0; j < GROUPS && (from > 0 || to < BLOCK); j++)
-            own[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), own[j], none);
+            own[j] = blend((lanes >= from - j * LANES) & (lanes < to - j * LANES), own[j], none);
         for (int j = 0; j < GROUPS; j++) most = larger(own[j], most);
-        tops[g] = lanes_max(most);
+        tops[g] = max_of_lanes(most);
     }
     for (int g = T; g < LANES; g++) tops[g] = -INFINITY;
-    vf top = larger(*(vf *)tops, old), unit = pick(top == none, (vf){0}, top); /* where it sees no column yet, or -inf alone */
+    vf top = larger(*(vf *)tops, old);
+    /* a query that has seen no column, or -inf alone, is shifted by 0: -inf - -inf would be NaN */
+    vf unit = blend(top == none, (vf){0}, top);
     *(vf *)largest = top, *(vf *)tops = unit, *(vf *)shrink = exponentials(old - unit);
     for (int g = 0; g < T; g++) {
         vf *own = (vf *)(scores + g * BLOCK);
         sums[g] = (vf){0};
         for (int j = 0; j < GROUPS; j++) {
-            own[j] = pick(own[j] == none, (vf){0}, exponentials(own[j] - splat(tops[g])));
+            own[j] = blend(own[j] == none, (vf){0}, exponentials(own[j] - splat(tops[g])));
             sums[g] += own[j];
         }
     }
-    for (int g = 0; g < T; g++) total[g] = total[g] * shrink[g] + lanes_sum(sums[g]);
+    for (int g = 0; g < T; g++) total[g] = total[g] * shrink[g] + sum_of_lanes(sums[g]);
 }
 
 #ifdef __AVX512BF16__
@@ -566,35 +680,39 @@ enum { HAS_PAIRS = 0 };
 #define IN_REGISTER(X) ((void)0)
 #endif
 
-/* Where the first feature of LANES columns lies among the keys, from where they lie in the cache. */
+/* The place of the first feature of LANES columns among the keys, from their place in the cache. */
 static inline int64_t keys_of(const Step *s, int64_t at, int64_t kind) {
     int64_t lane = LANES == 8 ? at % SIDE : 0;
-    return (at - lane) * s->dim + lane * (kind == BFLOAT16 ? 2 : 1);
+    return (at - lane) * s->head_dim + lane * (kind == BFLOAT16 ? 2 : 1);
 }
 
 /* The scores of T queries with W groups of LANES columns, which lie at `at` of the cache.
  * queries: [dim, T], or pairs of bfloat16 [dim / 2, T]; scores: [T, BLOCK] */
-static inline __attribute__((always_inline)) void score(const Step *s, const Layer *l, const int64_t *at, const float *queries,
-                                                        float *scores, const int kind, const int narrow, const int T, const int W) {
+INLINE void query_key_scores(const Step *s, const Layer *l, const int64_t *at, const float *queries,
+                             float *scores, const int kind, const int narrow, const int T,
+                             const int W) {
     const int paired = kind == BFLOAT16;
     vf sum[4][TILE];
     for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = (vf){0};
-    for (int64_t i = 0; i < s->dim; i += paired ? 2 : 1) {
+    for (int64_t i = 0; i < s->head_dim; i += paired ? 2 : 1) {
         const float *query = queries + (narrow ? i / 2 : i) * T;
         vf k[4];
 #pragma GCC unroll 4
         for (int w = 0; w < W; w++) {
             int64_t from = keys_of(s, at[w], kind) + i * SIDE;
-            k[w] = paired ? *(const vf *)((const uint16_t *)l->keys + from) : load(l->keys, from, kind);
+            k[w] = paired ? *(const vf *)((const uint16_t *)l->keys + from)
+                          : load(l->keys, from, kind);
         }
 #pragma GCC unroll 8
         for (int g = 0; g < T; g++) {
             vf q = splat(query[g]), next = splat(paired && !narrow ? query[T + g] : 0);
 #pragma GCC unroll 4
             for (int w = 0; w < W; w++) {
-                if (narrow) sum[w][g] = add_product(sum[w][g], q, k[w], 1);
-                else if (paired) sum[w][g] = plus_product(plus_product(sum[w][g], lower(k[w]), q), upper(k[w]), next);
-                else sum[w][g] = plus_product(sum[w][g], k[w], q);
+                if (narrow) sum[w][g] = multiply_add_pairs(sum[w][g], q, k[w], 1);
+                else if (paired)
+                    sum[w][g] = multiply_add(multiply_add(sum[w][g], lower(k[w]), q), upper(k[w]),
+                                             next);
+                else sum[w][g] = multiply_add(sum[w][g], k[w], q);
             }
         }
     }
@@ -603,50 +721,60 @@ static inline __attribute__((always_inline)) void score(const Step *s, const Lay
             IN_REGISTER(sum[w][g]);
             vf x = sum[w][g];
             if (kind == INT8 && l->key_scales) x *= load(l->key_scales, at[w], FLOAT32);
-            if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap))); /* cap * tanh */
+            /* cap * tanh(x / cap), by tanh(y) = 1 - 2 / (1 + exp(2 y)) */
+            if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap)));
             *(vf *)(scores + g * BLOCK + w * LANES) = x;
         }
 }
 
-/* sums = sums * shrink + scores times W groups of LANES features, from feature `i` on, of the values of columns `from` to `to` of a block,
- * whose groups of LANES lie at `at` of the cache; of bfloat16 by twos, where the scores of columns beyond are 0.
- * scores: [T, BLOCK]; shares: the same as pairs of bfloat16 [T, BLOCK / 2]; sums: [T, dim] */
-static inline __attribute__((always_inline)) void mix(const Step *s, const Layer *l, const int64_t *at, int64_t from, int64_t to,
-                                                      const float *scores, const float *shares, const float *shrink, float *sums,
-                                                      int64_t i, const int kind, const int narrow, const int T, const int W) {
+/* sums = sums * shrink + probabilities @ values, for W groups of LANES features from feature `i`
+ * on. The values are those of columns `from` to `to` of a block, whose groups of LANES columns
+ * lie at `at` of the cache. Columns of bfloat16 are read by twos; the probability of one beyond
+ * is 0. scores: [T, BLOCK] probabilities in float; probabilities: the same as pairs of bfloat16
+ * [T, BLOCK / 2], read where `narrow`; sums: [T, head_dim] */
+INLINE void accumulate_values(const Step *s, const Layer *l, const int64_t *at, int64_t from,
+                              int64_t to, const float *scores, const float *probabilities,
+                              const float *shrink, float *sums, int64_t i, const int kind,
+                              const int narrow, const int T, const int W) {
     const int paired = kind == BFLOAT16;
     vf sum[4][TILE];
     for (int w = 0; w < W; w++)
-        for (int g = 0; g < T; g++) sum[w][g] = *(const vf *)(sums + g * s->dim + i + w * LANES) * shrink[g];
+        for (int g = 0; g < T; g++)
+            sum[w][g] = *(const vf *)(sums + g * s->head_dim + i + w * LANES) * shrink[g];
     for (int64_t j = paired ? from - from % 2 : from; j < to;) {
         const int64_t first = at[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
         for (; j < to && j < until; j += paired ? 2 : 1) {
-            const float *share = narrow ? shares + j / 2 : scores + j;
+            const float *probability = narrow ? probabilities + j / 2 : scores + j;
             vf v[4];
 #pragma GCC unroll 4
             for (int w = 0; w < W; w++) {
-                int64_t place = (first + j) * s->dim + (i + w * LANES) * (paired ? 2 : 1);
-                v[w] = paired ? *(const vf *)((const uint16_t *)l->values + place) : load(l->values, place, kind);
+                int64_t place = (first + j) * s->head_dim + (i + w * LANES) * (paired ? 2 : 1);
+                v[w] = paired ? *(const vf *)((const uint16_t *)l->values + place)
+                              : load(l->values, place, kind);
             }
 #pragma GCC unroll 8
             for (int g = 0; g < T; g++) {
                 const int own = g * (narrow ? BLOCK / 2 : BLOCK);
-                vf p = splat(share[own]), next = splat(paired && !narrow ? share[own + 1] : 0);
+                vf p = splat(probability[own]), next =
+                    splat(paired && !narrow ? probability[own + 1] : 0);
 #pragma GCC unroll 4
                 for (int w = 0; w < W; w++) {
-                    if (narrow) sum[w][g] = add_product(sum[w][g], p, v[w], 1);
-                    else if (paired) sum[w][g] = plus_product(plus_product(sum[w][g], lower(v[w]), p), upper(v[w]), next);
-                    else sum[w][g] = plus_product(sum[w][g], v[w], p);
+                    if (narrow) sum[w][g] = multiply_add_pairs(sum[w][g], p, v[w], 1);
+                    else if (paired)
+                        sum[w][g] = multiply_add(multiply_add(sum[w][g], lower(v[w]), p),
+                                                 upper(v[w]), next);
+                    else sum[w][g] = multiply_add(sum[w][g], v[w], p);
                 }
             }
         }
     }
-    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(vf *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
+    for (int w = 0; w < W; w++)
+        for (int g = 0; g < T; g++) *(vf *)(sums + g * s->head_dim + i + w * LANES) = sum[w][g];
 }
 
-/* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  2 * pairs is a multiple of LANES. Called where
- * HAS_PAIRS is 1 alone. */
-static inline __attribute__((always_inline)) void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
+/* Round pairs of floats to bfloat16: out[i * stride] = x[2 * i], x[2 * i + 1].  2 * pairs is a
+ * multiple of LANES. Called only where HAS_PAIRS is 1. */
+INLINE void round_pairs(const float *x, float *out, int64_t pairs, int64_t stride) {
 #ifdef __AVX512BF16__
     for (int64_t i = 0; i < pairs; i += LANES / 2) {
         v8 rounded = (v8)_mm512_cvtneps_pbh((__m512)*(const vf *)(x + 2 * i));
@@ -656,19 +784,27 @@ static inline __attribute__((always_inline)) void round_pairs(const float *x, fl
 #endif
 }
 
-/* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
- * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees of sequence `row` in head `h`.
- * A query's sums have the same order whichever others are computed with it and however the columns lie in blocks. */
-static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
-                                                              int64_t row, int64_t h, const int64_t *first, const int64_t *end,
-                                                              const int kind, const int narrow, const int T) {
+/* Attention of T queries of one kv head over the columns that they see, by the online softmax of
+ * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time. q, out: [head_dim] of
+ * each query; first, end: the columns [first, end) of sequence `row` that each query sees.
+ *
+ * The sums of a query have the same order whichever queries are computed with it and however the
+ * columns lie in blocks. */
+INLINE void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t row,
+                        int64_t h, const int64_t *first, const int64_t *end, const int kind,
+                        const int narrow, const int T) {
     enum { GROUPS = BLOCK / LANES };
-    const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* so many sums stay in registers */
-    int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
-    float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
-    float scores[TILE * BLOCK] __attribute__((aligned(64))), shares[TILE * BLOCK / 2] __attribute__((aligned(64)));
-    float largest[LANES] __attribute__((aligned(64))), shrink[LANES] __attribute__((aligned(64))), total[TILE];
-    float queries[MOST_DIM * TILE], sums[MOST_DIM * TILE]; /* [dim, T] or pairs [dim / 2, T]; [T, dim] */
+    const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* T * W sums fit in registers */
+    int64_t dim = s->head_dim, low = first[0], high = end[T - 1]; /* ends grow with queries */
+    int64_t dynamic = kind == INT8 && l->key_scales;              /* scales of each column */
+    float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale;
+    float step = l->value_steps ? l->value_steps[h] : 1;
+    float scores[TILE * BLOCK] __attribute__((aligned(64)));
+    float probabilities[TILE * BLOCK / 2] __attribute__((aligned(64)));
+    float largest[LANES] __attribute__((aligned(64))), shrink[LANES] __attribute__((aligned(64)));
+    float total[TILE];
+    float queries[MAX_HEAD_DIM * TILE]; /* [head_dim, T], or pairs [head_dim / 2, T] */
+    float sums[MAX_HEAD_DIM * TILE];    /* [T, head_dim] */
     for (int g = 0; g < LANES; g++) largest[g] = -INFINITY;
     for (int g = 0; g < T; g++) total[g] = 0;
     for (int g = 0; g < T; g++) {
@@ -678,54 +814,80 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         else for (int64_t i = 0; i < dim; i++) queries[i * T + g] = own[i];
     }
     memset(sums, 0, sizeof *sums * T * dim);
+    /* Blocks begin at multiples of BLOCK, not at the first column that a query sees: the sums of a
+     * query then do not depend on its neighbours. */
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
-        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK, at[GROUPS];
-        int64_t groups = (to + LANES - 1) / LANES, group = 0, i = 0;
-        for (int64_t j = 0; j < groups; j++) at[j] = place(s, row, h, begin + j * LANES);
-        for (; group + W <= groups; group += W) score(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
-        for (; group < groups; group++) score(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
-        soften(scores, first, end, begin, largest, total, shrink, T);
+        int64_t from = low > begin ? low - begin : 0;
+        int64_t to = high - begin < BLOCK ? high - begin : BLOCK;
+        int64_t at[GROUPS], groups = (to + LANES - 1) / LANES, group = 0, i = 0;
+        for (int64_t j = 0; j < groups; j++) at[j] = cache_column(s, row, h, begin + j * LANES);
+        for (; group + W <= groups; group += W)
+            query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, W);
+        for (; group < groups; group++)
+            query_key_scores(s, l, at + group, queries, scores + group * LANES, kind, narrow, T, 1);
+        online_softmax_step(scores, first, end, begin, largest, total, shrink, T);
+        /* int8 values without measured scales: the scale of a column goes into its probability */
         for (int g = 0; g < T && dynamic; g++)
-            for (int64_t j = from; j < to; j++) scores[g * BLOCK + j] *= l->value_scales[at[j / LANES] + j % LANES];
-        if (narrow) round_pairs(scores, shares, T * BLOCK / 2, 1);
-        for (; i + W * LANES <= dim; i += W * LANES) mix(s, l, at, from, to, scores, shares, shrink, sums, i, kind, narrow, T, W);
-        for (; i < dim; i += LANES) mix(s, l, at, from, to, scores, shares, shrink, sums, i, kind, narrow, T, 1);
+            for (int64_t j = from; j < to; j++)
+                scores[g * BLOCK + j] *= l->value_scales[at[j / LANES] + j % LANES];
+        if (narrow) round_pairs(scores, probabilities, T * BLOCK / 2, 1);
+        for (; i + W * LANES <= dim; i += W * LANES)
+            accumulate_values(s, l, at, from, to, scores, probabilities, shrink, sums, i, kind,
+                              narrow, T, W);
+        for (; i < dim; i += LANES)
+            accumulate_values(s, l, at, from, to, scores, probabilities, shrink, sums, i, kind,
+                              narrow, T, 1);
     }
     for (int g = 0; g < T; g++)
-        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0; /* padding: 0 */
+        for (int64_t i = 0; i < dim; i++) /* a query of padding sees nothing: 0 */
+            out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0;
 }
 
-/* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [columns, heads * dim] */
+/* Attention of the new columns over the cache.  qkv: as rope_store left it; out: [columns,
+ * query_heads * head_dim] */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     check_step(s, l);
-    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, seen = 0;
+    int64_t dim = s->head_dim, width = (s->query_heads + 2 * s->kv_heads) * dim;
+    int64_t group = s->query_heads / s->kv_heads, seen = 0; /* group: queries of a kv head */
     int64_t narrow = HAS_PAIRS && s->rounds && s->kind == BFLOAT16;
-    for (int64_t row = 0; row < s->rows; row++) seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
-#pragma omp parallel for schedule(dynamic) if (seen * TILE * s->kv_heads * dim > PRODUCTS_WORTH_A_THREAD)
-    for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) { /* queries of a head and its columns, the last first */
-        int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads, row = row_of(s->tiles, s->rows, tile);
-        int64_t from = s->first[row], left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
+    for (int64_t row = 0; row < s->rows; row++)
+        seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
+    int64_t products = seen * TILE * s->kv_heads * dim;
+    /* A unit is a tile of a kv head. The last tiles, which see most columns, come first, so that no
+     * thread is left with one of them at the end. */
+#pragma omp parallel for schedule(dynamic) if (products > PRODUCTS_WORTH_A_THREAD)
+    for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) {
+        int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads;
+        int64_t row = sequence_of(s->tiles, s->rows, tile), from = s->first[row];
+        int64_t left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
         int64_t first[TILE], end[TILE];
         const float *q[TILE];
         float *to[TILE];
-        for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query are the last one again */
-            int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1), column = at / group, query = head * group + at % group;
+        for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query repeat it */
+            int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1);
+            int64_t column = at / group, query = head * group + at % group;
             q[g] = qkv + (from + column) * width + query * dim;
-            to[g] = out + ((from + column) * s->heads + query) * dim;
+            to[g] = out + ((from + column) * s->query_heads + query) * dim;
             first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
 #define ATTEND_TILE(KIND, NARROW, T) \
-    if (s->kind == KIND && narrow == NARROW && size == T) attend_tile(s, l, q, to, row, head, first, end, KIND, NARROW, T);
+    if (s->kind == KIND && narrow == NARROW && size == T) \
+        attend_tile(s, l, q, to, row, head, first, end, KIND, NARROW, T);
 #define ATTEND(KIND, NARROW) \
-    ATTEND_TILE(KIND, NARROW, 1) ATTEND_TILE(KIND, NARROW, 3) ATTEND_TILE(KIND, NARROW, 4) ATTEND_TILE(KIND, NARROW, 8)
-        int64_t size = left > 4 ? TILE : left == 2 ? 3 : left; /* those beyond the last query are that one again */
+    ATTEND_TILE(KIND, NARROW, 1) \
+    ATTEND_TILE(KIND, NARROW, 3) \
+    ATTEND_TILE(KIND, NARROW, 4) \
+    ATTEND_TILE(KIND, NARROW, 8)
+        /* 1, 3, 4 or 8 queries at once: kinds and sizes are constants within each call */
+        int64_t size = left > 4 ? TILE : left == 2 ? 3 : left;
         ATTEND(FLOAT32, 0) ATTEND(BFLOAT16, 0) ATTEND(FLOAT8, 0) ATTEND(INT8, 0)
         if (HAS_PAIRS) { ATTEND(BFLOAT16, 1) }
     }
 }
 
-/* The inputs of a product [rows, its columns] in the order of its columns, in `room` where that is another one. */
+/* The inputs of a product [rows, its columns] in the order of its columns, written to `room` where
+ * that is another order. */
 static const float *in_order(const Product *p, const float *x, int64_t rows, float *room) {
     if (!p->order) return x;
     int64_t width = p->weight->columns;
@@ -736,30 +898,72 @@ static const float *in_order(const Product *p, const float *x, int64_t rows, flo
     return room;
 }
 
-/* All layers on x [columns, hidden], `delta` left to add; the others are room for their parts, `ordered` for the widest input of
- * a product with an order. Returns 1 without memory. */
-int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *up, float *gated,
-        float *ordered, float *delta) {
+/* All layers on x [columns, hidden]; `delta` is left to add. The other pointers are room for the
+ * parts of a layer, `ordered` for the widest input of a product with an order. Returns 1 where
+ * there was no memory. */
+int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv,
+        float *heads, float *up, float *gated, float *ordered, float *delta) {
     int64_t n = s->first[s->rows], hidden = layers->qkv.weight->columns, failed = 0;
     for (const Layer *l = layers; l < layers + many; l++) {
         check_step(s, l);
-        CHECK(l->qkv.weight->columns == hidden && l->qkv.weight->rows == (s->heads + 2 * s->kv_heads) * s->dim);
-        CHECK(l->output.weight->rows == hidden && l->output.weight->columns == s->heads * s->dim);
-        CHECK(l->up.weight->columns == hidden && l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
+        CHECK(l->qkv.weight->columns == hidden);
+        CHECK(l->qkv.weight->rows == (s->query_heads + 2 * s->kv_heads) * s->head_dim);
+        CHECK(l->output.weight->rows == hidden);
+        CHECK(l->output.weight->columns == s->query_heads * s->head_dim);
+        CHECK(l->up.weight->columns == hidden);
+        CHECK(l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
         CHECK(l->down.weight->rows == hidden);
     }
 #define LINEAR(PRODUCT, X, Y) \
-    failed |= l->PRODUCT.call(l->PRODUCT.weight, in_order(&l->PRODUCT, X, n, ordered), n, l->PRODUCT.bias, Y, 0)
+    failed |= l->PRODUCT.call(l->PRODUCT.weight, in_order(&l->PRODUCT, X, n, ordered), n, \
+                              l->PRODUCT.bias, Y, 0)
 #define ADD_NORM(DELTA, AFTER, BEFORE, LATE) \
     add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE)
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
-        ADD_NORM(l == layers ? NULL : delta, l == layers ? (Norm){0} : l[-1].gated_norm, l->attention_norm, 0);
-        LINEAR(qkv, norm, qkv), rotate_store(s, l, qkv), attend(s, l, qkv, heads), LINEAR(output, heads, delta);
+        /* what the MLP of the layer before adds is added here: one pass over x instead of two */
+        float *before = l == layers ? NULL : delta;
+        ADD_NORM(before, l == layers ? (Norm){0} : l[-1].gated_norm, l->attention_norm, 0);
+        LINEAR(qkv, norm, qkv);
+        rope_store(s, l, qkv);
+        attend(s, l, qkv, heads);
+        LINEAR(output, heads, delta);
         ADD_NORM(delta, l->attended_norm, l->mlp_norm, s->parallel);
-        LINEAR(up, norm, up), gate(up, gated, n, l->down.weight->columns, s->activation, s->gated), LINEAR(down, gated, delta);
+        LINEAR(up, norm, up);
+        gate(up, gated, n, l->down.weight->columns, s->activation, s->gated);
+        LINEAR(down, gated, delta);
     }
     return (int)failed;
 }
 
-/* Give back the threads that loops of the calling thread have used; its next loop makes new ones. Returns 0. */
+/* Give back the threads that loops of the calling thread have used; its next loop makes new ones.
+ * Returns 0. */
 int release_threads(void) { return omp_pause_resource_all(omp_pause_soft); }
+
+/* The places of the structures' fields, which Python compares with its own; field NULL: the end of
+ * a structure, structure NULL: the end of the list. */
+struct field { const char *structure, *field; int64_t offset, bytes; };
+#define FIELD(STRUCTURE, FIELD) \
+    {#STRUCTURE, #FIELD, offsetof(STRUCTURE, FIELD), sizeof(((STRUCTURE *)0)->FIELD)}
+#define END(STRUCTURE) {#STRUCTURE, NULL, sizeof(STRUCTURE), 0}
+
+const struct field *structure_fields(void) {
+    static const struct field fields[] = {
+        FIELD(Norm, weight), FIELD(Norm, bias), END(Norm),
+        FIELD(Product, weight), FIELD(Product, bias), FIELD(Product, call), FIELD(Product, order),
+        END(Product),
+        FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales),
+        FIELD(Layer, value_scales), FIELD(Layer, key_steps), FIELD(Layer, value_steps),
+        FIELD(Layer, cos), FIELD(Layer, sin), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
+        FIELD(Layer, attention_norm), FIELD(Layer, attended_norm), FIELD(Layer, mlp_norm),
+        FIELD(Layer, gated_norm), FIELD(Layer, qkv), FIELD(Layer, output), FIELD(Layer, up),
+        FIELD(Layer, down), FIELD(Layer, window), FIELD(Layer, rotary_dim), END(Layer),
+        FIELD(Step, padding), FIELD(Step, first), FIELD(Step, start), FIELD(Step, table),
+        FIELD(Step, tiles), FIELD(Step, rows), FIELD(Step, block), FIELD(Step, width),
+        FIELD(Step, query_heads), FIELD(Step, kv_heads), FIELD(Step, head_dim), FIELD(Step, kind),
+        FIELD(Step, whole_norms), FIELD(Step, centered), FIELD(Step, parallel),
+        FIELD(Step, activation), FIELD(Step, gated), FIELD(Step, rounds), FIELD(Step, scale),
+        FIELD(Step, eps), FIELD(Step, cap), FIELD(Step, residual), END(Step),
+        {NULL, NULL, 0, 0},
+    };
+    return fields;
+}

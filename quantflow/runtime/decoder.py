@@ -1,6 +1,6 @@
-"""What every way to generate stands on: one model, one key-value cache, four methods.
+"""The decoder that every way to generate stands on: a model, a key-value cache, four methods.
 
-Whoever generates keeps the tokens; a decoder keeps what it has seen of them. Positions are columns
+Whoever generates keeps the tokens; a decoder keeps their keys and values. Positions are columns
 of the batch: in a batch whose prompts are padded on the left, padding takes columns too, but it is
 never attended to, and a sequence's own positions count from its first real token.
 """
@@ -19,8 +19,8 @@ class Decoder(Protocol):
 
     Attributes:
         vocab_size: V, the length of a row of logits.
-        positions: the most positions that a sequence may have, or None where nothing bounds them.
-        device: where ids are expected and logits are returned.
+        positions: most positions that a sequence may have, or None where nothing bounds them.
+        device: device of the ids and of the logits.
     """
 
     vocab_size: int
@@ -63,12 +63,12 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class HiddenDecoder(Decoder, Protocol):
-    """A decoder that can show what its head reads; contrastive search and Medusa heads need one."""
+    """A decoder that shows the input of its head; contrastive search and Medusa heads need one."""
 
     def forward_hidden(
         self, input_ids: Tensor, *, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Do as `forward`, all positions.
+        """Append positions as `forward`, with the logits of all.
 
         Returns:
             logits [B, T, V] float32, and the final hidden states [B, T, H] float32 (after the last
@@ -77,7 +77,7 @@ class HiddenDecoder(Decoder, Protocol):
 
 
 def require_length(length: int, *, have: int) -> None:
-    """Refuse to forget positions that there are not.
+    """Refuse to crop to more positions than there are.
 
     Raises:
         UsageError: naming both numbers.
@@ -89,12 +89,15 @@ def require_length(length: int, *, have: int) -> None:
 
 
 def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) -> None:
-    """Refuse ids [B, T] that `begin` made no room for, or none.
+    """Refuse ids [B, T] that `begin` made no room for, and empty ones.
 
     Raises:
         UsageError: naming both shapes.
     """
-    found, count = input_ids.shape
-    if found != rows or count < 1 or length + count > capacity:
-        cause = f"input_ids {found} x {count}: the cache has {rows} rows, {length} of {capacity} positions"
+    sequences, count = input_ids.shape
+    if sequences != rows or count < 1 or length + count > capacity:
+        cause = (
+            f"input_ids {sequences} x {count}: the cache has {rows} rows, {length} of {capacity} "
+            "positions"
+        )
         raise UsageError(cause, "begin with as many as there will be")

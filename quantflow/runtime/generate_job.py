@@ -1,4 +1,4 @@
-"""What generate may be asked for, checked once: prompts, how tokens are drawn, what may be said, and by which method.
+"""The settings of `generate`, checked once: prompts, sampling, rules, and the method.
 
 The records are plain, so that a command line and a process that starts others know them without
 torch. A field says of itself which option it is (quantflow/settings.py).
@@ -22,7 +22,10 @@ DEVICE_HELP = "Where the model runs: cpu, cuda, cuda:N or hpu."
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
-EXACT_HELP = "Never round inputs that the scheme leaves alone (default: where export measured that it costs next to nothing)."
+EXACT_HELP = (
+    "Never round inputs that the scheme leaves alone (default: where export measured that it costs "
+    "next to nothing)."
+)
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
@@ -33,18 +36,18 @@ TRUST_HELP = (
 )
 
 
-def require(fits: bool, told: str, remedy: str) -> None:
+def require(fits: bool, cause: str, remedy: str) -> None:
     """Refuse a value.
 
     Raises:
         UsageError: unless it fits.
     """
     if not fits:
-        raise UsageError(told, remedy)
+        raise UsageError(cause, remedy)
 
 
 def all_flag(text: str) -> int | None:
-    """Return a number of tokens, or None for -1.
+    """A number of tokens, or None for -1.
 
     Raises:
         UsageError: no whole number.
@@ -57,16 +60,18 @@ def all_flag(text: str) -> int | None:
 
 
 def early_stopping_flag(text: str) -> bool | str:
-    """Return what `true`, `false` or `never` means."""
+    """The meaning of `true`, `false` or `never`."""
     return {"true": True, "false": False}.get(text, text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. The filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+    """How the next token is drawn.
+
+    The filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
 
     Attributes:
-        temperature: logits are divided by it; above 0.
+        temperature: divisor of the logits; above 0.
         top_k: keep the k most likely tokens; None keeps all.
         top_p: keep the most likely tokens whose probabilities together reach p, 0 < p <= 1; None
             keeps all.
@@ -74,7 +79,7 @@ class Sampling:
             all.
         typical_p: keep the most typical tokens whose probabilities together reach p, 0 < p < 1;
             None keeps all.
-        seed: of the generator; the same seed gives the same tokens.
+        seed: seed of the generator; the same seed gives the same tokens.
     """
 
     temperature: float = setting(
@@ -130,7 +135,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What may be said; applied before anything is chosen, in the order of the attributes.
+    """Penalties and forbidden tokens, applied before a choice in the order of the attributes.
 
     Attributes:
         repetition_penalty: above 1 makes tokens of prompt and text less likely, below 1 more;
@@ -257,7 +262,7 @@ class Beams:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrastive:
-    """Contrastive search (Su et al. 2022, equation 5): likely tokens that are unlike what was said.
+    """Contrastive search (Su et al. 2022, equation 5): likely tokens that are unlike the text.
 
     Attributes:
         alpha: weight of the degeneration penalty, 0 <= alpha <= 1.
@@ -286,11 +291,11 @@ class Contrastive:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """Speculation by the text itself: what followed the last tokens where they stood before.
+    """Speculation by the text itself: the tokens that followed its end where that stood before.
 
     Attributes:
-        tokens: proposed at a time.
-        ngram: the longest end of the text that is looked for; shorter ones are tried after it.
+        tokens: number of tokens that are proposed at a time.
+        ngram: longest end of the text that is looked for; shorter ones are tried after it.
     """
 
     tokens: int = setting(
@@ -317,22 +322,23 @@ class Lookup:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateJob:
-    """What is continued, and how; the defaults take the most likely token each time.
+    """The prompts, and how they are continued; the defaults take the most likely token each time.
 
     Attributes:
-        prompts: given one by one.
-        repeat: all prompts so many times, one round after the other.
-        output: a file for the texts, prompt -> text, as `reference` reads it.
-        source: a file, folder or hub name with more of them
-            (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
-        `limit` of them. chat: texts are the user's messages of a chat.
+        artifact: an artifact, or a model that is not quantized.
+        prompts: texts given one by one.
+        repeat: number of rounds over all prompts, one after the other.
+        output: file for the texts, prompt -> text, as `reference` reads it.
+        source, column, limit: file, folder or hub name with more prompts, the key of its rows, and
+            the number of prompts taken (`quantflow.runtime.prompt_files.read_prompts`).
+        chat: texts are the user's messages of a chat.
         echo: print the prompt before the text; None does so but for chats.
-        max_input_tokens: of each prompt the first so many; None keeps all.
-        max_new_tokens, max_length: tokens of a text at most; with the second those of its prompt
-            count, and the first does not.
+        max_input_tokens: number of each prompt's first tokens that are kept; None keeps all.
+        max_new_tokens, max_length: most tokens of a text; with the second those of its prompt
+            count, and the first is not read.
         batch_size: prompts that are continued together.
-        method: beams, contrastive search, lookup; None: one token after the other, or what `draft`
-            or `medusa` names.
+        method: beams, contrastive search, lookup; None: one token after the other, or speculation
+            by `draft` or `medusa`.
         draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a
             time.
         medusa: folder of Medusa heads.
@@ -343,19 +349,20 @@ class GenerateJob:
         adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
         reference: a JSON file, prompt -> text, that the texts must equal.
         decoder: `lean` or `transformers`, or `auto` for the first where it can.
-        kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
+        kv_cache: KV cache of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the
+            dtype.
         torch_compile: run transformers' modules, compiled.
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them
             from there.
         exact: inputs that the schemes leave alone are never rounded.
         disk_offload: leave the weights on disk and read them for every token; the same tokens with
             little memory.
-        device: where the model runs.
+        device: device where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
         trust_network: the ranks may meet at the address of somebody's torchrun.
-        revision: of an artifact on the hub.
-        signature: whom the artifact has to be signed by.
+        revision: revision of an artifact on the hub.
+        signature: signature that the artifact has to have.
     """
 
     artifact: Path
@@ -560,5 +567,8 @@ class GenerateJob:
 
 
 def echoed(text: str, *, chat: bool) -> str:
-    """Return a prompt as it is printed before the text that continues it, or before the answer of a chat, a line of its own."""
+    """The prompt as it is printed before its text.
+
+    Before the answer of a chat it is a line of its own.
+    """
     return f"{text}\n" if chat else text

@@ -1,10 +1,11 @@
 """The thin runtime as a verb: verify, load, and continue prompts.
 
-Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
+Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads, if named
 Writes   the texts, with --output
 Resumes  nothing
-Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
-         4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
+Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot
+         be read, 4 a text differs from the reference, 6 a package that a source of prompts needs,
+         7 the artifact is damaged
 """
 
 import json
@@ -42,13 +43,15 @@ from quantflow.sources.models import model_folder
 def run(
     job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None
 ) -> dict[str, Any] | None:
-    """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
+    """Generate.
+
+    The text of a single sequence goes to `stream` piece by piece, its prompt first.
 
     Returns:
         `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no
-        faster one; `ranks`; `adapter`, how many linears it went into and beside; and `differing`,
-        the prompts whose texts are not those of the reference. None on a rank that is not the
-        first.
+        faster one; `ranks`; `adapter`, the numbers of linears that it was merged into and stands
+        beside; and `differing`, the prompts whose texts are not those of the reference. None on a
+        rank that is not the first.
     """
     telling = SILENT if progress is None else progress
     folder = model_folder(job.artifact, revision=job.revision, progress=telling)
@@ -110,7 +113,7 @@ def _continue(
     stream: Callable[[str], None],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the outputs, how long they took, and what decoded."""
+    """The outputs, their times, and the decoder."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
     refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
@@ -132,20 +135,20 @@ def _continue(
         ids, padding = _left_padded(
             [rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device
         )
-        told = (
+        spoken = (
             _Spoken(
                 tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream
             )
             if alone
             else None
         )
-        tell = None if told is None else told.put
+        tell = None if spoken is None else spoken.put
         new = max(room[i] for i in batch)
         found = generate(
             decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options
         )
-        if told is not None:
-            told.end()
+        if spoken is not None:
+            spoken.end()
         for i, row in zip(
             (i for i in batch for _ in range(job.returned)),
             found[:, ids.shape[1] :].tolist(),
@@ -221,7 +224,10 @@ def _check(job: GenerateJob) -> None:
 
 
 def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
-    """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
+    """The loaded artifact, and the linears that the adapter went into.
+
+    An adapter and weights on disk go with transformers' modules.
+    """
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
     options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
@@ -236,8 +242,11 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
         options["compiled"] = job.torch_compile
         return load(job.artifact, wire=wire, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
-        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
-        raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
+        cause = (
+            f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack "
+            f"{job.pack}"
+        )
+        raise UsageError(cause, "leave them out: it runs in transformers' modules with their cache")
     if job.disk_offload:
         # here, as in `_draft`: it imports transformers' model code
         from quantflow.runtime.offload import load_offloaded
@@ -255,7 +264,7 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
 
 
 def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | None:
-    """Return the way to generate, with what it needs loaded."""
+    """The method to generate by, with what it needs loaded."""
     if job.medusa is not None:
         return load_medusa(job.medusa, device=job.device)
     if job.draft is not None:
@@ -266,7 +275,7 @@ def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | No
 
 
 def _draft(folder: Path, job: GenerateJob) -> Decoder:
-    """Return what decodes with a folder, which is an artifact or a checkpoint."""
+    """The decoder of a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
         loaded = load(
@@ -290,7 +299,7 @@ def _draft(folder: Path, job: GenerateJob) -> Decoder:
 def _options(
     job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
+    """The arguments of `quantflow.runtime.decoding.generate` beside the prompts and the method."""
     ends = () if job.ignore_eos else loaded.eos_token_ids
     return {
         "sampling": job.sampling,
@@ -303,7 +312,7 @@ def _options(
 
 
 def _room(job: GenerateJob, rows: Sequence[list[int]]) -> list[int]:
-    """Return how many tokens may follow each prompt.
+    """The number of tokens that may follow each prompt.
 
     Raises:
         UsageError: a prompt that is as long as the whole text may be; beams of several prompts,
@@ -336,14 +345,17 @@ def _reference(path: Path | None) -> dict[str, Any] | None:
 
 
 def _left_padded(rows: Sequence[list[int]], *, pad: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return ids [B, S] and how many tokens of each row are padding, [B]."""
+    """Token ids [B, S], and the number of padding tokens of each row, [B]."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
     return ids, torch.tensor([longest - len(row) for row in rows], device=device)
 
 
 class _Spoken:
-    """The text of a single sequence on its way out; the prompt goes with the first piece, so not before there is one."""
+    """The text of a single sequence on its way out.
+
+    The prompt goes with the first piece, so not before there is one.
+    """
 
     def __init__(
         self,
@@ -369,7 +381,7 @@ class _Spoken:
 def _own(
     tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None
 ) -> list[int]:
-    """Return the tokens up to the end of the text; what follows fills the batch."""
+    """The tokens up to the end of the text; the others fill the batch."""
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] in ends or (stop is not None and stop(tokens[:count])):
             return tokens[:count]

@@ -1,9 +1,9 @@
-"""transformers' modules over a cache of fixed length, so that a decode step can be captured once and replayed.
+"""Transformers' modules over a cache of fixed length, whose decode steps are captured as a graph.
 
-A step reads and writes tensors that stay where they are: the ids, their positions, where they are
-written, what is padding, and the cache. It may run twice without harm, because it begins by telling
-every layer where it writes. A prompt, which has another length each time, is not captured. The
-cache's length is that of a bucket, so that a graph serves many prompts.
+A step reads and writes tensors that stay where they are: the ids, their positions, the columns
+where they are written, the mask of padding, and the cache. It may run twice without harm, because
+it begins by telling every layer where it writes. A prompt, which has another length each time, is
+not captured. The length of the cache is that of a bucket, so that a graph serves many prompts.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from quantflow.models.graph import graph_for, moving_rotation, text_config
+from quantflow.models.graph import moving_rotation, text_config
+from quantflow.models.open import graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_length, require_room
 
@@ -23,7 +24,7 @@ Step = Callable[[], Tensor]
 
 
 def why_not(artifact: Artifact) -> str | None:
-    """Return why an artifact's decode steps cannot be captured, in a sentence, or None when they can."""
+    """Why an artifact's decode steps cannot be captured, in a sentence; None when they can."""
     config: Any = artifact.config
     if graph_for(config).sparse:
         return "a graph sends every token to the experts of the first"
@@ -35,7 +36,7 @@ def why_not(artifact: Artifact) -> str | None:
 
 
 class GraphDecoder:
-    """A Hugging Face causal LM, or one whose linears are QuantLinear, whose decode steps are replayed.
+    """A Hugging Face causal LM, quantized or not, whose decode steps are replayed.
 
     Attributes:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
@@ -47,9 +48,9 @@ class GraphDecoder:
         """Take a model; there is no cache until `begin`.
 
         Args:
-            model: on the device; called as transformers' models are.
-            device: where it runs.
-            capture: `quantflow.backends.cuda.capture`, or what does as it does.
+            model: model on the device, called as transformers' models are.
+            device: device where it runs.
+            capture: `quantflow.backends.cuda.capture`, or a function that does the same.
         """
         config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
@@ -62,7 +63,10 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def begin(self, *, rows: int, capacity: int) -> None:
-        """Empty the cache; see `Decoder.begin`. As many rows in the same bucket take over the last batch's memory and graph."""
+        """Empty the cache; see `Decoder.begin`.
+
+        As many rows in the same bucket take over the memory and the graph of the last batch.
+        """
         columns = capacity + -capacity % BUCKET
         if (len(self._ids), len(self._columns)) != (rows, columns):
             self._reserve(rows=rows, columns=columns)
@@ -79,7 +83,8 @@ class GraphDecoder:
         Raises:
             UsageError: more rows or columns than `begin` made room for.
         """
-        first = self._length == 0  # the layers of the cache take their memory then
+        # the layers of the cache allocate their memory in the first forward: it is not captured
+        first = self._length == 0
         self._place(input_ids, padding)
         if first or input_ids.shape[1] > 1 or not last_only:
             logits: Tensor = self._run(input_ids, logits_to_keep=1 if last_only else 0).logits
@@ -102,7 +107,10 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Choose sequences of the cache; see `Decoder.keep`. As many as there were keep their memory and graph."""
+        """Choose sequences of the cache; see `Decoder.keep`.
+
+        As many rows as there were keep their memory and graph.
+        """
         layers, padding = self._cache.layers, self._padding[rows]
         if len(rows) != len(self._ids):
             self._reserve(rows=len(rows), columns=len(self._columns))
@@ -145,7 +153,7 @@ class GraphDecoder:
         counts = [layer.cumulative_length for layer in self._cache.layers]
         torch._foreach_copy_(counts, [self._at] * len(counts))
         end = self._at + input_ids.shape[1]
-        # [B, columns]; what is behind the end is nobody's yet
+        # [B, columns]; columns behind the end hold nothing yet
         real = (self._columns >= self._padding) & (self._columns < end)
         at = self._at + self._columns[: input_ids.shape[1]]  # [T]
         batch = {

@@ -1,10 +1,13 @@
-"""A folder that another program quantized, or a GGUF file, in words: who wrote it, how, and whether its tensors are whole.
+"""Contents of a folder that another program quantized, or of a GGUF file.
 
-Every quantized linear is decoded, so what is damaged is refused with the tensor's name, as when it
-runs; without `verify` headers and config.json alone are read. Damage that leaves every number in
-its range has no hash to be seen by. One kind shows all the same: where the codes of a weight with
-zero points stand in another order than the zero points (nibbles swapped, outputs permuted), a
-group's mean code no longer follows its zero point (quantflow/runtime/code_order.py).
+They say who wrote it, how it is quantized, and whether its tensors are whole. Every quantized
+linear is decoded, so that a damaged one is refused with the tensor's name, as when it runs; without
+`verify` only headers and config.json are read.
+
+Damage that leaves every number in its range shows in no hash, since such a folder has none. One
+kind shows all the same: where the codes of a weight with zero points stand in another order than
+the zero points (nibbles swapped, outputs permuted), the mean code of a group no longer follows its
+zero point (quantflow/runtime/code_order.py).
 """
 
 import re
@@ -26,13 +29,13 @@ from quantflow.models.reading import read_tensors
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
-_ELEMENTS = 1 << 22  # of a GGUF file's tensor that are read at once
+_ELEMENTS = 1 << 22  # elements of a GGUF file's tensor that are read at once
 _KEYS = ("general.name", "general.architecture", "general.quantized_by", "general.file_type")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """What linears have in common that are counted together."""
+    """The properties that linears of one table share."""
 
     scheme: LinearScheme
     ordered: bool | None  # None: not read
@@ -55,12 +58,13 @@ def describe(path: Path, *, verify: bool = True, progress: Progress) -> dict[str
 
 
 def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
-    """Return what a folder that another program quantized holds, as plain data.
+    """The contents of a folder that another program quantized, as plain data.
 
     Args:
-        folder: with a `quantization_config`, in its config.json or where older programs put it.
+        folder: folder with a `quantization_config`, in its config.json or where older programs put
+            it.
         verify: read every tensor.
-        progress: is told how far it is.
+        progress: shows how far the reading is.
 
     Returns:
         `kind`, `program` (None where nothing says it), `quant_method`, `configuration` (the file
@@ -68,8 +72,8 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
         `quantflow.formats.LAYOUTS`; None: not read), `runs` (a sentence where this version does not
         run it, else None), `quantized` (a table for each scheme: its bits, group, whether
         symmetric, inputs, act-order, which linears and their bytes), `left` (matrices that are not
-        quantized), `bits_per_weight` of the quantized linears, `bytes`, `verified` (how many
-        linears were decoded).
+        quantized), `bits_per_weight` of the quantized linears, `bytes`, `verified` (number of
+        linears that were decoded).
 
     Raises:
         InputError: the folder, a header or a tensor is damaged; it names the tensor.
@@ -80,7 +84,7 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
         raise InputError(
             f"{folder}: no quantization_config", "give a folder that another program quantized"
         )
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "kind": "quantized by another program",
         "program": program_of(table, checkpoint.files),
         "quant_method": table.get("quant_method"),
@@ -93,18 +97,20 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
     try:
         artifact = open_folder(folder, backend="reference")
     except UnsupportedError as error:
-        return told | {"format": None, "runs": f"no: {error.cause}"}
+        return description | {"format": None, "runs": f"no: {error.cause}"}
     name = layout_of(table, checkpoint.infos).name
     return (
-        told | {"format": name, "runs": None} | _linears(artifact, verify=verify, progress=progress)
+        description
+        | {"format": name, "runs": None}
+        | _linears(artifact, verify=verify, progress=progress)
     )
 
 
 def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
-    """Return what a GGUF file holds, as plain data: its types, how many tensors and bytes each, and which.
+    """The contents of a GGUF file, as plain data: tensors, bytes and names of each type.
 
-    Of a file that is one of several `part` says which, `1 of 3`; the numbers are those of this file
-    alone.
+    Where the file is one of several, `part` says which, `1 of 3`; the numbers are those of this
+    file alone.
 
     Raises:
         InputError: the file is damaged or truncated; it names the tensor where one is.
@@ -144,7 +150,7 @@ def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, 
 
 
 def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[str, Any]:
-    """Return the part of `describe_folder` that the linears say."""
+    """The part of `describe_folder` that comes from the linears."""
     infos, kinds, owned = artifact.checkpoint.infos, dict[_Kind, list[str]](), dict[str, int]()
     for name in (
         progress.steps(list(artifact.linears), stage="inspect", unit="linear")
@@ -189,7 +195,7 @@ def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[st
 
 
 def words_of(scheme: LinearScheme) -> dict[str, Any]:
-    """Return a scheme as rows of a table say it: plain data."""
+    """A scheme as a table shows it, as plain data."""
 
     def one(part: TensorScheme) -> str:
         return f"{part.kind}{part.num_bits} {part.granularity}"
@@ -209,5 +215,5 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
 
 
 def _patterns(names: Iterable[str]) -> dict[str, int]:
-    """Return names with `*` for numbers between dots -> how many there are."""
+    """The counts of names, with `*` for numbers between dots."""
     return dict(Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))

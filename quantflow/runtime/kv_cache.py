@@ -1,16 +1,16 @@
-"""Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
+"""Keys and values of every layer, allocated once and written in place by decode.c.
 
-decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16
-columns side by side, [columns / 16, features, 16], so that one step of a vector unit adds a feature
-to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2] and [columns /
-16, features / 2, 16, 2], since such a step multiplies pairs there; where the number of columns is
-odd, zeros lie beside the last one's values.
+They are in float32, bfloat16, float8 or int8. Values lie as they come, [columns, features]. Keys
+lie with 16 columns side by side, [columns / 16, features, 16], so that one step of a vector unit
+adds a feature to the scores of 16 columns. In bfloat16 both lie by twos, [columns / 2, features, 2]
+and [columns / 16, features / 2, 16, 2], since a step multiplies pairs there. Where the number of
+columns is odd, zeros lie beside the values of the last column.
 
-With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0
-then, having no code for it. Without, float8 is e4m3fn as serving systems keep it: keys after the
-rotation and values lie well inside its range of 448; and int8 has a scale per head and position,
-the largest magnitude / 127.5. Attention reads what was kept, of new positions too, so that a
-position means the same in whatever forward it is attended to.
+With measured scales (quantflow.core.kv) float8 and int8 are in units of these scales; int8 then
+keeps a NaN as 0, having no code for it. Without them float8 is e4m3fn, as serving systems keep it:
+keys after the rotary embedding and values lie well inside its range of 448. int8 then has a scale
+per head and position, the largest magnitude / 127.5. Attention reads the rounded keys and values of
+new positions too, so that a position means the same in whatever forward it is attended to.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ KINDS = MappingProxyType(
     }
 )
 LANES = 16
-# of measured scales: TensorScheme.kind -> a key of KINDS
+# TensorScheme.kind of measured scales -> a key of KINDS
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})
 
 
@@ -49,15 +49,14 @@ class KVCache:
             asked for.
         length: columns in use.
         padding: [rows] int64, how many columns at the left of a sequence are padding.
-        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the
+        keys: keys of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the
             storage's dtype; in bfloat16 [rows or more, kv_heads, capacity / LANES, head_dim / 2,
             LANES, 2].
-        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype;
-            in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2].
-        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8
-            that was not measured; otherwise empty.
-        key_steps, value_steps: of each layer, [kv_heads] float32 where they were measured;
-            otherwise empty.
+        values: values of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's
+            dtype; in bfloat16 [rows or more, kv_heads, capacity / 2, head_dim, 2].
+        key_scales, value_scales: scales of each layer's columns, [rows or more, kv_heads, capacity]
+            float32, for int8 that was not measured; otherwise empty.
+        key_steps, value_steps: measured scales of each layer, [kv_heads] float32; otherwise empty.
     """
 
     def __init__(
@@ -75,12 +74,12 @@ class KVCache:
 
         Args:
             kind: a key of KINDS.
-            layers: how many.
-            rows: sequences.
-            kv_heads: of a layer.
-            capacity: columns.
+            layers: number of layers.
+            rows: number of sequences.
+            kv_heads: kv heads of a layer.
+            capacity: columns of a sequence.
             head_dim: features of a head, an even number for bfloat16.
-            scales: of each layer, as they were measured for this kind; or none.
+            scales: scales of each layer that were measured for this kind; or none.
 
         Raises:
             UsageError: the kind is unknown or has no scales, or there is no row or no column.
@@ -117,7 +116,10 @@ class KVCache:
         return sum(tensor.nbytes for tensors in self._storage() for tensor in tensors)
 
     def of(self, layer: int) -> tuple[Any, ...]:
-        """Return keys, values, their scales and their steps of a layer, None for what there is not."""
+        """The keys, values, their scales and their steps of a layer.
+
+        None stands for those that the cache does not have.
+        """
         return tuple(
             part[layer] if part else None
             for part in (*self._storage(), self.key_steps, self.value_steps)

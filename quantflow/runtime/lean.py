@@ -1,8 +1,8 @@
 """A decoder of our own: the layers as a short list of products, with C between them.
 
 No module of transformers runs in its loop. `quantflow.runtime.architecture` says which models it
-knows, and what they compute. Hidden states are float32 whatever the artifact's dtype is: that one
-says what linears read, and how their weights are kept. With dtype bfloat16 and a bfloat16 cache,
+knows, and what they compute. Hidden states are float32 whatever the artifact's dtype is: the dtype
+decides the inputs of linears, and how weights are kept. With dtype bfloat16 and a bfloat16 cache,
 attention rounds queries and probabilities to bfloat16 on CPUs that multiply it.
 """
 
@@ -38,19 +38,19 @@ from quantflow.runtime.row_adapters import RowAdapters
 
 
 def why_not(artifact: Artifact) -> str | None:
-    """Return why an artifact needs transformers' modules, in a sentence, or None when `LeanDecoder` can run it."""
+    """Why the lean decoder cannot run an artifact, in a sentence; None when it can."""
     if artifact.device.type != "cpu":
         return f"it runs on cpu, not on {artifact.device.type}"
-    found = architecture.read(artifact.checkpoint.config)
-    if isinstance(found, str):
-        return found
+    blueprint = architecture.read(artifact.checkpoint.config)
+    if isinstance(blueprint, str):
+        return blueprint
     if any(placement.scheme.rotation is not None for placement in artifact.linears.values()):
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
-    if told := artifact.manifest.get("lean_decoder"):
-        return f"export compared it: {told}"
-    return operations.why_not(found.heads.dim)
+    if note := artifact.manifest.get("lean_decoder"):
+        return f"export compared it: {note}"
+    return operations.why_not(blueprint.heads.dim)
 
 
 class LeanDecoder:
@@ -77,25 +77,22 @@ class LeanDecoder:
             artifact: opened for the CPU.
             kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or
                 `auto` for what the artifact brings scales for, else its dtype.
-            pack: where weights are looked for first; what is not there is put into it.
-            ranks: what puts the parts together where `artifact` is the share of one of several
-                processes.
+            pack: file where weights are looked for first; what is not there is put into it.
+            ranks: exchange between the processes, where `artifact` is the share of one of several.
 
         Raises:
             UnsupportedError: `why_not` has a reason.
             UsageError: a cache of an unknown kind.
             InputError: a tensor that holds what it must not.
         """
-        reason, made = why_not(artifact), architecture.read(artifact.checkpoint.config)
-        if reason is not None or isinstance(made, str):
+        reason, blueprint = why_not(artifact), architecture.read(artifact.checkpoint.config)
+        if reason is not None or isinstance(blueprint, str):
             raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
-        self.vocab_size, self.positions, self.device = (
-            made.vocab_size,
-            made.positions,
-            artifact.device,
-        )
+        self.vocab_size = blueprint.vocab_size
+        self.positions = blueprint.positions
+        self.device = artifact.device
         self.cache: KVCache | None = None
-        self._blueprint = made
+        self._blueprint = blueprint
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":
             kv_cache = (
@@ -104,20 +101,24 @@ class LeanDecoder:
                 else str(artifact.dtype).removeprefix("torch.")
             )
         require_kind(kv_cache)
-        shape = {"layers": made.layers, "kv_heads": made.heads.shared, "head_dim": made.heads.dim}
+        shape = {
+            "layers": blueprint.layers,
+            "kv_heads": blueprint.heads.shared,
+            "head_dim": blueprint.heads.dim,
+        }
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
-        blocks = [block(artifact, made, index, pack) for index in range(made.layers)]
-        embedding, self._norm, self._head = ends(artifact, made, pack)
+        blocks = [block(artifact, blueprint, index, pack) for index in range(blueprint.layers)]
+        embedding, self._norm, self._head = ends(artifact, blueprint, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [
-                _put_together(block, made, index, ranks) for index, block in enumerate(blocks)
+                _put_together(block, blueprint, index, ranks) for index, block in enumerate(blocks)
             ]
-            self._embed = ranks.embedding(embedding, made.names.embedding)
+            self._embed = ranks.embedding(embedding, blueprint.names.embedding)
             self._head = ranks.joined(self._head, artifact.head)
         self._blocks = blocks
         self._rounds = artifact.dtype == torch.bfloat16
-        self._operations = Operations(made.heads, blocks, made.form, rounds=self._rounds)
+        self._operations = Operations(blueprint.heads, blocks, blueprint.form, rounds=self._rounds)
         self._row_adapters: tuple[RowAdapters, Operations] | None = None  # and the layers with them
         foreign = {
             linear.backend.name
@@ -129,9 +130,9 @@ class LeanDecoder:
             self.why_not_invariant = (
                 f"{', '.join(sorted(foreign))} sums in another order for more tokens"
             )
-        elif made.mixture:
+        elif blueprint.mixture:
             self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
-        self._tables: list[tuple[Tensor, Tensor]] = []
+        self._rotary_tables: list[tuple[Tensor, Tensor]] = []
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -142,8 +143,8 @@ class LeanDecoder:
         """Let sequences of `forward_rows` have LoRA adapters, each its own.
 
         Args:
-            artifact: that the weights came from.
-            folders: of the adapters by name, as PEFT writes them.
+            artifact: artifact that the weights came from.
+            folders: folders of the adapters by name, as PEFT writes them.
 
         Raises:
             InputError: files that are missing or damaged, tensors that belong to no linear of the
@@ -151,11 +152,11 @@ class LeanDecoder:
             UnsupportedError: another kind of adapter than plain LoRA on linears of attention and
                 MLP.
         """
-        made, adapters = self._blueprint, RowAdapters(artifact, folders)
-        order = _by_kind_of_head(made) if made.by_head else None
+        blueprint, adapters = self._blueprint, RowAdapters(artifact, folders)
+        order = _by_kind_of_head(blueprint) if blueprint.by_head else None
         blocks = []
         for index, block in enumerate(self._blocks):
-            named = zip(block.products, linears_of(made, index), strict=True)
+            named = zip(block.products, linears_of(blueprint, index), strict=True)
             products = [
                 adapters.beside(product, artifact, names, order=None if at else order)
                 for at, (product, names) in enumerate(named)
@@ -164,18 +165,21 @@ class LeanDecoder:
         adapters.require_used()
         self._row_adapters = (
             adapters,
-            Operations(made.heads, blocks, made.form, rounds=self._rounds),
+            Operations(blueprint.heads, blocks, blueprint.form, rounds=self._rounds),
         )
 
     def begin(self, *, rows: int, capacity: int) -> None:
-        """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""
+        """Empty the cache; see `Decoder.begin`.
+
+        A batch that fits into the memory of the last one takes it over.
+        """
         cache = self.cache
         if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
             cache.clear(rows)
         else:
             self.cache = cache = self._new_cache(rows=rows, capacity=capacity)
-        self._rotate_up_to(cache.capacity)
-        self._operations.begin(cache, self._tables)
+        self._grow_rotary_tables(cache.capacity)
+        self._operations.begin(cache, self._rotary_tables)
 
     @torch.inference_mode()
     def forward(
@@ -194,24 +198,24 @@ class LeanDecoder:
         self, input_ids: Tensor, *, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`."""
-        # the next step writes where it lies
+        # a copy: the next step writes into the same memory
         hidden = self._hidden(input_ids, padding, last_only=False).clone()
         logits = self._logits(hidden)
         return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
 
     def begin_blocks(self, *, blocks: int, columns: int, positions: int) -> KVCache:
-        """Empty the cache and let it be blocks, which `forward_rows` fills with any number of sequences.
+        """Empty the cache and divide it into blocks, which `forward_rows` fills with sequences.
 
         Args:
-            blocks: how many.
-            columns: of a block.
-            positions: no sequence will have more.
+            blocks: number of blocks.
+            columns: columns of a block.
+            positions: most positions of a sequence.
         """
         self.cache = cache = self._new_cache(rows=blocks, capacity=columns)
-        self._rotate_up_to(positions)
-        self._operations.begin(cache, self._tables)
+        self._grow_rotary_tables(positions)
+        self._operations.begin(cache, self._rotary_tables)
         if self._row_adapters is not None:
-            self._row_adapters[1].begin(cache, self._tables)
+            self._row_adapters[1].begin(cache, self._rotary_tables)
         return cache
 
     @torch.inference_mode()
@@ -225,16 +229,17 @@ class LeanDecoder:
         wanted: Tensor,
         adapters: Sequence[str | None] = (),
     ) -> Tensor:
-        """Append positions to sequences in blocks; the bits of a sequence's logits do not depend on the others.
+        """Append positions to sequences in blocks.
+
+        The bits of a sequence's logits do not depend on the other sequences.
 
         Args:
             input_ids: [N] int64, the new tokens of all B sequences, one after the other.
-            first: [B + 1] int64, where the tokens of each sequence begin, and N.
-            start: [B] int64, the position of the first of them.
-            table: [B, W] int64, the blocks of each sequence.
-            wanted: [M] int64, of which of the N positions logits are returned, in their order.
-            adapters: of each sequence, one of `adapters` or None; none at all where no sequence has
-                one.
+            first: [B + 1] int64, begin of each sequence's tokens, and N.
+            start: [B] int64, position of each sequence's first new token.
+            table: [B, W] int64, blocks of each sequence.
+            wanted: [M] int64, those of the N positions whose logits are returned, in their order.
+            adapters: name in `adapters` of each sequence, or None; empty where no sequence has one.
 
         Returns:
             [M, V] float32.
@@ -253,7 +258,7 @@ class LeanDecoder:
         """Choose sequences of the cache; see `Decoder.keep`."""
         cache = self._begun()
         cache.keep(rows)
-        self._operations.begin(cache, self._tables)
+        self._operations.begin(cache, self._rotary_tables)
 
     def crop(self, length: int) -> None:
         """Forget positions; see `Decoder.crop`."""
@@ -277,18 +282,18 @@ class LeanDecoder:
         return operations.last_norm(x, delta, self._norm)
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Return the hidden states of tokens [N] before the first layer, [N, H]."""
+        """The hidden states of tokens [N] before the first layer, [N, H]."""
         x, scale = self._embed(ids), self._blueprint.embedding_scale
         return x if scale == 1 else x * scale
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states [N, H], [N, V]."""
+        """The logits [N, V] of hidden states [N, H]."""
         return scaled(self._head(hidden), self._blueprint)
 
-    def _rotate_up_to(self, positions: int) -> None:
-        """Have the rotation of so many positions at least."""
-        if not self._tables or len(self._tables[0][0]) < positions:
-            self._tables = [rope.table(positions) for rope in self._blueprint.ropes]
+    def _grow_rotary_tables(self, positions: int) -> None:
+        """Compute the rotary tables of so many positions, unless there are as many."""
+        if not self._rotary_tables or len(self._rotary_tables[0][0]) < positions:
+            self._rotary_tables = [rope.table(positions) for rope in self._blueprint.ropes]
 
     def _begun(self) -> KVCache:
         if self.cache is None:
@@ -296,26 +301,28 @@ class LeanDecoder:
         return self.cache
 
 
-def scaled(logits: Tensor, made: Blueprint) -> Tensor:
-    """Return what the head put out [N, V], multiplied and capped as the model has it."""
-    if made.logits_scale != 1:
-        logits = logits * made.logits_scale
-    if not made.logits_cap:
+def scaled(logits: Tensor, blueprint: Blueprint) -> Tensor:
+    """The output of the head [N, V], multiplied and capped as the model has it."""
+    if blueprint.logits_scale != 1:
+        logits = logits * blueprint.logits_scale
+    if not blueprint.logits_cap:
         return logits
-    # a row's bits depend on nothing but the row
+    # row by row: the bits of a row depend on nothing but the row
     rows = (logits[index : index + 1] for index in range(len(logits)))
-    return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
+    return torch.cat(
+        [blueprint.logits_cap * torch.tanh(row / blueprint.logits_cap) for row in rows]
+    )
 
 
-def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
+def block(artifact: Artifact, blueprint: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
     """Read a layer.
 
     Raises:
         InputError: a tensor that holds what it must not.
     """
-    names, prefix = made.names, f"{made.names.layers}.{index}"
-    order = _by_kind_of_head(made) if made.by_head else None
-    groups = linears_of(made, index)
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
+    order = _by_kind_of_head(blueprint) if blueprint.by_head else None
+    groups = linears_of(blueprint, index)
     products = [
         projection(artifact, group, pack, order=None if at else order)
         for at, group in enumerate(groups)
@@ -323,33 +330,35 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
     norms = {
-        kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}")
+        kind: NO_NORM if name is None else _norm(artifact, blueprint, f"{prefix}.{name}")
         for kind, name in called.items()
     }
     experts = (
-        _experts(artifact, made, f"{prefix}.{made.mixture.block}", pack)
-        if made.mixture and made.sparse[index]
+        _experts(artifact, blueprint, f"{prefix}.{blueprint.mixture.block}", pack)
+        if blueprint.mixture and blueprint.sparse[index]
         else None
     )
     return DecoderBlock(
         products=tuple(products),
         experts=experts,
         **norms,
-        window=made.windows[index],
-        rotation=made.rotations[index],
+        window=blueprint.windows[index],
+        rope=blueprint.rotations[index],
     )
 
 
-def linears_of(made: Blueprint, index: int) -> list[list[str]]:
-    """Return the source names of a layer's linears, those that are one product together: qkv, output, up, down."""
-    names, prefix = made.names, f"{made.names.layers}.{index}"
-    mlp = [] if made.sparse[index] else [names.up, (names.down,)]
+def linears_of(blueprint: Blueprint, index: int) -> list[list[str]]:
+    """The source names of a layer's linears, one list per product: qkv, output, up, down."""
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
+    mlp = [] if blueprint.sparse[index] else [names.up, (names.down,)]
     return [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
 
 
-def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None) -> RoutedExperts:
+def _experts(
+    artifact: Artifact, blueprint: Blueprint, prefix: str, pack: Pack | None
+) -> RoutedExperts:
     """Read the experts of a layer; `prefix` is the mixture's block, as the checkpoint calls it."""
-    routing, names = made.routing, made.mixture
+    routing, names = blueprint.routing, blueprint.mixture
     assert routing is not None and names is not None  # a layer is sparse
 
     def expert(place: str, linears: Sequence[str]) -> Expert:
@@ -360,7 +369,7 @@ def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None
     shared = None
     if names.shared:
         shared = (
-            expert(prefix, [name for group in names.shared for name in group.linears]),
+            expert(prefix, names.shared),
             score[0],
         )
     experts = [
@@ -375,15 +384,20 @@ def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None
     )
 
 
-def _by_kind_of_head(made: Blueprint) -> Tensor:
-    """Return which rows of a q/k/v that comes head by head are all queries, all keys, all values: int64 [3 heads dim]."""
-    heads, dim = made.heads.query, made.heads.dim
+def _by_kind_of_head(blueprint: Blueprint) -> Tensor:
+    """The rows of a q/k/v that comes head by head, all queries first, then all keys, all values.
+
+    int64 [3 heads dim].
+    """
+    heads, dim = blueprint.heads.query, blueprint.heads.dim
     return torch.arange(heads * 3 * dim).view(heads, 3, dim).transpose(0, 1).reshape(-1)
 
 
-def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks) -> DecoderBlock:
-    """Return a block whose two products that need more than a rank's own part get and give all of it."""
-    names, prefix = made.names, f"{made.names.layers}.{index}"
+def _put_together(
+    block: DecoderBlock, blueprint: Blueprint, index: int, ranks: Ranks
+) -> DecoderBlock:
+    """The block with two products, output and down, that gather the parts of all ranks."""
+    names, prefix = blueprint.names, f"{blueprint.names.layers}.{index}"
     qkv, output, up, down = block.products
     output = ranks.across(output, f"{prefix}.{names.qkv[0]}", f"{prefix}.{names.output}")
     return replace(
@@ -397,20 +411,28 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
     )
 
 
-def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
-    """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
+def ends(
+    artifact: Artifact, blueprint: Blueprint, pack: Pack | None
+) -> tuple[Tensor, Norm, Projection]:
+    """The embedding [V, H], the last norm, and the head, which may be the embedding again."""
     embedding, source = (
-        plain_weight(artifact, f"{made.names.embedding}.weight", pack),
+        plain_weight(artifact, f"{blueprint.names.embedding}.weight", pack),
         artifact.head,
     )
     tied_head = partial(product, weight=embedding, bias=None, dtype=artifact.dtype)
-    head = tied_head if source == made.names.embedding else projection(artifact, [source], pack)
-    return embedding, _norm(artifact, made, made.names.norm), head
+    head = (
+        tied_head if source == blueprint.names.embedding else projection(artifact, [source], pack)
+    )
+    return embedding, _norm(artifact, blueprint, blueprint.names.norm), head
 
 
-def _norm(artifact: Artifact, made: Blueprint, name: str) -> Norm:
-    """Read a norm, [H] or [dim] float32; of a model whose norms multiply by 1 + their weight, that sum."""
+def _norm(artifact: Artifact, blueprint: Blueprint, name: str) -> Norm:
+    """Read a norm, [H] or [dim] float32.
+
+    A model whose norms multiply by 1 + their weight gets that sum.
+    """
     weight = artifact.read([f"{name}.weight"], torch.float32)[f"{name}.weight"]
     return Norm(
-        weight=1.0 + weight if made.unit_offset else weight, bias=artifact.bias(name, torch.float32)
+        weight=1.0 + weight if blueprint.unit_offset else weight,
+        bias=artifact.bias(name, torch.float32),
     )

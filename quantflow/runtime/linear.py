@@ -1,4 +1,7 @@
-"""The quantized linear layer of the runtime. It runs one way; it has no mode, no gradient and no parameters."""
+"""The quantized linear layer of the runtime.
+
+It runs one way: it has no mode, no gradient and no parameters.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +20,8 @@ class QuantLinear(nn.Module):
         in_features, out_features: the shape of the weight.
         backend: the backend's name.
         bias: [out_features] in the dtype of the inputs, or None.
-        weight: has the shape of the weight and the dtype of the inputs, for families that ask for
-            them; and no values.
+        weight: tensor without values, of the weight's shape and the inputs' dtype, for families
+            that ask for them.
     """
 
     bias: Tensor | None
@@ -34,7 +37,7 @@ class QuantLinear(nn.Module):
         """Prepare the weight.
 
         Args:
-            quantized: the weight, [out_features, in_features], and what happens to the input.
+            quantized: weight, [out_features, in_features], and quantization of the input.
             bias: [out_features], or None.
             backend: a value of quantflow.backends.BACKENDS that can run this linear.
             dtype: the dtype of the inputs.
@@ -43,21 +46,27 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = quantized.weight.qvalue.shape
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
         self.weight = torch.empty(quantized.weight.qvalue.shape, dtype=dtype, device="meta")
-        self.backend, self._linear, self._rotation = (
-            backend.name,
-            backend.linear,
-            quantized.scheme.rotation,
-        )
+        self.backend = backend.name
+        self._linear = backend.linear
+        self._rotation = quantized.scheme.rotation  # the Hadamard rotation of the inputs
         self._order = quantized.order
         self._prepared = backend.prepare(quantized, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        """The product x @ W.T + bias.
+
+        Args:
+            x: [..., in_features].
+
+        Returns:
+            [..., out_features] in x's dtype.
+        """
         x = x if self._order is None else x[..., self._order]
         return self._linear(
             x if self._rotation is None else mixed(x, self._rotation), self._prepared, self.bias
         )
 
     def extra_repr(self) -> str:
-        """Return shape and backend, for print(model)."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, backend={self.backend}"
+        """The shape and the backend, for print(model)."""
+        shape = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{shape}, backend={self.backend}"

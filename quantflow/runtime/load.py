@@ -1,4 +1,4 @@
-"""Open an artifact with all of its weights in memory: as a decoder of its own, or as a model of transformers."""
+"""Artifacts with all weights in memory: as a decoder of our own, or as a model of transformers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,14 +45,13 @@ class Loaded:
     """An artifact that decodes.
 
     Attributes:
-        artifact: what was opened: the manifest, and of each quantized linear its backend and why
-            those before it cannot run it.
-        decoder: what runs it.
-        model: of the transformers decoder, the Hugging Face causal LM with QuantLinear in place of
+        artifact: opened artifact: the manifest, the backend of each quantized linear and why those
+            before it cannot run it.
+        decoder: decoder that runs the artifact.
+        model: the Hugging Face causal LM of the transformers decoder, with QuantLinear in place of
             its quantized linears, in eval mode and without gradients; None beside the lean decoder,
             which has no modules.
-        reasons: why a faster way was not taken, in sentences; empty where all that there is was
-            used.
+        reasons: why a faster way was not taken, in sentences; empty where the fastest was.
         tokenizer: None when the artifact has no tokenizer files.
         eos_token_ids: tokens that end a text.
     """
@@ -66,7 +65,7 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """Of the decoder: lean or transformers."""
+        """Name of the decoder: lean or transformers."""
         return "lean" if self.model is None else "transformers"
 
     @property
@@ -106,19 +105,19 @@ def load(
             dtype.
         backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`,
             or several with commas.
-        dtype: of the parameters that are not quantized and of all inputs.
+        dtype: dtype of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
-        device: where the model runs.
+        device: device where the model runs.
         crops: whether `crop` will be called; speculation does.
-        pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put
+        pack: read the lean decoder's weights from FOLDER-packed, arranged for the kernels, or write
             them there.
         exact: leave inputs that the schemes leave alone as they are, though the manifest says that
             rounding them costs next to nothing (`quantflow.files.manifest.rounds_inputs`).
         compiled: transformers' modules run, and torch.compile compiles them at the first token;
             `auto` then means them.
-        require_signature: a public key, PEM, or whom else the signature beside the artifact has to
-            be of; checked first.
-        wire: to the other processes that share the model with this one, which then holds its part
+        require_signature: public key, PEM, or identity that the signature beside the artifact has
+            to have; checked first.
+        wire: connection to the other processes that share the model; this one then holds its part
             of the lean decoder alone.
 
     Raises:
@@ -156,7 +155,8 @@ def load(
         raise UnsupportedError(
             f"device {device}: needs {missing}", "use device cpu, or a machine with that"
         )
-    kept, manifest = None, None
+    kept = None
+    manifest = None
     if pack and decoder != "transformers" and device.type == "cpu":
         if is_model(folder):
             raise UsageError(
@@ -189,10 +189,10 @@ def load(
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
         share = artifact if ranks is None else ranks.artifact
-        made = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
+        lean_decoder = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
             kept.save()
-        return loaded(artifact, made, model=None, reasons=())
+        return loaded(artifact, lean_decoder, model=None, reasons=())
     if kv_cache != "auto":
         raise UsageError(
             f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}",
@@ -207,10 +207,14 @@ def load(
 def _pack(
     folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool
 ) -> packed.Pack:
-    """Return the pack of an artifact for these choices on this machine."""
+    """The pack of an artifact for these choices on this machine.
+
+    Its name hashes the code that lays weights out, so that another version of it makes another
+    pack.
+    """
     choices = (
         *asked,
-        native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None,
+        native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None,
         wire and (wire.rank, wire.world),
     )
     code = [
@@ -228,7 +232,7 @@ def loaded(
     model: "PreTrainedModel | None",
     reasons: tuple[str, ...],
 ) -> Loaded:
-    """Return an artifact with what decodes it, its tokenizer and the tokens that end a text.
+    """The artifact with its decoder, its tokenizer and the tokens that end a text.
 
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
@@ -247,13 +251,13 @@ def loaded(
 
 
 class _Ends(TypedDict):
-    """What is read of generation_config.json."""
+    """The keys that are read of generation_config.json."""
 
     eos_token_id: NotRequired[TokenId | list[TokenId] | None]
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of generation_config.json, else those of config.json.
+    """The tokens that end a text: those of generation_config.json, else those of config.json.
 
     Raises:
         InputError: they are no numbers of tokens.
@@ -265,5 +269,5 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         check(generation, _Ends, where=str(checkpoint.folder / _GENERATION))
         if generation.get("eos_token_id") is not None:
             config = generation
-    found = config.get("eos_token_id")
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    ids = config.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)

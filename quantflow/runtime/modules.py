@@ -1,4 +1,4 @@
-"""Transformers' modules with an artifact's weights: what decodes where the lean decoder does not."""
+"""Transformers' modules with an artifact's weights: the decoder where the lean one cannot run."""
 
 import shutil
 from functools import partial
@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from quantflow.backends import cuda, hpu
 from quantflow.errors import UnsupportedError
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import drop_unread_
+from quantflow.models.skeleton import skeleton
 from quantflow.runtime import graphs
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import Decoder
@@ -24,14 +24,15 @@ _COMPILERS = ("g++", "clang++", "c++")  # torch.compile writes C++ for a CPU
 def with_modules(
     artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool, compiled: bool = False
 ) -> Loaded:
-    """Return transformers' modules as what decodes.
+    """Transformers' modules as the decoder of an artifact.
 
     Args:
-        artifact: what the model has its weights from.
-        model: on the artifact's device.
+        artifact: artifact that the model has its weights from.
+        model: model on the artifact's device.
         reason: why the lean decoder is not used.
         crops: whether `crop` will be called.
-        compiled: torch.compile compiles them when they run first; no decode step is captured then.
+        compiled: torch.compile compiles the modules when they run first; no decode step is captured
+            then.
 
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
@@ -72,10 +73,13 @@ def _compile_(artifact: Artifact, model: PreTrainedModel) -> None:
 
 
 def filled(artifact: Artifact) -> PreTrainedModel:
-    """Return transformers' model with an artifact's weights, on its device."""
+    """Transformers' model with an artifact's weights, on its device."""
     if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
-        what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
-        raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
+        raise UnsupportedError(
+            f"{artifact.checkpoint.folder}: experts on {hpu.NAME}: a graph that is replayed sends "
+            "every token where the first went",
+            "run it on the CPU",
+        )
     model = skeleton(artifact.config, dtype=artifact.dtype)
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
     drop_unread_(model)

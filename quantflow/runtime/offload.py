@@ -1,10 +1,10 @@
-"""A model that runs although its weights do not fit into memory: each is read from the artifact when its turn comes.
+"""A model whose weights stay on disk: each is read from the artifact when its turn comes.
 
 The weights of one token's forward are a list of pieces in the order in which they are used: the
 linears of layer 0, of layer 1, ..., then the head in parts of a fixed number of rows. Each linear
 of the model is a small module that takes its pieces, multiplies, and lets go, while a thread reads
-and prepares the pieces that follow; after the last comes the first. Of the embedding the rows of
-the tokens are read. Norms stay in memory, and so does the key-value cache.
+and prepares the pieces that follow; after the last comes the first. The embedding is read by rows,
+those of the tokens. Norms and the KV cache stay in memory.
 
 The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and
 where a weight is multiplied a few rows at a time each output is still one dot product of the same
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, Inputs, open_folder
 from quantflow.runtime.load import Loaded
@@ -40,12 +40,12 @@ _RETURNED = 1 << 20  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What is read at once: all rows of a quantized linear, some rows of a plain one.
+    """A part of a weight that is read at once: a quantized linear, or some rows of a plain one.
 
     Attributes:
-        linear: its source name, without `.weight`.
+        linear: source name of the linear, without `.weight`.
         start, stop: rows of its weight.
-        nbytes: what the rows occupy in the artifact.
+        nbytes: bytes of the rows in the artifact.
     """
 
     linear: str
@@ -55,7 +55,10 @@ class Piece:
 
 
 class Prefetch:
-    """Makes pieces in their order, in a thread that stays ahead of whoever takes them. Taken from one thread."""
+    """Makes pieces in their order, in a thread that stays ahead of the one that takes them.
+
+    They are taken from one thread.
+    """
 
     def __init__(
         self, make: Callable[[Piece], Multiply], order: Sequence[Piece], *, ahead: int
@@ -78,7 +81,9 @@ class Prefetch:
         self._fill()
 
     def take(self, piece: Piece) -> Multiply:
-        """Return what was made of a piece, and let the thread go on; a piece out of order is made now.
+        """The function of a piece; the thread goes on with those that follow.
+
+        A piece out of order is made now.
 
         Raises:
             Exception: what making it raised.
@@ -111,7 +116,14 @@ class StreamedLinear(nn.Module):
         self._pieces, self._prefetch = tuple(pieces), prefetch
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        """The product x @ W.T + bias.
+
+        Args:
+            x: [..., in_features].
+
+        Returns:
+            [..., out_features] in x's dtype.
+        """
         parts = [self._prefetch.take(piece)(x) for piece in self._pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -122,16 +134,16 @@ class StreamedEmbedding(nn.Module):
     def __init__(self, embedding: nn.Module, artifact: Artifact, name: str) -> None:
         """Read rows of the tensor `name`, and do with them what the family's own module does."""
         super().__init__()
-        # in a list: its weight is no parameter of this
+        # in a list, so that its weight is no parameter of this module
         self._own, self._artifact, self._name = [embedding], artifact, name
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what the embedding makes of ids, [..., H] in the artifact's dtype."""
+        """The embedding of ids, [..., H] in the artifact's dtype."""
         rows, places = torch.unique(ids, return_inverse=True)
-        found: Tensor = with_rows(
+        embedded: Tensor = with_rows(
             self._own[0], self._artifact.read_rows(self._name, rows).to(self._artifact.dtype)
         )(places)
-        return found
+        return embedded
 
 
 def load_offloaded(
@@ -143,7 +155,9 @@ def load_offloaded(
     crops: bool = False,
     exact: bool = False,
 ) -> Loaded:
-    """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
+    """Open an artifact as a model whose weights stay on disk.
+
+    The tokens are those of `load`; each costs a reading of the weights.
 
     Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as
     the largest linear has, and one linear), and while a linear is prepared what its backend needs
@@ -152,12 +166,12 @@ def load_offloaded(
     tensors of 1 MiB and more back to the system as soon as they are freed, in the whole process.
 
     Args:
-        folder: what `quantflow export` wrote.
-        backend: as for `load`.
-        dtype: as for `load`.
+        folder: folder that `quantflow export` wrote.
+        backend: backend of `load`.
+        dtype: dtype of `load`.
         verify: compare every file with its recorded hash first.
-        crops: as for `load`.
-        exact: as for `load`.
+        crops: whether `crop` will be called.
+        exact: leave inputs as the schemes say, as for `load`.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values:
@@ -196,8 +210,11 @@ def load_offloaded(
 
 
 def _return_memory() -> None:
-    """Keep glibc from keeping what is freed: it would raise its threshold with every tensor, to 32 MiB, and keep 300 MB."""
-    # elsewhere there is none, and nothing to keep
+    """Let glibc return freed memory to the system.
+
+    It would raise its threshold with every tensor otherwise, to 32 MiB, and keep 300 MB.
+    """
+    # other C libraries have no such function
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _RETURNED)
@@ -209,7 +226,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
 
 
 def _pieces(artifact: Artifact, name: str) -> list[Piece]:
-    """Return the pieces of a linear in the order of their rows."""
+    """The pieces of a linear in the order of their rows."""
     infos = artifact.checkpoint.infos
     if name in artifact.linears:
         placement = artifact.linears[name]
@@ -231,13 +248,13 @@ def _rows_at_once(columns: int) -> int:
 
 
 def _ranges(count: int, step: int) -> list[tuple[int, int]]:
-    """Return the ranges of `step` rows; what would remain at the end is part of the last one."""
+    """The ranges of `step` rows; a remainder at the end is part of the last one."""
     starts = range(0, max(1, count // step) * step, step)
     return [(start, start + step if start + 2 * step <= count else count) for start in starts]
 
 
 def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
-    """Read a piece and return the function from an input to its rows of the output."""
+    """Read a piece; the function from an input to its rows of the output."""
     name = piece.linear
     if name in artifact.linears:
         if artifact.linears[name].backend.name != "reference":

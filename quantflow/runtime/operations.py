@@ -1,13 +1,13 @@
-"""The layers of a decoder: their products, and between them norms, rotation, cache, attention, the gate.
+"""Layers of a decoder: their products, and between them norms, RoPE, KV cache, attention, the gate.
 
-Where kernels.c has all products, the layers are one call of decode.c, else each operation is one.
-All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says how
-many columns are new.
+Where kernels.c has all products, all layers are one call of decode.c; otherwise each operation is
+one. All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says
+how many columns are new.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,8 +21,10 @@ from quantflow.backends import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
+# cosines and sines of the rotary embedding by position, [capacity, features that are rotated] each
+RotaryTables = tuple[Tensor, Tensor]
 SOURCE = Path(__file__).with_name("decode.c")
-MOST_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
+MAX_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 _TILE = 8  # decode.c's TILE
 
 
@@ -33,8 +35,8 @@ class Heads:
     Attributes:
         query, shared: query heads, and key/value heads.
         dim: features of a head.
-        scale: of the scores.
-        eps: of all norms.
+        scale: factor of the scores.
+        eps: epsilon of all norms.
         cap: scores become cap * tanh(score / cap); 0: they stay.
         whole_norms: norms of queries and keys are of all heads at once.
     """
@@ -56,12 +58,12 @@ class Form:
     """What all layers of a model have in common beside their attention.
 
     Attributes:
-        activation: of the MLP, one of ACTIVATIONS.
-        gated: it is activation(gate) * up, else activation(up).
+        activation: activation of the MLP, one of ACTIVATIONS.
+        gated: the MLP is activation(gate) * up, else activation(up).
         parallel: the MLP reads the hidden state that attention reads, not the one that attention
             was added to.
         centered: norms subtract the mean first (LayerNorm).
-        residual: times what attention and MLP add.
+        residual: factor of what attention and MLP add.
     """
 
     activation: str = "silu"
@@ -73,7 +75,10 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Norm:
-    """A norm: its weight and bias, float32 of the features; without a weight there is no norm, and what is read stays."""
+    """A norm: its weight and bias, float32 of the features.
+
+    Without a weight there is no norm, and its input stays as it is.
+    """
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -89,13 +94,13 @@ class DecoderBlock:
     Attributes:
         products: qkv, output, up (gate and up where there is a gate), down; the first two alone
             where there are experts.
-        experts: what stands in the place of the MLP: a function of its input [N, H] and of
+        experts: stands in the place of the MLP: a function of its input [N, H] and of
             `Operations.gate`; or None.
-        attention_norm, attended_norm: of what attention reads, and of what it adds.
-        mlp_norm, gated_norm: of what the MLP reads, and of what it adds.
-        q_norm, k_norm: of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
-        window: how many positions a query sees, itself included; 0: all before it.
-        rotation: which of the tables that `Operations.begin` takes; None rotates nothing.
+        attention_norm, attended_norm: norm before attention, and of what attention adds.
+        mlp_norm, gated_norm: norm before the MLP, and of what the MLP adds.
+        q_norm, k_norm: norms of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
+        window: positions that a query sees, itself included; 0: all before it.
+        rope: index of its tables among those that `Operations.begin` takes; None rotates nothing.
     """
 
     products: tuple[Projection, ...]
@@ -107,74 +112,94 @@ class DecoderBlock:
     k_norm: Norm = NO_NORM
     experts: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
     window: int = 0
-    rotation: int | None = 0
+    rope: int | None = 0
 
 
 def why_not(head_dim: int) -> str | None:
-    """Return why decode.c cannot run heads of so many features, in a sentence, or None; compiles it if need be."""
+    """Why decode.c cannot run heads of so many features, in a sentence; None when it can.
+
+    It is compiled if need be.
+    """
     if head_dim % LANES:
         return f"it works on {LANES} features at once, heads have {head_dim}"
-    if head_dim > MOST_HEAD_DIM:
-        return f"it works on heads of {MOST_HEAD_DIM} features at most, these have {head_dim}"
-    return native.why_not(SOURCE, needs=())
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias", "call", "order")]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        [
-            (name, ctypes.c_void_p)
-            for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps")
-        ]
-        + [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
-        + [
-            (name, _Norm)
-            for name in (
-                "q_norm",
-                "k_norm",
-                "attention_norm",
-                "attended_norm",
-                "mlp_norm",
-                "gated_norm",
-            )
-        ]
-        + [(name, _Product) for name in ("qkv", "output", "up", "down")]
-        + [("window", ctypes.c_int64), ("rotary", ctypes.c_int64)]
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("padding", "first", "start", "table", "tiles")]
-        + [
-            (name, ctypes.c_int64)
-            for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")
-        ]
-        + [
-            (name, ctypes.c_int64)
-            for name in ("whole_norms", "centered", "parallel", "activation", "gated", "rounds")
-        ]
-        + [(name, ctypes.c_float) for name in ("scale", "eps", "cap", "residual")]
-    )
+    if head_dim > MAX_HEAD_DIM:
+        return f"it works on heads of {MAX_HEAD_DIM} features at most, these have {head_dim}"
+    return native.why_not(SOURCE, cpu_flags=())
 
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.c
+
+
+# The structures of decode.c, which explains their fields; `compiled` compares the two.
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER)]
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("call", _POINTER), ("order", _POINTER)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_scales", _POINTER),
+        ("value_scales", _POINTER),
+        ("key_steps", _POINTER),
+        ("value_steps", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("q_norm", _Norm),
+        ("k_norm", _Norm),
+        ("attention_norm", _Norm),
+        ("attended_norm", _Norm),
+        ("mlp_norm", _Norm),
+        ("gated_norm", _Norm),
+        ("qkv", _Product),
+        ("output", _Product),
+        ("up", _Product),
+        ("down", _Product),
+        ("window", _COUNT),
+        ("rotary_dim", _COUNT),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("padding", _POINTER),
+        ("first", _POINTER),
+        ("start", _POINTER),
+        ("table", _POINTER),
+        ("tiles", _POINTER),
+        ("rows", _COUNT),
+        ("block", _COUNT),
+        ("width", _COUNT),
+        ("query_heads", _COUNT),
+        ("kv_heads", _COUNT),
+        ("head_dim", _COUNT),
+        ("kind", _COUNT),
+        ("whole_norms", _COUNT),
+        ("centered", _COUNT),
+        ("parallel", _COUNT),
+        ("activation", _COUNT),
+        ("gated", _COUNT),
+        ("rounds", _COUNT),
+        ("scale", _FLOAT),
+        ("eps", _FLOAT),
+        ("cap", _FLOAT),
+        ("residual", _FLOAT),
+    ]
+
+
+_ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # argument types of decode.c's functions
     (
         "add_norm",
         [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT],
     ),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4),
     ("product", [_POINTER] * 4 + [_COUNT] * 5),
-    ("summarize", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
-    ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
+    ("argmax_logsumexp", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
+    ("rope_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
     ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 8),
     ("release_threads", []),
@@ -183,11 +208,13 @@ _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.
 
 @functools.cache
 def compiled() -> Any:
-    """Return the functions of decode.c, which is compiled if need be.
+    """The functions of decode.c, which is compiled if need be.
 
     Raises:
+        IntegrityError: decode.c has other structures than this file.
         UnsupportedError: it cannot be compiled here; see `why_not`.
     """
+    native.require_same_fields(SOURCE, _Norm, _Product, _Layer, _Step)
     library = native.library(SOURCE)
     for name, types in _ARGUMENTS:
         getattr(library, name).argtypes = types
@@ -197,21 +224,21 @@ def compiled() -> Any:
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return x @ weight.T + bias in float32; a weight in bfloat16 is taken as the float32 numbers that it is.
+    """The product x @ weight.T + bias in float32.
 
-    What a row gives does not depend on the others, in no bit: torch's product sums in another order
-    for more rows.
+    A weight in bfloat16 stands for the float32 numbers that it is. The bits of a row do not depend
+    on the other rows; torch's product sums in another order for more rows.
 
     Args:
         x: [N, I] float32.
         weight: [O, I], float32 or bfloat16.
         bias: [O], or None.
-        dtype: of the inputs; x is rounded to bfloat16 where the weight is in it too, products of
-            both are exact in float32.
+        dtype: dtype of the inputs; x is rounded to bfloat16 where the weight is in it too. Products
+            of both are exact in float32.
     """
     x, weight = x.contiguous(), weight.contiguous()
     if dtype == weight.dtype == torch.bfloat16:
-        x = x.to(dtype)  # two numbers in the place of one
+        x = x.to(dtype)  # a CPU that multiplies pairs of bfloat16 takes two numbers at once
     out = torch.empty(len(x), len(weight))
     kinds = (tuple(KINDS).index(str(each.dtype).removeprefix("torch.")) for each in (x, weight))
     if len(x):
@@ -221,31 +248,34 @@ def product(
     return out
 
 
-def summarize(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Return of each row of logits [N, V] the likeliest token, the lowest of several, and the logarithm of the sum of exp(x).
+def argmax_logsumexp(logits: Tensor) -> tuple[list[int], list[float]]:
+    """The likeliest token of each row of logits [N, V], and log(sum(exp(logits))) of each row.
 
-    That is NaN where a logit is. A row's numbers do not depend on the others.
+    The token is the lowest of several. The logarithm is NaN where a logit is. The numbers of a row
+    do not depend on the other rows.
     """
     rows, width = logits.shape
     best, log_total = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     if rows:
-        compiled().summarize(logits.data_ptr(), rows, width, best.data_ptr(), log_total.data_ptr())
+        compiled().argmax_logsumexp(
+            logits.data_ptr(), rows, width, best.data_ptr(), log_total.data_ptr()
+        )
     return best.tolist(), log_total.tolist()
 
 
 def release_threads() -> None:
-    """Give back the OpenMP threads that loops of the calling thread have used; its next loop makes new ones.
+    """Give back the OpenMP threads that loops of the calling thread have used.
 
-    libgomp counts the threads that it made for all threads of the process. Where they are more than
-    the cores, a thread that waits for the next loop sleeps at once and has to be woken, several
-    times a layer: a token of a small model takes twice as long. So a thread that computes no more
-    gives its threads back.
+    The next loop of the thread makes new ones. libgomp counts the threads that it made for all
+    threads of the process. Where they are more than the cores, a thread that waits for the next
+    loop sleeps at once and has to be woken, several times a layer: a token of a small model takes
+    twice as long. So a thread that computes no more gives its threads back.
     """
     compiled().release_threads()
 
 
 class Operations:
-    """The layers, and the operations on one batch."""
+    """Layers, and the operations on one batch."""
 
     def __init__(
         self,
@@ -258,40 +288,40 @@ class Operations:
         """Take the shapes and the layers of a model.
 
         Args:
-            heads: of attention.
+            heads: attention of the model.
             blocks: the layers.
-            form: None: Llama's.
-            rounds: over a bfloat16 cache, queries and attention probabilities may be rounded to
-                bfloat16.
+            form: what the layers have in common; None: Llama's.
+            rounds: queries and attention probabilities may be rounded to bfloat16 over a bfloat16
+                cache.
 
         Raises:
             UnsupportedError: see `compiled`.
         """
-        self._heads, self._form, self._blocks, self._library = (
-            heads,
-            form or Form(),
-            blocks,
-            compiled(),
-        )
+        self._heads = heads
+        self._form = form or Form()
+        self._blocks = blocks
+        self._library = compiled()
         self._rounds = rounds
         self._rooms: dict[str, Tensor] = {}
-        # What decode.c's `run` computes of a layer goes into these; no widths where Python calls it
-        # step by step.
+        # Room for the parts of a layer, which decode.c's `run` writes; there are no widths where
+        # Python calls the operations one by one.
         self._widths: tuple[int, ...] = ()
         self._between: list[Tensor] = []
         self._addresses: list[int | None] = []
-        found: list[Any] = [product for block in blocks for product in block.products]
+        products: list[Any] = [product for block in blocks for product in block.products]
         sparse = any(block.experts is not None for block in blocks)
         if (
-            found
+            products
             and not sparse
-            and all(isinstance(p, partial) and p.func is kernels.linear for p in found)
+            and all(isinstance(p, partial) and p.func is kernels.linear for p in products)
         ):
-            # those of the other layers are like the first's
-            qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
-            words = (product.keywords for product in found)
+            # the shapes of the first layer are those of all
+            qkv, output, up, down = (
+                product.keywords["prepared"].weight for product in products[:4]
+            )
+            keywords = (product.keywords for product in products)
             ordered = max(
-                (each["prepared"].weight.columns for each in words if each["order"] is not None),
+                (each["prepared"].weight.columns for each in keywords if each["order"] is not None),
                 default=0,
             )
             self._widths = (
@@ -304,39 +334,40 @@ class Operations:
                 down.rows,
             )
 
-    def begin(self, cache: KVCache, rotations: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def begin(self, cache: KVCache, rotary_tables: Sequence[RotaryTables]) -> None:
         """Take a cache, or one whose storage has changed.
 
         Args:
-            cache: of the batch.
-            rotations: cosines and sines of each position, [capacity, features that are rotated];
-                blocks name them by number.
+            cache: KV cache of the batch.
+            rotary_tables: tables that `DecoderBlock.rope` counts.
         """
         heads, form = self._heads, self._form
-        self._cache, self._rotations = cache, rotations  # C has their addresses: they must live on
-        sizes = (
-            cache.rows,
-            cache.capacity,
-            1,
-            heads.query,
-            heads.shared,
-            heads.dim,
-            tuple(KINDS).index(cache.kind),
-        )
-        flags = (
-            heads.whole_norms,
-            form.centered,
-            form.parallel,
-            ACTIVATIONS.index(form.activation),
-            form.gated,
-        )
-        floats = (heads.scale, heads.eps, heads.cap, form.residual)
-        self._step = _Step(
-            native.address(cache.padding), *[None] * 4, *sizes, *flags, self._rounds, *floats
+        # C has the addresses of their tensors: they must live on
+        self._cache = cache
+        self._rotary_tables = rotary_tables
+        self._step = _Step(  # first, start, table and tiles are NULL until `step_rows`
+            padding=native.address(cache.padding),
+            rows=cache.rows,
+            block=cache.capacity,
+            width=1,
+            query_heads=heads.query,
+            kv_heads=heads.shared,
+            head_dim=heads.dim,
+            kind=tuple(KINDS).index(cache.kind),
+            whole_norms=heads.whole_norms,
+            centered=form.centered,
+            parallel=form.parallel,
+            activation=ACTIVATIONS.index(form.activation),
+            gated=form.gated,
+            rounds=self._rounds,
+            scale=heads.scale,
+            eps=heads.eps,
+            cap=heads.cap,
+            residual=form.residual,
         )
         self._count = 0  # columns of each sequence that the last step had
         structures = [
-            self._structure(block, cache.of(index), rotations)
+            self._structure(block, cache.of(index), rotary_tables)
             for index, block in enumerate(self._blocks)
         ]
         self._structures = (_Layer * len(structures))(*structures)
@@ -358,22 +389,30 @@ class Operations:
         """Expect new columns of sequences that lie in blocks of the cache: its rows.
 
         Args:
-            first: [B + 1] int64, where the columns of each begin among all that are new, and how
-                many there are.
-            start: [B] int64, the first new column of each.
-            table: [B, W] int64, the cache's rows that hold the columns of each, `cache.capacity` to
-                a row.
-            padding: [B] int64, columns at the left of each that are no text.
+            first: [B + 1] int64, begin of each sequence's columns among all new columns, and their
+                number.
+            start: [B] int64, first new column of each sequence.
+            table: [B, W] int64, rows of the cache that hold the columns of each sequence,
+                `cache.capacity` to a row.
+            padding: [B] int64, columns at the left of each sequence that are no text.
         """
         step, group = self._step, self._heads.query // self._heads.shared
         counts = (-(-(end - begin) * group // _TILE) for begin, end in pairwise(first.tolist()))
         tiles = torch.tensor([*accumulate(counts, initial=0)])
-        self._rows = tensors = (padding, first, start, table, tiles)  # they must live on
-        step.padding, step.first, step.start, step.table, step.tiles = map(native.address, tensors)
+        self._rows = (padding, first, start, table, tiles)  # C has their addresses
+        step.padding = native.address(padding)
+        step.first = native.address(first)
+        step.start = native.address(start)
+        step.table = native.address(table)
+        step.tiles = native.address(tiles)
         step.rows, step.width = table.shape
 
     def run(self, x: Tensor) -> Tensor | None:
-        """Run the layers on x [N, H], changed; return what is still to be added to it, valid until the next call."""
+        """Run the layers on x [N, H], which is changed.
+
+        Returns:
+            What is still to be added to x, valid until the next call.
+        """
         if self._widths:
             rows = len(x)
             if not self._between or len(self._between[-1]) < rows:
@@ -402,7 +441,13 @@ class Operations:
         return delta
 
     def last_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        """Add what `run` left to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
+        """Add the rest of `run` to x in place; the norm of x, valid until the next call.
+
+        Args:
+            x: [N, H].
+            delta: what `run` returned, [N, H].
+            norm: last norm of the model.
+        """
         return self.add_norm(
             x, delta, norm, after=self._blocks[-1].gated_norm if self._blocks else NO_NORM
         )
@@ -416,14 +461,14 @@ class Operations:
         after: Norm = NO_NORM,
         late: bool = False,
     ) -> Tensor:
-        """Add the norm `after` of delta to x in place and return the norm of x, valid until the next call.
+        """Add the norm `after` of delta to x in place; the norm of x, valid until the next call.
 
         Args:
             x: [N, H].
             delta: [N, H], changed; None adds nothing.
-            norm: of what is returned.
-            after: of what is added.
-            late: what is returned is of x as it was before.
+            norm: norm that is returned.
+            after: norm of what is added.
+            late: the returned norm is of x as it was before.
         """
         out = self._room("norm", *x.shape)
         pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())
@@ -433,15 +478,27 @@ class Operations:
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
-        """Rotate, write to the cache and attend.  qkv: [N, (query + 2 shared) * dim], changed; returns [N, query * dim]."""
+        """Rotate, write to the cache and attend.
+
+        Args:
+            qkv: [N, (query + 2 shared) * dim], changed.
+            layer: index of the layer.
+
+        Returns:
+            [N, query * dim].
+        """
         heads, structure = self._heads, self._structures[layer]
-        self._library.rotate_store(self._step, structure, qkv.data_ptr())
+        self._library.rope_store(self._step, structure, qkv.data_ptr())
         out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
 
     def gate(self, up: Tensor) -> Tensor:
-        """Return activation(gate) * up, or activation(up); valid until the next call. up: [N, 2 I] or [N, I]; to [N, I]."""
+        """The MLP's activation(gate) * up, or activation(up), [N, I]; valid until the next call.
+
+        Args:
+            up: [N, 2 I] where the MLP is gated, else [N, I].
+        """
         form = self._form
         rows, width = up.shape[0], up.shape[1] // (2 if form.gated else 1)
         out = self._room("gate", rows, width)
@@ -459,44 +516,55 @@ class Operations:
         self,
         block: DecoderBlock,
         cached: Iterable[Tensor | None],
-        rotations: Sequence[tuple[Tensor, Tensor]],
+        rotary_tables: Sequence[RotaryTables],
     ) -> _Layer:
-        """Return a layer as decode.c reads it: cache, rotation, norms, and of each product weight, bias and function."""
-        table = (None, None) if block.rotation is None else rotations[block.rotation]
-        rotary = 0 if table[0] is None else table[0].shape[1]
-        norms = (
-            block.q_norm,
-            block.k_norm,
-            block.attention_norm,
-            block.attended_norm,
-            block.mlp_norm,
-            block.gated_norm,
-        )
+        """A layer as decode.c reads it."""
+        cos, sin = (None, None) if block.rope is None else rotary_tables[block.rope]
+        keys, values, key_scales, value_scales, key_steps, value_steps = map(native.address, cached)
         products: Any = block.products if self._widths else ()
-        made = [_Product()] * 4
-        for index, words in enumerate(p.keywords for p in products):
-            prepared, call = (
-                words["prepared"],
-                ctypes.cast(words["prepared"].call, ctypes.c_void_p).value,
-            )
-            pointers = (
-                ctypes.addressof(prepared.weight),
-                native.address(words["bias"]),
-                call,
-                native.address(words["order"]),
-            )
-            made[index] = _Product(*pointers)
+        names = ("qkv", "output", "up", "down")
+        structures = {
+            name: _product(product.keywords)
+            for name, product in zip(names, products, strict=bool(products))
+        }
         return _Layer(
-            *map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary
+            keys=keys,
+            values=values,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            key_steps=key_steps,
+            value_steps=value_steps,
+            cos=native.address(cos),
+            sin=native.address(sin),
+            q_norm=_norm(block.q_norm),
+            k_norm=_norm(block.k_norm),
+            attention_norm=_norm(block.attention_norm),
+            attended_norm=_norm(block.attended_norm),
+            mlp_norm=_norm(block.mlp_norm),
+            gated_norm=_norm(block.gated_norm),
+            window=block.window,
+            rotary_dim=0 if cos is None else cos.shape[1],
+            **structures,
         )
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
-        """Return memory that the operation has used before, where it has the size: no allocation per token."""
-        found = self._rooms.get(name)
-        if found is None or len(found) < rows or found.shape[1] != width:
-            found = self._rooms[name] = torch.empty(rows, width)
-        return found[:rows]
+        """Memory of an operation, kept from call to call: no allocation per token."""
+        room = self._rooms.get(name)
+        if room is None or len(room) < rows or room.shape[1] != width:
+            room = self._rooms[name] = torch.empty(rows, width)
+        return room[:rows]
 
 
 def _norm(norm: Norm) -> _Norm:
-    return _Norm(native.address(norm.weight), native.address(norm.bias))
+    return _Norm(weight=native.address(norm.weight), bias=native.address(norm.bias))
+
+
+def _product(keywords: Mapping[str, Any]) -> _Product:
+    """A product as decode.c reads it, from the keywords of `kernels.linear`."""
+    prepared = keywords["prepared"]
+    return _Product(
+        weight=ctypes.addressof(prepared.weight),
+        bias=native.address(keywords["bias"]),
+        call=ctypes.cast(prepared.call, ctypes.c_void_p).value,
+        order=native.address(keywords["order"]),
+    )

@@ -1,17 +1,20 @@
-"""What loading an artifact makes of its weights, kept beside it in one safetensors file: loading it again is mapping it.
+"""The pack: weights as loading prepares them, kept beside an artifact in one safetensors file.
 
-The file is named after the hash of everything that decides what is in it: the artifact's digest,
-the dtype, the kernels, the code that lays the weights out. It is never changed; another artifact or
-another version makes another file. So unlike a checkpoint (`quantflow.models.reading`) it may be
-mapped: weights lie in the page cache, once for all processes, and nothing is copied. Its tensors
-are called KEY|PART; those that fill whole lines of the CPU's cache come first, so each of these
-begins at one. The metadata has a hash of names, dtypes, shapes, and sums that take hardly longer
-than to read the data: a block of 32 KiB is a square of 64 x 64 words, and the sum of each row and
-of each column is in the hash. So one changed word is found, and two that changed places, which a
-sum alone has no eye for.
+Loading the artifact again is then mapping the file. It is named after the hash of everything that
+decides what is in it: the artifact's digest, the dtype, the kernels, the code that lays the weights
+out. It is never changed; another artifact or another version makes another file. So unlike a
+checkpoint (`quantflow.models.reading`) it may be mapped: weights lie in the page cache, once for
+all processes, and nothing is copied.
 
-A pack is not signed: whoever may write it decides what the model says. One that others may write to
-is not read.
+Its tensors are called KEY|PART. Those that fill whole lines of the CPU's cache come first, so each
+of these begins at a line. The metadata has a hash of names, dtypes, shapes, and sums of the data: a
+block of 32 KiB is a square of 64 x 64 words, and the sum of each row and of each column is in the
+hash. So one changed word is found, and two that changed places, which one sum cannot see. The sums
+take hardly longer than reading the data; sha256 of the data would take several times as long at
+every load.
+
+A pack is not signed: whoever may write it decides what the model says. A pack that others may write
+to is not read.
 """
 
 import hashlib
@@ -44,11 +47,11 @@ _REMEDY = "remove the file; it is made again"
 
 
 class Pack:
-    """The file of one artifact, and what is to be put into it.
+    """The file of one artifact, and the tensors that are put into it.
 
     Attributes:
-        path: of the file.
-        complete: it was read; nothing has to be made.
+        path: path of the file.
+        complete: whether the file was read, so that nothing has to be made.
     """
 
     def __init__(self, path: Path, *, verify: bool) -> None:
@@ -69,17 +72,17 @@ class Pack:
             self._kept.setdefault(key, {})[part] = tensor
 
     def __contains__(self, key: str) -> bool:
-        """Return whether there is something under a key."""
+        """Whether something is kept under a key."""
         return key in self._kept
 
     def get(self, key: str, make: Callable[[], Parts]) -> Parts:
-        """Return what is kept under a key, made now if there is nothing."""
+        """The tensors kept under a key, made now if there are none."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def save(self) -> None:
-        """Write the file, unless it was read; another process that does the same renames over it."""
+        """Write the file, unless it was read; another process that does so renames over it."""
         if self.complete:
             return
         tensors = {
@@ -100,14 +103,14 @@ class Pack:
         with tempfile.TemporaryDirectory(
             dir=self.path.parent, prefix=f"{_UNFINISHED}{os.getpid()}-"
         ) as folder:
-            made = Path(folder) / self.path.name
-            with made.open("wb") as file:
+            temporary = Path(folder) / self.path.name
+            with temporary.open("wb") as file:
                 file.write(header)
                 file.writelines(bytes_of(tensors[name]) for name in order)
                 file.flush()
                 os.fchmod(file.fileno(), _FILE_MODE)
                 os.fsync(file.fileno())
-            made.replace(self.path)
+            temporary.replace(self.path)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -118,12 +121,17 @@ def _remove_leftovers(folder: Path) -> None:
             os.kill(int(number), 0)  # asks whether there is such a process
         except (ProcessLookupError, ValueError, OverflowError):
             disk.remove_tree(path)
-        except PermissionError:  # somebody else's process has the number
+        except PermissionError:  # another user's process has the number
             pass
 
 
 def name_of(*inputs: object, sources: Iterable[Path]) -> str:
-    """Return the name of the file for what decides it: values, by how they print, and the sources of the code."""
+    """The name of the file, from the values that decide it and the sources of the code.
+
+    Args:
+        inputs: values, hashed as they print.
+        sources: source files, hashed by their bytes.
+    """
     digest = hashlib.sha256(json.dumps([str(value) for value in inputs]).encode())
     for source in sources:
         digest.update(hashlib.sha256(source.read_bytes()).digest())
@@ -131,7 +139,10 @@ def name_of(*inputs: object, sources: Iterable[Path]) -> str:
 
 
 def _digest(specs: Mapping[str, Spec], data: Iterable[memoryview]) -> str:
-    """Return the sha256 of what the tensors are and of the int64 sums of each block; of bytes outside of blocks, themselves."""
+    """The sha256 of the tensors' specs and of the int64 sums of each block of their data.
+
+    Bytes outside of blocks are hashed themselves.
+    """
     digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
     for piece in data:
         if whole := 0 if len(piece) % _LINE else len(piece) // _BLOCK * _BLOCK:
@@ -153,12 +164,11 @@ def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
     with reading(path) as file:
         # torch warns of one that cannot be written
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    data, specs = (
-        torch.frombuffer(memory, dtype=torch.uint8),
-        {name: (info.dtype, info.shape) for name, info in infos.items()},
-    )
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    specs = {name: (info.dtype, info.shape) for name, info in infos.items()}
     spans = {name: data[info.offset : info.offset + info.nbytes] for name, info in infos.items()}
-    # so a thread has the pages mapped, 16 by a read, beside the interpreter; the sums do it too
+    # A thread touches every 16th page, which maps 16 of them, while the interpreter goes on; the
+    # sums below do the same.
     if not verify:
         ThreadPoolExecutor(1).submit(lambda: data[:: 16 * mmap.PAGESIZE].sum())
     elif _digest(specs, map(bytes_of, spans.values())) != metadata.get("sha256"):

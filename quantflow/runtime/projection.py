@@ -30,14 +30,16 @@ def projection(
     *,
     order: Tensor | None = None,
 ) -> Projection:
-    """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
+    """Read linears as one function from their input to their outputs, side by side.
+
+    The outputs come in the order of `names`.
 
     Args:
-        artifact: where they are.
+        artifact: artifact of the linears.
         names: source names, without `.weight`.
-        pack: where they are looked for first, and kept.
-        order: int64 [O], which output comes at each place; None leaves them as they are. Of one
-            model always the same.
+        pack: file where weights are looked for first, and kept.
+        order: int64 [O], output that comes at each place; None leaves them as they are. For one
+            model it is always the same.
 
     Raises:
         InputError: see `Artifact.decode`.
@@ -50,9 +52,11 @@ def projection(
     blocks = order is not None and any(
         artifact.linears[name].scheme.weights.granularity == "per_block" for name in names
     )
-    found = _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
-    if found is not None:
-        return found
+    product = (
+        _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
+    )
+    if product is not None:
+        return product
     if order is not None:
         whole, places = projection(artifact, names, pack), order
         return lambda x: whole(x)[:, places].contiguous()
@@ -61,10 +65,10 @@ def projection(
 
 
 def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
-    """Return a matrix that is not quantized, in the dtype that it is held in.
+    """A matrix that is not quantized, in the dtype that it is held in.
 
-    That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same
-    numbers in half the bytes.
+    That is the artifact's dtype; a weight that is stored in bfloat16 stays so under float32: the
+    same numbers in half the bytes.
     """
 
     def make() -> dict[str, Tensor]:
@@ -75,9 +79,9 @@ def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
         return make()["weight"]
     kept, shape = pack.get(name, make).get("weight"), artifact.checkpoint.infos[name].shape
     if kept is None or kept.shape != shape or kept.dtype not in (torch.bfloat16, artifact.dtype):
-        found = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
+        problem = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
         raise IntegrityError(
-            f"{pack.path}: {name}: {found} where {list(shape)} belongs",
+            f"{pack.path}: {name}: {problem} where {list(shape)} belongs",
             "remove the pack; it is made again",
         )
     return kept
@@ -97,7 +101,7 @@ def _plain(
 def _quantized(
     artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None
 ) -> Projection | None:
-    """Return quantized linears as one product, or None where they are not one."""
+    """Quantized linears as one product, or None where they cannot be one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
         rows, columns = (
@@ -117,8 +121,10 @@ def _quantized(
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
     ours = isinstance(prepared, kernels.Prepared)
-    given = torch.float32 if ours else dtype  # ours round inputs themselves
-    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given, order)
+    bias_dtype = torch.float32 if ours else dtype  # ours round inputs themselves
+    bias = _bias(
+        artifact, names, [artifact.linears[name].shape[0] for name in names], bias_dtype, order
+    )
     linear: Any = backend.linear
     if ours:
         return partial(linear, prepared=prepared, bias=bias, order=inputs)
@@ -128,7 +134,10 @@ def _quantized(
 
 
 def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
-    """Return a linear whose outputs come in another order; its scales are of whole rows or of the whole weight."""
+    """The linear with its outputs in another order.
+
+    Its scales are of rows, or of the whole weight.
+    """
     weight = linear.weight
     rows = len(weight.qvalue)
     scale = weight.scale[order] if len(weight.scale) == rows else weight.scale
@@ -146,14 +155,14 @@ def _bias(
     dtype: torch.dtype,
     order: Tensor | None,
 ) -> Tensor | None:
-    """Return the biases below each other, zeros where a linear has none; None when none has one."""
-    found = [artifact.bias(name, dtype) for name in names]
-    if all(bias is None for bias in found):
+    """The biases below each other, zeros where a linear has none; None when none has one."""
+    biases = [artifact.bias(name, dtype) for name in names]
+    if all(bias is None for bias in biases):
         return None
     whole = torch.cat(
         [
             torch.zeros(n, dtype=dtype) if bias is None else bias
-            for bias, n in zip(found, lengths, strict=True)
+            for bias, n in zip(biases, lengths, strict=True)
         ]
     )
     return whole if order is None else whole[order]
@@ -162,7 +171,7 @@ def _bias(
 def _join(
     artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]
 ) -> QuantizedLinear | None:
-    """Return linears as one, or None where they are quantized differently or no longer fit their kernel."""
+    """Linears as one, or None where they are quantized differently or do not fit their kernel."""
     first, placement = linears[0], artifact.linears[names[0]]
     if len(linears) == 1:
         return first
@@ -188,7 +197,7 @@ def _join(
 
 
 def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
-    """Return what the linears that are one product have in common."""
+    """The properties that linears of one product share."""
     one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
     numbers = (linear.input_scale, linear.input_zero_point, one, linear.order)
     return (

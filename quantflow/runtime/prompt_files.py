@@ -27,12 +27,12 @@ def read_prompts(
     """Read prompts.
 
     Args:
-        source: a .txt file (prompts separated by blank lines), .json (a list, or a table of texts
+        source: .txt file (prompts separated by blank lines), .json (a list, or a table of texts
             by length), .jsonl, .csv or .parquet; a folder with one of these per split; or the name
             of a data set on the hub, which the package `datasets` reads. Of several splits the
             first of test, validation and train is taken.
-        column: which key of the rows; None takes the first that holds a text in the first row.
-        limit: the first so many only, in the order in which they stand; None takes all.
+        column: key of the rows; None takes the first that holds a text in the first row.
+        limit: number of prompts that are taken, the first ones; None takes all.
 
     Raises:
         InputError: a file that cannot be read, or rows without such a column.
@@ -57,12 +57,12 @@ def read_prompts(
 def encode(
     prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, limit: int | None, chat: bool
 ) -> list[list[int]]:
-    """Return the tokens of each prompt.
+    """The tokens of each prompt.
 
     Args:
         prompts: texts, or conversations.
         tokenizer: adds BOS to texts as it always does.
-        limit: the first so many tokens only; None keeps all.
+        limit: number of tokens that are kept, the first ones; None keeps all.
         chat: put each text as the user's message into the chat template; conversations always go
             through it.
 
@@ -72,7 +72,7 @@ def encode(
     """
     if limit is not None and limit < 1:
         raise UsageError(f"max_input_tokens={limit}", "use 1 or more")
-    found = []
+    prompts_ids = []
     for number, prompt in enumerate(prompts, start=1):
         if chat or not isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -83,12 +83,12 @@ def encode(
             raise UsageError(
                 f"prompt {number}: {prompt!r} has no token", "give a text of a token or more"
             )
-        found.append(tokens[:limit])
-    return found
+        prompts_ids.append(tokens[:limit])
+    return prompts_ids
 
 
 def shown(prompt: Prompt) -> str:
-    """Return a prompt as text, for people: of a conversation the last message."""
+    """A prompt as text for people: the last message of a conversation."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
@@ -104,20 +104,20 @@ def _from_chat(
 
 
 def _split_of(folder: Path) -> Path:
-    """Return the file of a folder that holds the first split, or its only file."""
+    """The file of a folder that holds the first split, or its only file."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES)
     for split in _SPLITS:
         for path in files:
             if path.stem.startswith(split):
                 return path
     if len(files) != 1:
-        told = f"{folder}: {len(files)} files, none of which is called {', '.join(_SPLITS)}"
-        raise InputError(told, f"name one {', '.join(_SUFFIXES)} file")
+        cause = f"{folder}: {len(files)} files, none of which is called {', '.join(_SPLITS)}"
+        raise InputError(cause, f"name one {', '.join(_SUFFIXES)} file")
     return files[0]
 
 
 def _rows(path: Path) -> Iterator[Any]:
-    """Yield what a file holds: texts, or mappings from a column to a value."""
+    """Yield the rows of a file: texts, or mappings from a column to a value."""
     if path.suffix == ".parquet":
         yield from _from_parquet(path)
         return
@@ -157,9 +157,10 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _by_length(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a table of texts by their lengths, as Intel's runner has them: {"input": {"32": TEXT, "64": TEXT}}.
+    """The row of a table of texts by their lengths, as Intel's runner has them.
 
-    A column is a length; with several tables, such as one per family, it is family/length.
+    Such a table is {"input": {"32": TEXT, "64": TEXT}}. A column is a length; with several tables,
+    such as one per family, it is family/length.
     """
     inner = {name: texts for name, texts in table.items() if isinstance(texts, dict)}
     if len(inner) == len(table) == 1:
@@ -187,8 +188,11 @@ def _from_parquet(path: Path) -> Iterator[Any]:
 
 def _from_hub(name: str) -> Iterator[Any]:
     if find_spec("datasets") is None:
-        told = f"{name}: no file or folder here, and hub names are read by the package datasets, which is not installed"
-        raise UnsupportedError(told, "check the path, or install datasets")
+        cause = (
+            f"{name}: no file or folder here, and hub names are read by the package datasets, "
+            "which is not installed"
+        )
+        raise UnsupportedError(cause, "check the path, or install datasets")
     from datasets import load_dataset
 
     try:

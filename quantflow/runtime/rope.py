@@ -1,4 +1,4 @@
-"""Rotary positions: the cosines and sines by which features of a head are rotated, of rope types that look at positions alone.
+"""Rotary embedding (RoPE): cosines and sines of the types that depend on the position alone.
 
     angle[p, i] = p * inv_freq[i]        features i and i + dim / 2 are a pair
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 TYPES = ("default", "linear", "llama3", "yarn")
-# The keys of rope_parameters that change numbers, by type; a type reads those of `default` too.
+# The keys of rope_parameters that change numbers, by type; every type reads those of `default` too.
 _KEYS = {
     "default": {"rope_type", "type", "rope_theta", "partial_rotary_factor"},
     "linear": {"factor"},
@@ -33,16 +33,16 @@ _KEYS = {
         *("mscale", "mscale_all_dim", "truncate"),
     },
 }
-# rotations beyond which yarn keeps a frequency, and below which it divides it
+# yarn keeps a frequency above the first number of rotations, and divides one below the second
 _BETA_FAST, _BETA_SLOW = 32, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One rotation.
+    """A rotary embedding.
 
     Attributes:
-        dim: features of a head that are rotated, the first ones.
+        dim: number of a head's first features, which are rotated.
         parameters: `rope_parameters` of config.json, complete.
     """
 
@@ -50,7 +50,7 @@ class Rope:
     parameters: Mapping[str, Any]
 
     def table(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the positions from 0 on, each [positions, dim] float32."""
+        """The cosines and sines of the positions from 0 on, each [positions, dim] float32."""
         inv_freq, attention_factor = inverse_frequencies(self)
         # [1, positions, dim / 2]
         angles = torch.arange(positions)[None, :, None].float() * inv_freq
@@ -60,16 +60,22 @@ class Rope:
 
 
 def why_not(parameters: Mapping[str, Any]) -> str | None:
-    """Return why positions are rotated by something that is not known here, in a sentence, or None."""
+    """Why positions are rotated in a way that is not known here, in a sentence; None when known."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in TYPES:
-        return f"its rotation depends on the position alone, that of rope_type {kind} on the sequence too"
-    known = _KEYS["default"] | _KEYS[kind]
+        return (
+            f"its rotation depends on the position alone, that of rope_type {kind} on the sequence "
+            "too"
+        )
+    keys = _KEYS["default"] | _KEYS[kind]
     unknown = sorted(
-        key for key, value in parameters.items() if key not in known and value is not None
+        key for key, value in parameters.items() if key not in keys and value is not None
     )
     if unknown:
-        return f"it does not know what {unknown[0]}={parameters[unknown[0]]!r} does to a rotation of rope_type {kind}"
+        return (
+            f"it does not know what {unknown[0]}={parameters[unknown[0]]!r} does to a rotation of "
+            f"rope_type {kind}"
+        )
     needed = {
         "linear": _KEYS["linear"],
         "llama3": _KEYS["llama3"],
@@ -87,23 +93,30 @@ def why_not(parameters: Mapping[str, Any]) -> str | None:
 
 
 def inverse_frequencies(rope: Rope) -> tuple[Tensor, float]:
-    """Return the angle of each pair of features at position 1, [dim / 2] float32, and what cosines and sines are times."""
-    given, dim = rope.parameters, rope.dim
-    kind, base = given.get("rope_type", given.get("type", "default")), given["rope_theta"]
+    """The angle of each pair of features at position 1, and the factor of cosines and sines.
+
+    Returns:
+        [dim / 2] float32, and the factor.
+    """
+    parameters, dim = rope.parameters, rope.dim
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    base = parameters["rope_theta"]
     inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     if kind == "linear":
-        return inv_freq / given["factor"], 1.0
+        return inv_freq / parameters["factor"], 1.0
     if kind == "llama3":
-        return _llama3(inv_freq, given), 1.0
+        return _llama3(inv_freq, parameters), 1.0
     if kind == "yarn":
-        return _yarn(given, dim), _yarn_attention_factor(given)
+        return _yarn(parameters, dim), _yarn_attention_factor(parameters)
     return inv_freq, 1.0
 
 
-def _llama3(inv_freq: Tensor, given: Mapping[str, Any]) -> Tensor:
-    """Return frequencies whose long waves are stretched by `factor`, short ones not, those between in part."""
-    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
-    length = given["original_max_position_embeddings"]
+def _llama3(inv_freq: Tensor, parameters: Mapping[str, Any]) -> Tensor:
+    """The frequencies with long waves stretched by `factor`, short ones kept, others in between."""
+    factor = parameters["factor"]
+    low = parameters["low_freq_factor"]
+    high = parameters["high_freq_factor"]
+    length = parameters["original_max_position_embeddings"]
     waves = 2 * math.pi / inv_freq
     stretched = torch.where(waves > length / low, inv_freq / factor, inv_freq)
     share = (length / waves - low) / (high - low)
@@ -111,23 +124,19 @@ def _llama3(inv_freq: Tensor, given: Mapping[str, Any]) -> Tensor:
     return torch.where(~(waves < length / high) & ~(waves > length / low), between, stretched)
 
 
-def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
-    """Return frequencies between those of the text that was learned from and those of one `factor` times as long."""
-    base, factor, length = (
-        given["rope_theta"],
-        given["factor"],
-        given["original_max_position_embeddings"],
-    )
+def _yarn(parameters: Mapping[str, Any], dim: int) -> Tensor:
+    """The frequencies between those of the trained text length and of `factor` times as much."""
+    base = parameters["rope_theta"]
+    factor = parameters["factor"]
+    length = parameters["original_max_position_embeddings"]
 
     def pair(rotations: float) -> float:
-        """Return the pair of features that rotates so often over the length."""
+        """The pair of features that rotates so often over the length."""
         return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
-    first, last = (
-        pair(given.get("beta_fast") or _BETA_FAST),
-        pair(given.get("beta_slow") or _BETA_SLOW),
-    )
-    if given.get("truncate", True):
+    first = pair(parameters.get("beta_fast") or _BETA_FAST)
+    last = pair(parameters.get("beta_slow") or _BETA_SLOW)
+    if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     powers: Tensor = base ** (torch.arange(0, dim, 2).float() / dim)
@@ -135,18 +144,18 @@ def _yarn(given: Mapping[str, Any], dim: int) -> Tensor:
         (last + 0.001 if first == last else last) - first
     )
     kept = 1 - torch.clamp(ramp, 0, 1)
-    found: Tensor = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
-    return found
+    frequencies: Tensor = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return frequencies
 
 
-def _yarn_attention_factor(given: Mapping[str, Any]) -> float:
-    factor: float = given["factor"]
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
+    factor: float = parameters["factor"]
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
 
     def scale(of: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * of * math.log(factor) + 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return float(scale(given["mscale"]) / scale(given["mscale_all_dim"]))
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return float(scale(parameters["mscale"]) / scale(parameters["mscale_all_dim"]))
     return scale(1)

@@ -1,7 +1,8 @@
-"""A mixture of experts in the place of an MLP: each token goes to the experts that a router chooses for it.
+"""A mixture of experts in the place of an MLP: a router chooses the experts of each token.
 
-    y[t] = sum_e weight[t, e] * down_e(activation(gate_e(x[t])) * up_e(x[t]))    over the chosen experts, in ascending order
+    y[t] = sum_e weight[t, e] * down_e(activation(gate_e(x[t])) * up_e(x[t]))
 
+The sum is over the chosen experts, in ascending order.
 The weights are the softmax of the router's scores over all experts; those of the chosen ones are
 divided by their sum where the family does so. A shared expert sees every token, times the sigmoid
 of a score of its own. An expert's products are computed over the tokens that are routed to it, and
@@ -27,9 +28,9 @@ class RoutedExperts:
     Attributes:
         router: from x to the score of each expert, [N, E].
         experts: in the order of the scores.
-        chosen: how many a token goes to.
+        chosen: number of experts that a token goes to.
         normalized: the weights of the chosen ones are divided by their sum.
-        shared: the expert of every token, and the score that says what it counts, [N, 1]; or None.
+        shared: the expert of every token, and the score of its weight, [N, 1]; or None.
     """
 
     router: Projection
@@ -39,11 +40,11 @@ class RoutedExperts:
     shared: tuple[Expert, Projection] | None = None
 
     def __call__(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the experts make of hidden states.
+        """The output of the experts for hidden states.
 
         Args:
             x: [N, H] float32.
-            gate: what lies between an expert's products, [n, 2 I] to [n, I].
+            gate: function between an expert's products, [n, 2 I] to [n, I].
 
         Returns:
             [N, H] float32.

@@ -2,7 +2,7 @@
 
 The rows of a step that have an adapter are gathered, multiplied by its two factors, and added to
 what the product gave them. Both multiplications are decode.c's, whose rows do not depend on each
-other, so a row has the same bits whatever else runs. Of the families that the lean decoder runs
+other, so a row has the same bits whatever else runs. In the families that the lean decoder runs,
 these linears have the same names in a checkpoint and in transformers' modules.
 """
 
@@ -23,15 +23,15 @@ class RowAdapters:
     """Adapters by name, and which of them the rows of the next step have.
 
     Attributes:
-        names: of the adapters.
+        names: names of the adapters.
     """
 
     def __init__(self, artifact: Artifact, folders: Mapping[str, str | Path]) -> None:
         """Read them.
 
         Args:
-            artifact: of the model.
-            folders: of each adapter, as PEFT writes it.
+            artifact: artifact of the model.
+            folders: folder of each adapter, as PEFT writes it.
 
         Raises:
             InputError: files that are missing or damaged, tensors that belong to no linear of the
@@ -43,7 +43,7 @@ class RowAdapters:
         self._factors: dict[str, dict[str, Factors]] = {}
         # source name -> where an adapter has it, until it stands beside a product
         self._places: dict[str, str] = {}
-        self._rows: list[tuple[str, Tensor]] = []  # of the next step
+        self._rows: list[tuple[str, Tensor]] = []  # adapter and its rows in the next step
         for adapter, folder in folders.items():
             path = weights_file(folder)
             for name, factors in read_adapter(folder).items():
@@ -62,14 +62,13 @@ class RowAdapters:
     def beside(
         self, base: Projection, artifact: Artifact, linears: Sequence[str], *, order: Tensor | None
     ) -> Projection:
-        """Return a product with the adapters of its linears beside it.
+        """A product with the adapters of its linears beside it.
 
         Args:
-            base: what the linears compute, side by side.
-            artifact: of the model.
-            linears: their source names.
-            order: int64 [O], which output of theirs comes at each place; None leaves them as they
-                are.
+            base: product of the linears, side by side.
+            artifact: artifact of the model.
+            linears: source names of the linears.
+            order: int64 [O], output that comes at each place; None leaves them as they are.
         """
         sides: dict[str, list[tuple[slice, Factors]]] = {}
         end = 0
@@ -92,21 +91,23 @@ class RowAdapters:
         return adapted if sides else base
 
     def require_used(self) -> None:
-        """Refuse what stands beside no product.
+        """Refuse an adapter of a linear that is no part of a product.
 
         Raises:
             UnsupportedError: naming the first linear.
         """
         for place in self._places.values():
-            told = f"{place}: only linears of attention and of an MLP have adapters by request"
-            raise UnsupportedError(told, "train the adapter without it, or merge it into the model")
+            cause = f"{place}: only linears of attention and of an MLP have adapters by request"
+            raise UnsupportedError(
+                cause, "train the adapter without it, or merge it into the model"
+            )
 
     def choose(self, first: Tensor, adapters: Sequence[str | None]) -> bool:
-        """Expect a step, and return whether any of its rows has an adapter.
+        """Expect a step; whether any of its rows has an adapter.
 
         Args:
-            first: [B + 1] int64, where the rows of each sequence begin, and how many there are.
-            adapters: of each sequence; none at all where no sequence has one.
+            first: [B + 1] int64, begin of each sequence's rows, and their number.
+            adapters: adapter of each sequence; empty where no sequence has one.
         """
         rows: dict[str, list[Tensor]] = {}
         edges = first.tolist()
@@ -118,7 +119,7 @@ class RowAdapters:
 
 
 def shape_of(artifact: Artifact, name: str) -> tuple[int, int]:
-    """Return (out_features, in_features) of a linear by its source name."""
+    """The shape (out_features, in_features) of a linear by its source name."""
     if name in artifact.linears:
         return artifact.linears[name].shape
     rows, columns = artifact.checkpoint.infos[f"{name}.weight"].shape

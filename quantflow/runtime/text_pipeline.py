@@ -3,7 +3,7 @@
     generator = pipeline("work/4-export")
     generator("def main(")                          [{"generated_text": "def main(self):..."}]
     generator(["def", "class"])                     [[{"generated_text": ...}], [{...}]]
-    generator([{"role": "user", "content": "hi"}])  [{"generated_text": [..., {"role": "assistant", "content": ...}]}]
+    generator([{"role": "user", "content": "hi"}])  [{"generated_text": [..., {"role": ...}]}]
 
 Prompts of a call run together on one engine.
 """
@@ -35,10 +35,12 @@ _RULES = (
 
 
 class TextGeneration:
-    """An artifact that continues texts when it is called; `close`, or a `with` block, ends its engine.
+    """An artifact that continues texts when it is called.
+
+    `close`, or a `with` block, ends its engine.
 
     Attributes:
-        tokenizer: of the artifact.
+        tokenizer: tokenizer of the artifact.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class TextGeneration:
         """Load an artifact.
 
         Args:
-            artifact: its folder.
-            backend: as `quantflow.load` takes it.
-            dtype: of what is not quantized, float32 or bfloat16.
-            kv_cache: as `quantflow.load` takes it.
-            exact: as `quantflow.load` takes it.
+            artifact: folder of the artifact.
+            backend: backend of its linears, as `quantflow.load` takes it.
+            dtype: dtype of the tensors that are not quantized, float32 or bfloat16.
+            kv_cache: kind of the KV cache, as `quantflow.load` takes it.
+            exact: leave inputs as the schemes say, as for `quantflow.load`.
             kv_memory: bytes that keys and values may take; None: what is free.
 
         Raises:
@@ -93,12 +95,12 @@ class TextGeneration:
 
         Args:
             inputs: a text, a conversation, or a list of these.
-            max_new_tokens: at most so many are added.
+            max_new_tokens: tokens that are added at most.
             do_sample: draw tokens; None: where `options` say how.
             num_return_sequences: texts per prompt; above 1 they are drawn.
             return_full_text: a text begins with its prompt, a conversation with its messages.
             stop_strings: texts end with any of these.
-            seed: of the first text; each further one counts on.
+            seed: seed of the first text; each further one counts on.
             options: `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`; `repetition_penalty`,
                 `frequency_penalty`, `presence_penalty`, `no_repeat_ngram_size`, `min_new_tokens`;
                 as in transformers.
@@ -146,7 +148,7 @@ class TextGeneration:
                     )
                     streams[-1].append(self._engine.submit(asked))
             trios = zip(prompts, rows, streams, strict=True)
-            found = [
+            answers = [
                 [self._text(prompt, ids, one, full=return_full_text) for one in several]
                 for prompt, ids, several in trios
             ]
@@ -154,14 +156,14 @@ class TextGeneration:
             for several in streams:
                 for one in several:
                     one.cancel()
-        return found[0] if alone else found
+        return answers[0] if alone else answers
 
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Begin a block that ends the engine."""
         return self
 
     def __exit__(
@@ -201,5 +203,5 @@ class TextGeneration:
 
 
 def pipeline(artifact: str | Path, **options: Any) -> TextGeneration:
-    """Return a text-generation pipeline of an artifact; see `TextGeneration`."""
+    """A text-generation pipeline of an artifact; see `TextGeneration`."""
     return TextGeneration(artifact, **options)

@@ -1,4 +1,4 @@
-"""A decoder that notes how long each forward took."""
+"""A decoder that notes the time of each forward."""
 
 import time
 from collections.abc import Callable
@@ -9,21 +9,19 @@ from quantflow.runtime.decoder import Decoder, HiddenDecoder
 
 
 class Timed:
-    """Does what another decoder does, and counts.
+    """Another decoder with a clock.
 
     Attributes:
-        seconds: of each forward since the beginning, in order.
-        starts: when each began, on the clock of `time.perf_counter`.
-        first: which of them were the first after a `begin`, those that read a prompt.
+        seconds: seconds of each forward since the beginning, in order.
+        starts: begin of each forward, on the clock of `time.perf_counter`.
+        first: indices of the first forwards after a `begin`, which read a prompt.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         """Stand in for `decoder`; it shows hidden states if that one does."""
-        self.vocab_size, self.positions, self.device = (
-            decoder.vocab_size,
-            decoder.positions,
-            decoder.device,
-        )
+        self.vocab_size = decoder.vocab_size
+        self.positions = decoder.positions
+        self.device = decoder.device
         self.keep, self.crop = decoder.keep, decoder.crop
         self.forward: Any = self._timed(decoder.forward)
         if isinstance(decoder, HiddenDecoder):
@@ -39,7 +37,7 @@ class Timed:
         self._decoder.begin(rows=rows, capacity=capacity)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return how many forwards there were, and the mean seconds of those that read a prompt and of all others."""
+        """The number of forwards; mean seconds of those that read a prompt, and of the others."""
         prompts = [self.seconds[i] for i in self.first]
         others = [value for i, value in enumerate(self.seconds) if i not in set(self.first)]
         return {

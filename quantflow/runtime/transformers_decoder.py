@@ -14,17 +14,17 @@ from quantflow.models.graph import text_config
 
 
 def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
-    """Return transformers' cache, empty, keeping what is left of keys and values after rounding them with measured scales.
+    """Transformers' cache, empty, with keys and values rounded by measured scales.
 
     Args:
-        config: the model's.
-        scales: of each layer.
+        config: configuration of the model.
+        scales: scales of each layer.
     """
     cache = DynamicCache(config=config)
     update = cache.update
 
     def rounded(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
+        """Append K after RoPE and V, [B, kv heads, T, head_dim], rounded; all keys and values."""
         return update(
             scales[layer].round_keys(keys),
             scales[layer].round_values(values),
@@ -38,7 +38,10 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
 
 
 def plain_cache(model: nn.Module) -> DynamicCache:
-    """Return an empty cache of the class that the module of a model's code declares, as MiniMax' does, else transformers'."""
+    """An empty cache of transformers.
+
+    Where a model's own code declares a class of cache, as MiniMax' does, it is of that class.
+    """
     code, config = inspect.getmodule(type(model)), cast(Any, model.config)
     for _, kind in inspect.getmembers(code, inspect.isclass):
         if issubclass(kind, DynamicCache) and inspect.getmodule(kind) is code:
@@ -66,11 +69,11 @@ class TransformersDecoder:
         Args:
             model: called as `model(input_ids=..., past_key_values=..., use_cache=True,
                 logits_to_keep=...)`.
-            device: where it runs; None asks its parameters.
+            device: device where it runs; None asks its parameters.
             crops: whether `crop` will be called. The cache of a sliding window then keeps what lies
                 before the window.
-            kv_scales: of each layer; the cache then holds keys and values rounded with them, in the
-                model's dtype.
+            kv_scales: scales of each layer; the cache then holds keys and values rounded with them,
+                in the model's dtype.
         """
         config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
@@ -128,7 +131,10 @@ class TransformersDecoder:
         self._length = length
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
-        """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""
+        """Run the model.
+
+        Padded batches get a mask and positions, others neither, as a graph was captured.
+        """
         if padding is not None and bool(padding.any()):
             self._padding = padding
         begin, self._length = self._length, self._length + input_ids.shape[1]

@@ -1,22 +1,22 @@
 """HTTP over the batching engine: an artifact behind TGI's routes and OpenAI's.
 
-    settings.py     what `quantflow serve` may be told: limits with TGI's names, addresses, keys, clients' patience
+    settings.py     the settings of `quantflow serve`: limits with TGI's names, addresses, keys
     process.py      the process: model, port, signals, the end
     app.py          the application: routes behind the key, the Host header and CORS
     http.py         a route: body in, JSON or events out, clients that go away or are slow
-    bodies.py       what requests hold
-    validation.py   what of it is refused, in TGI's order and words; errors.py: kinds and statuses
+    bodies.py       the fields of requests
+    validation.py   refusals of their values, in TGI's order and words; errors.py: their statuses
     tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
     generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
-    grammar.py      what a text must follow, as masks
+    grammar.py      grammars of texts, as masks
     vllm.py         vLLM's own server in place of ours
     models.py       models by name, each with an engine, loaded on demand
-    metrics.py      what /metrics says; openapi.py: what /openapi.json says; site.py: what routes share
+    metrics.py      /metrics; openapi.py: /openapi.json; site.py: the state that routes share
 
 Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start that may take 3, and
-its description of routes is 70 lines here. h11 parses: it bounds headers, which httptools does not.
-uvicorn takes uvloop's event loop where it is installed: the loop runs on the cores that compute,
-and uvloop's needs them less.
+its description of routes is 70 lines here. h11 parses HTTP: it bounds headers, which httptools does
+not. uvicorn takes uvloop's event loop where it is installed: the loop runs on the cores that
+compute, and uvloop's needs them less.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ __all__ = ["ServeJob", "serve", "vllm_command"]
 
 
 def vllm_command(job: ServeJob, *, progress: Progress = SILENT) -> list[str]:
-    """Return what would be started for `engine="vllm"`.
+    """The command that `engine="vllm"` would start.
 
     Raises:
         QuantflowError: the artifact or an option does not suit vLLM.
@@ -41,7 +41,7 @@ def vllm_command(job: ServeJob, *, progress: Progress = SILENT) -> list[str]:
 
 
 def in_folders(job: ServeJob, progress: Progress) -> ServeJob:
-    """Return a job whose models are folders: those on the hub are downloaded, GGUF files imported.
+    """The job with folders as models: those on the hub are downloaded, GGUF files imported.
 
     Raises:
         QuantflowError: there is no such model, or it cannot be used.
@@ -58,8 +58,8 @@ def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
     """Serve an artifact until a signal comes.
 
     Args:
-        job: what is served, where, and to whom.
-        progress: is told what is served and where.
+        job: settings of the server.
+        progress: receiver of the lines about what is served and where.
 
     Raises:
         UnsupportedError: the packages of the extra `serve` are not installed.

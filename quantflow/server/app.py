@@ -1,4 +1,4 @@
-"""The ASGI application: the routes behind what every request passes, which are the Host header, the key and CORS."""
+"""The ASGI application: the routes behind three checks: Host header, key and CORS."""
 
 import hmac
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ from quantflow.server.site import Site
 
 
 def endpoints() -> tuple[Endpoint, ...]:
-    """Return all routes."""
+    """All routes."""
     return (*tgi.ENDPOINTS, *openai.ENDPOINTS, *pages.ENDPOINTS)
 
 
 def application(site: Site) -> ASGIApp:
-    """Return the application."""
-    job, routes = site.job, endpoints()
+    """The application with all routes."""
+    job = site.job
+    routes = endpoints()
     key = read_key(job)
     text = description(routes, key=key is not None)
 
@@ -78,7 +79,7 @@ def application(site: Site) -> ASGIApp:
 
 
 def read_key(job: ServeJob) -> bytes | None:
-    """Return the key that requests need; None where they need none.
+    """The key that requests need; None where they need none.
 
     Raises:
         InputError: its file cannot be read, or its first line is empty.
@@ -97,9 +98,9 @@ def read_key(job: ServeJob) -> bytes | None:
 
 
 def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
-    """Return the names that a Host header may have; None where any may.
+    """Names that a Host header may have; None where any may.
 
-    A page of anybody can reach a server on the loopback by a name that it lets point there. A key,
+    Any web page can reach a server on the loopback under a name that it lets point there. A key,
     which such a page does not have, keeps it out as well.
     """
     if job.host not in LOOPBACK or key is not None:
@@ -108,7 +109,7 @@ def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
 
 
 class _Gate:
-    """Refuses requests without the key, and those that come under another name."""
+    """Refuses requests without the key, and those under another host name."""
 
     def __init__(
         self,
@@ -119,7 +120,10 @@ class _Gate:
         hosts: frozenset[str] | None,
         openai: frozenset[str],
     ) -> None:
-        """Take the key and what is answered without it: methods with paths, since a path may be a page and a question."""
+        """Keep the key and the routes that need none.
+
+        These are methods with paths, since a path may be a page and a question.
+        """
         self._app, self._key, self._free, self._hosts, self._openai = app, key, free, hosts, openai
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +149,7 @@ class _Gate:
         if self._key is None or (method, request.url.path) in self._free or method == "OPTIONS":
             return None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # the bytes that came: starlette reads them so
+        # starlette decodes headers as latin-1, so this gives the bytes that came
         right = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         return (
             None
@@ -159,7 +163,7 @@ def _openai_paths(routes: Sequence[Endpoint]) -> frozenset[str]:
 
 
 def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience) -> Route:
-    """Return the route of a path; its methods are served by an endpoint each."""
+    """The route of a path, whose methods have an endpoint each."""
     by_method = {
         endpoint.method: Serving(endpoint, site, patience)
         for endpoint in routes
@@ -175,7 +179,7 @@ def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience
 
 
 async def _refused_by_starlette(request: Request, error: Exception) -> Response:
-    """Answer a path or a method that there is not, in the server's own form."""
+    """Answer an unknown path or method in the server's own form."""
     status = getattr(error, "status_code", 404)
     refused = (
         Refused("method_not_allowed", "Method not allowed")

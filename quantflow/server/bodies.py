@@ -1,7 +1,7 @@
-"""Bodies of requests, as pydantic reads them: TGI's and OpenAI's fields, each with its type and nothing else.
+"""Bodies of requests, as pydantic reads them: TGI's and OpenAI's fields, each with its type alone.
 
-What a value may be beside its type is for validation.py, in TGI's order and words. Unknown fields
-are ignored, as both ignore them; `openapi.py` describes these classes.
+validation.py refuses wrong values, in TGI's order and words. Unknown fields are ignored, as both
+programs ignore them. `openapi.py` describes these classes.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,13 +17,13 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class Body(BaseModel):
-    """A JSON object; numbers are finite, no text is a number, and no number or text is true or false."""
+    """A JSON object: numbers are finite, text is no number, and true and false are neither."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="ignore")
 
 
 class Grammar(Body):
-    """What a text must follow: a JSON schema (an object, or its text), a regular expression, or one of several texts."""
+    """The rule of a text: a JSON schema, a regular expression, or one of several texts."""
 
     type: Literal["json", "regex", "choice", "json_object"]
     value: Any = None
@@ -53,7 +53,7 @@ class Parameters(Body):
     adapter_id: str | None = None
 
 
-WITHOUT_PARAMETERS = Parameters(do_sample=True)  # what TGI takes where the whole object is left out
+WITHOUT_PARAMETERS = Parameters(do_sample=True)  # TGI's default where the whole object is left out
 
 
 class GenerateBody(Body):
@@ -64,7 +64,7 @@ class GenerateBody(Body):
 
 
 class CompatBody(GenerateBody):
-    """The same, for `/` and `/invocations`, where the body says whether it is streamed."""
+    """A prompt for `/` and `/invocations`, whose body says whether the answer is streamed."""
 
     stream: Flag = False
 
@@ -120,7 +120,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    arguments: dict[str, Any] | None = None  # TGI's name of the same
+    arguments: dict[str, Any] | None = None  # TGI's name of `parameters`
 
 
 class Tool(Body):
@@ -131,7 +131,7 @@ class Tool(Body):
 
 
 class FunctionName(Body):
-    """Of the function that must be called."""
+    """The name of the function that must be called."""
 
     name: str
 
@@ -152,7 +152,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `text`, `json_object` and `json_schema`, and TGI's `json`, `json_schema` and `regex` with a `value`."""
+    """OpenAI's `text`, `json_object`, `json_schema`; TGI's types with a `value`."""
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
     value: Any = None
@@ -160,13 +160,13 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(Body):
-    """What a stream holds beside the text."""
+    """The content of a stream beside the text."""
 
     include_usage: Flag = False
 
 
 class OpenAIBody(Body):
-    """What chats and completions have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     max_tokens: U32 | None = None
@@ -215,6 +215,6 @@ class CompletionBody(OpenAIBody):
 
 
 class InvocationBody(Body):
-    """What SageMaker sends: a conversation where it has `messages`, OpenAI's completion with `prompt`, else TGI's `inputs`."""
+    """SageMaker's body: a chat with `messages`, a completion with `prompt`, or `inputs`."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")

@@ -1,4 +1,4 @@
-"""What a client is told when a request is not answered: TGI's kinds, their statuses, and their texts.
+"""Refusals of requests: TGI's kinds, their statuses, and their texts.
 
     {"error": text, "error_type": kind}
 
@@ -35,15 +35,15 @@ STATUS: Mapping[str, int] = MappingProxyType(
 
 
 class Refused(Exception):
-    """A request is not answered.
+    """A request that is not answered.
 
     Attributes:
         kind: a key of `STATUS`.
-        text: what the client is told.
+        text: message for the client.
     """
 
     def __init__(self, kind: str, text: str) -> None:
-        """Take what the client is told, whole."""
+        """Keep the kind, and the whole message for the client."""
         super().__init__(text)
         self.kind, self.text = kind, text
 
@@ -53,35 +53,35 @@ class Refused(Exception):
         return STATUS[self.kind]
 
     def body(self) -> dict[str, Any]:
-        """Return TGI's body."""
+        """TGI's body."""
         return {"error": self.text, "error_type": self.kind}
 
     def openai_body(self) -> dict[str, Any]:
-        """Return OpenAI's body, with TGI's kind beside it."""
+        """OpenAI's body, with TGI's kind beside it."""
         error = {"message": self.text, "type": self.kind, "param": None, "code": self.kind}
         return {"error": error, "error_type": self.kind}
 
 
 def invalid(text: str) -> Refused:
-    """Return the refusal of a request whose content is wrong."""
+    """The refusal of a request whose content is wrong."""
     return Refused("validation", f"Input validation error: {text}")
 
 
 def failed(text: str) -> Refused:
-    """Return the refusal of a request that the engine could not finish."""
+    """The refusal of a request that the engine could not finish."""
     return Refused("generation", f"Request failed during generation: {text}")
 
 
 def overloaded() -> Refused:
-    """Return the refusal of a request above `max_concurrent_requests`."""
+    """The refusal of a request above `max_concurrent_requests`."""
     return Refused("overloaded", "Model is overloaded")
 
 
 def bad_template(text: str) -> Refused:
-    """Return the refusal of messages that the chat template cannot render."""
+    """The refusal of messages that the chat template cannot render."""
     return Refused("template_error", f"Template error: {text}")
 
 
 def bad_tool(text: str) -> Refused:
-    """Return the refusal of tools or a tool choice."""
+    """The refusal of tools or a tool choice."""
     return Refused("tool_error", f"Tool error: {text}")

@@ -1,7 +1,7 @@
-"""Server-sent events on their way to a client: each as it comes, comments in long silences, an end for one that reads nothing.
+"""Server-sent events on their way to a client, with comments in long silences and a time limit.
 
-One task looks at the clock for the whole answer: a timer and a task for every event would cost more
-than to make the event.
+The connection of a client that reads nothing is closed. One task checks the clock for the whole
+answer: a timer and a task for every event would cost more than to make the event.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ class EventStream:
     """An answer as server-sent events.
 
     Attributes:
-        events: texts that stand behind `data:`, one per event.
-        headers: of the response.
-        held: is closed after the events, also where the client went away before the first.
+        events: texts behind `data:`, one per event.
+        headers: headers of the response.
+        held: stack that is closed after the events, also where the client went away before the
+            first.
     """
 
     events: AsyncGenerator[str, None]
@@ -41,10 +42,10 @@ async def send_events(
     """Send an answer, then close its events and what it holds.
 
     Args:
-        stream: the answer.
-        send: of ASGI; it waits where the client does not read.
-        patience: seconds that a piece may wait, an eighth more at most.
-        silence: seconds without an event before a comment says that the answer goes on.
+        stream: answer to send.
+        send: ASGI's send, which waits where the client does not read.
+        patience: seconds that a piece may wait, or an eighth more.
+        silence: seconds without an event before a comment keeps the connection alive.
 
     Raises:
         SlowClient: a piece was not taken in time.
@@ -75,12 +76,12 @@ async def send_events(
 
 
 class _Line:
-    """What is sent to one client, and since when it waits."""
+    """The pieces to one client, and the time since which one waits."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._waits: float | None = None  # since when a piece does; None: all were taken
-        self._taken = time.monotonic()  # when the last was
+        self._waits: float | None = None  # time since which a piece waits; None: all were taken
+        self._taken = time.monotonic()  # time at which the last piece was taken
 
     async def put(self, piece: Message) -> None:
         """Send a piece; return when it was taken."""
@@ -92,7 +93,7 @@ class _Line:
     async def watched(
         self, limit: asyncio.Timeout, patience: float, silence: float
     ) -> AsyncIterator[None]:
-        """Look at the clock inside the block, which its limit ends when a piece waits longer than `patience`."""
+        """Check the clock inside the block; `limit` ends it when a piece waits too long."""
         watch = asyncio.create_task(self._watch(limit, patience, silence))
         try:
             yield

@@ -1,6 +1,7 @@
-"""One prompt answered: what was asked is checked, rows are submitted, and their tokens come back with their text.
+"""The answer to one prompt: a request is checked, rows are submitted, tokens get their text.
 
-    asked  ->  prepare: admission, checks, tokens, grammar  ->  Answer: rows of the engine  ->  pieces, or all of it
+    asked  ->  prepare: admission, checks, tokens, grammar  ->  Answer: rows of the engine
+           ->  pieces, or all of it
 
 A row that nobody waits for any more is cancelled: an `Answer` is a context manager, and its rows
 end with it.
@@ -29,13 +30,13 @@ class AnswerPiece:
     """One token of an answer.
 
     Attributes:
-        row: which of the answer's continuations.
-        index: of the token in it, from 0.
-        id, logprob, special: the token.
-        text: what it completes of the decoded text.
-        shown: what may be shown of the answer with it; stop strings are treated as was asked.
-        top: the likeliest tokens.
-        finish: why the continuation ends with it.
+        row: number of its continuation.
+        index: number of the token in the continuation, from 0.
+        id, logprob, special: the token, its log-probability, and whether it is special.
+        text: decoded text that the token completes.
+        shown: text that may be shown now, with stop strings treated as the request says.
+        top: likeliest tokens.
+        finish: reason why the continuation ends with it; None where it goes on.
     """
 
     row: int
@@ -54,10 +55,10 @@ class Continuation:
     """One row of an answer.
 
     Attributes:
-        stream: of the engine.
-        seed: that it was drawn with; None where it was not.
-        text: grows with the pieces.
-        pieces: all that came.
+        stream: stream of the engine.
+        seed: seed of its samples; None where tokens are not drawn.
+        text: text so far.
+        pieces: tokens so far.
     """
 
     stream: Stream
@@ -67,12 +68,12 @@ class Continuation:
 
     @property
     def finish(self) -> FinishReason:
-        """Why it ended; a prompt that is only echoed ends by its length."""
+        """The reason of its end; a prompt that is only echoed ends by its length."""
         return (self.pieces[-1].finish if self.pieces else None) or FinishReason.LENGTH
 
     @property
     def mean_logprob(self) -> float:
-        """What TGI chooses the best of several by."""
+        """The mean log-probability, by which TGI chooses the best of several."""
         return sum(piece.logprob for piece in self.pieces) / max(1, len(self.pieces))
 
 
@@ -88,29 +89,30 @@ class Timings:
 
     @property
     def validation(self) -> float:
-        """From the request to the end of its checks."""
+        """Seconds from the request to the end of its checks."""
         return self.checked - self.begin
 
 
 class Admission:
-    """Counts the rows that are in the server; more than `most` are refused at once."""
+    """The count of rows in the server; more than `most` are refused at once."""
 
     def __init__(self, most: int) -> None:
-        """Begin with none."""
-        self.most, self.rows = most, 0
+        """Begin with no rows."""
+        self.most = most
+        self.rows = 0
 
     def enter(self, count: int) -> None:
-        """Count rows.
+        """Add rows to the count.
 
         Raises:
-            Refused: of kind overloaded.
+            Refused: there would be too many; kind overloaded.
         """
         if self.rows + count > self.most:
             raise overloaded()
         self.rows += count
 
     def leave(self, count: int) -> None:
-        """Count them no more."""
+        """Subtract rows from the count."""
         self.rows -= count
 
 
@@ -118,20 +120,20 @@ class Answer:
     """A prompt with its continuations.
 
     Attributes:
-        model: that answers.
-        prompt: its tokens.
-        rows: the continuations.
-        timings: of the request.
-        new_tokens: that each continuation may have.
+        model: model that answers.
+        prompt: tokens of the prompt.
+        rows: continuations.
+        timings: timings of the request.
+        new_tokens: largest number of tokens of a continuation.
     """
 
     def __init__(
         self, model: ServedModel, admission: Admission, *, count: int, timings: Timings
     ) -> None:
-        """Ask to be admitted.
+        """Enter the rows into the count.
 
         Raises:
-            Refused: of kind overloaded.
+            Refused: there would be too many; kind overloaded.
         """
         admission.enter(count)
         self.model, self.timings = model, timings
@@ -142,7 +144,7 @@ class Answer:
         model.rows += count
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """The answer."""
         return self
 
     def __exit__(
@@ -151,7 +153,7 @@ class Answer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Cancel what still runs and let the next request in."""
+        """Cancel rows that still run and let the next request in."""
         for row in self.rows:
             row.stream.cancel()
         self.rows_done()
@@ -164,7 +166,7 @@ class Answer:
 
     @property
     def prefill(self) -> tuple[PromptToken, ...]:
-        """The prompt's tokens with their log-probabilities, where they were asked for."""
+        """The prompt's tokens with their log-probabilities, where the request wants them."""
         return self.rows[0].stream.prompt
 
     async def pieces(self, row: int) -> AsyncIterator[AnswerPiece]:
@@ -208,14 +210,14 @@ class Answer:
         """Wait for all continuations.
 
         Raises:
-            Refused: as `pieces`; the others are cancelled.
+            Refused: see `pieces`; the others are cancelled.
         """
         for row in range(len(self.rows)):
             async for _ in self.pieces(row):
                 pass
 
     def best(self) -> int:
-        """Return the continuation with the highest mean log-probability."""
+        """The continuation with the highest mean log-probability."""
         return max(range(len(self.rows)), key=lambda row: self.rows[row].mean_logprob)
 
     def _time(self) -> None:
@@ -230,13 +232,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What every route answers with.
+    """The service that answers for every route.
 
     Attributes:
-        limits: of requests.
-        admission: counts rows.
-        grammars: requests may have one.
-        lookup: how tokens are guessed; None: they are not.
+        limits: limits of requests.
+        admission: count of rows.
+        grammars: whether requests may have a grammar.
+        lookup: settings of draft tokens; None without drafts.
     """
 
     limits: Limits
@@ -259,20 +261,21 @@ class Service:
         """Check a request and submit its rows.
 
         Args:
-            model: that answers.
-            asked: by the client.
-            text: the prompt; None where it is `tokens`.
-            adapter: of the model's LoRA adapters, or None.
-            tokens: of the prompt.
-            rendered: the text comes from a chat template, which writes special tokens itself.
-            keeps_stop: an answer ends with its stop string, not before it.
-            timings: that began when the request came.
+            model: model that answers.
+            asked: request of the client.
+            text: prompt; None where `tokens` is the prompt.
+            adapter: one of the model's LoRA adapters, or None.
+            tokens: tokens of the prompt.
+            rendered: whether the text comes from a chat template, which writes special tokens
+                itself.
+            keeps_stop: whether an answer ends with its stop string, not before it.
+            timings: timings that began when the request came.
 
         Returns:
             An answer to be used as a context manager, whose rows are submitted.
 
         Raises:
-            Refused: with what the client is told.
+            Refused: the request is not answered; the error has the message for the client.
         """
         count = max(asked.best_of or 1, asked.choices or 1)
         timings = timings or Timings()
@@ -310,7 +313,7 @@ class Service:
                     ends=model.loaded.eos_token_ids,
                     stop=asked.stop,
                     top_n=asked.top_n_tokens or 0,
-                    # it has the prompt alone
+                    # the first row's are enough; a row without new tokens holds nothing else
                     prompt_logprobs=asked.prefill and (row == 0 or not answer.new_tokens),
                     mask=masks[row],
                     lookup=self.lookup,
@@ -338,12 +341,12 @@ class Service:
 
 
 def refusal_of(error: BaseException | None) -> Refused:
-    """Return what a client is told of what the engine raised for its row."""
+    """The refusal for an error that the engine raised for a row."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, QuantflowError):
         return failed(error.cause)
-    # no foreign text leaves the server
+    # the message of a foreign error stays in the server
     return failed("" if error is None else type(error).__name__)
 
 
@@ -359,10 +362,10 @@ def _submit(model: ServedModel, request: BatchRequest) -> Stream:
 
 
 def _bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """Return OpenAI's logit_bias by token.
+    """OpenAI's logit_bias by token.
 
     Raises:
-        Refused: a key that is no token, or a value outside -100 to 100.
+        Refused: a key is no token, or a value lies outside -100 to 100.
     """
     found = {}
     for key, value in (bias or {}).items():

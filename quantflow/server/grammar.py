@@ -1,4 +1,4 @@
-"""What a text must follow, as masks over the vocabulary: JSON schemas, regular expressions, choices and Lark grammars.
+"""Grammars of texts as masks over the vocabulary: JSON schemas, regular expressions, choices, Lark.
 
 llguidance computes them (Earley parsing over a trie of the tokens, in Rust). xgrammar was measured
 beside it on the same 49,152 tokens; docs/serving.md has the figures. A grammar is compiled once and
@@ -23,7 +23,7 @@ LONGEST = 100_000  # characters of a grammar
 DEEPEST = 64  # objects and lists inside each other in a schema
 NOT_SUPPORTED = "grammar is not supported"
 ANY_OBJECT = {"type": "object"}
-# one at most: models go on and on with newlines
+# One space at most: otherwise models go on and on with newlines.
 SPACES = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 
 
@@ -31,27 +31,28 @@ class GrammarMask:
     """One request's way through a grammar: a `quantflow.runtime.batching.TokenMask`."""
 
     def __init__(self, matcher: Any, *, vocab_size: int) -> None:
-        """Take a matcher of this request alone.
+        """Keep a matcher of this request alone.
 
         Args:
-            matcher: of llguidance.
+            matcher: matcher of llguidance.
             vocab_size: V; the matcher's own vocabulary may be longer.
         """
-        self._matcher, self._words = matcher, -(-vocab_size // 32)
+        self._matcher = matcher
+        self._words = -(-vocab_size // 32)
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return which tokens may come next, [ceil(V / 32)] int32.
+        """Tokens that may come next, [ceil(V / 32)] int32.
 
         Raises:
-            Refused: the grammar needs more work in a step than may be.
+            Refused: the grammar needs more work in a step than is allowed.
         """
-        del tokens  # `advance` has told them
+        del tokens  # `advance` has followed them
         bits = self._matcher.compute_bitmask()
         self._raise_for_error()
         return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
 
     def advance(self, token: int) -> None:
-        """Take the token that was chosen."""
+        """Follow the grammar by the chosen token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
             self._raise_for_error()
@@ -65,10 +66,10 @@ class Grammars:
     """Compiled grammars of one model."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, ends: Sequence[int]) -> None:
-        """Read the vocabulary when the first grammar asks for it.
+        """Keep the vocabulary, which is read when the first grammar is compiled.
 
         Args:
-            tokenizer: a fast one.
+            tokenizer: fast tokenizer.
             vocab_size: V, the length of a row of logits.
             ends: tokens that end a text; the grammar allows them where it is complete.
         """
@@ -78,7 +79,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:
-        """Return a request's way through a grammar. It blocks while the grammar is compiled.
+        """A request's way through a grammar; the call blocks while the grammar is compiled.
 
         Raises:
             Refused: of kind validation; the grammar is wrong or too large, or llguidance is not
@@ -105,7 +106,7 @@ class Grammars:
                 self._trie = from_tokenizer(
                     self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None
                 )
-            except Exception as error:  # of a tokenizer whose tokens it cannot spell as bytes
+            except Exception as error:  # it cannot spell some tokenizers' tokens as bytes
                 raise invalid(
                     f"{NOT_SUPPORTED} by this model's tokenizer: {_short(str(error))}"
                 ) from error
@@ -125,7 +126,7 @@ class Grammars:
 
 
 def _text_of(grammar: Grammar) -> str:
-    """Return a grammar as llguidance takes it.
+    """A grammar in llguidance's form.
 
     Raises:
         Refused: of kind validation.
@@ -152,7 +153,7 @@ def _text_of(grammar: Grammar) -> str:
 
 
 def _schema(value: Any) -> dict[str, Any]:
-    """Return a schema that is an object or its text."""
+    """A schema that is given as an object or as its text."""
     if isinstance(value, str):
         _require_size(value)
         try:
@@ -166,7 +167,7 @@ def _schema(value: Any) -> dict[str, Any]:
 
 
 def require_shallow(value: Any) -> None:
-    """Refuse objects and lists that stand deeper inside each other than may be.
+    """Refuse objects and lists that are nested too deeply.
 
     Raises:
         Refused: of kind validation.
@@ -185,9 +186,9 @@ def require_shallow(value: Any) -> None:
 
 def _require_size(text: str) -> None:
     if len(text) > LONGEST:
-        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} may be")
+        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} are allowed")
 
 
 def _short(error: object) -> str:
-    """Return the first line of a foreign message, at most 300 characters of it."""
+    """The first line of a foreign message, at most 300 characters of it."""
     return next(iter(str(error).splitlines()), "")[:300]

@@ -1,8 +1,8 @@
-"""HTTP between routes and the server: bodies in, JSON and server-sent events out, with limits on how long clients may take.
+"""HTTP between routes and the server: bodies in, JSON and server-sent events out, in bounded time.
 
-A route is an `Endpoint`: a path, what its body must be, and a function. While the function works,
-the connection is watched; a client that goes away cancels it, and with it the rows that it waits
-for. `Site` is what all functions share (site.py).
+A route is an `Endpoint`: a path, the type of its body, and a function. While the function works,
+the connection is watched. A client that goes away cancels it, and with it the rows that it waits
+for. All functions share a `Site` (site.py).
 """
 
 import asyncio
@@ -28,16 +28,16 @@ class Endpoint:
     """A route.
 
     Attributes:
-        method, path: of HTTP.
-        run: given the call, returns the response.
+        method, path: method and path of HTTP.
+        run: function from the call to the response.
         summary: one sentence for people.
-        tag: the interface that it belongs to.
-        body: what the request's JSON must be; None: it has none.
-        answer: an example of the answer's JSON.
-        openai: refusals have OpenAI's form.
-        free: is answered without a key.
-        health: is answered without a key unless the server protects it.
-        shown: in the OpenAPI description.
+        tag: interface that the route belongs to.
+        body: type of the request's JSON; None without a body.
+        answer: example of the answer's JSON.
+        openai: whether refusals have OpenAI's form.
+        free: whether no key is needed.
+        health: whether no key is needed unless the server protects the route.
+        shown: whether the OpenAPI description has the route.
     """
 
     method: str
@@ -58,9 +58,9 @@ class HttpCall:
     """One request at a route.
 
     Attributes:
-        request: of starlette.
-        body: parsed.
-        site: what all routes share.
+        request: request of starlette.
+        body: parsed body.
+        site: state that all routes share.
     """
 
     request: Request
@@ -70,11 +70,11 @@ class HttpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How much a client may send and how long it may take.
+    """Limits of a client.
 
     Attributes:
-        body_bytes: of a request.
-        seconds: for a body to come in, and for a piece of the answer to go out.
+        body_bytes: largest body of a request.
+        seconds: longest time for a body to come in, and for a piece of the answer to go out.
     """
 
     body_bytes: int
@@ -85,7 +85,7 @@ class Serving:
     """An endpoint as an ASGI application."""
 
     def __init__(self, endpoint: Endpoint, site: Any, patience: Patience) -> None:
-        """Take what it serves, and to whom."""
+        """Keep the endpoint, the shared state, and the limits of its clients."""
         self.endpoint, self._site, self._patience = endpoint, site, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,10 +131,10 @@ class Serving:
         await response(scope, receive, self._patient(send))
 
     def _patient(self, send: Send) -> Send:
-        """Return a send that gives up on a client that does not read.
+        """A send that gives up on a client that does not read.
 
         Raises:
-            SlowClient: it took too long; the server closes the connection.
+            SlowClient: a piece took too long; the server closes the connection.
         """
 
         async def patient(message: Message) -> None:
@@ -147,11 +147,10 @@ class Serving:
         return patient
 
     async def _read(self, request: Request) -> Any:
-        """Return the body.
+        """The body.
 
         Raises:
-            Refused: it is too large, too slow, of another type, no JSON, or not what the route
-                takes.
+            Refused: it is too large, too slow, of another type, no JSON, or not the route's.
             ClientDisconnect: the client went away.
         """
         data = await self._bytes(request)
@@ -165,10 +164,8 @@ class Serving:
         return typed(self.endpoint.body, parse(data))
 
     async def _bytes(self, request: Request) -> bytes:
-        most, told = (
-            self._patience.body_bytes,
-            f"length limit exceeded: {self._patience.body_bytes} bytes may be",
-        )
+        most = self._patience.body_bytes
+        told = f"length limit exceeded: {most} bytes are allowed"
         declared = request.headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
             raise Refused("payload_too_large", told)
@@ -188,7 +185,7 @@ class Serving:
 
 
 def refusal(refused: Refused, *, openai: bool) -> Response:
-    """Return a refusal as a response."""
+    """A refusal as a response."""
     headers = {"retry-after": RETRY_SECONDS} if refused.kind == "overloaded" else {}
     if refused.kind == "unauthorized":
         headers["www-authenticate"] = "Bearer"
@@ -197,10 +194,10 @@ def refusal(refused: Refused, *, openai: bool) -> Response:
 
 
 def typed(kind: type[Body], value: Any) -> Any:
-    """Return a body of a kind.
+    """A value as a body of a kind.
 
     Raises:
-        Refused: a field is missing or of another type; it names the first.
+        Refused: a field is missing or of another type; the message names the first.
     """
     try:
         return kind.model_validate(value)
@@ -214,10 +211,10 @@ def typed(kind: type[Body], value: Any) -> Any:
 
 
 def parse(data: bytes) -> Any:
-    """Return the value of JSON: UTF-8, without NaN and without halves of characters.
+    """The value of JSON: UTF-8, without NaN and without half surrogate pairs.
 
     Raises:
-        Refused: it is none.
+        Refused: the bytes are no such JSON.
     """
     try:
         text = data.decode()
@@ -235,7 +232,7 @@ def parse(data: bytes) -> Any:
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

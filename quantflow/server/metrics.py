@@ -1,7 +1,7 @@
-"""What /metrics says: TGI's names with TGI's meaning, and the engine's own counters.
+"""The content of /metrics: TGI's names with TGI's meaning, and the engine's own counters.
 
-TGI's counters have no `_total` behind their names, so they are collected here by hand; Prometheus
-reads them as untyped, and `rate()` works on them as it does on TGI's.
+TGI's counters have no `_total` behind their names, so they are collected by hand; Prometheus reads
+them as untyped, and `rate()` works on them as it does on TGI's.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Metrics:
         """Begin at zero.
 
         Args:
-            counters: name and counters of each model that is loaded.
+            counters: function that returns name and counters of each loaded model.
         """
         self._registry = CollectorRegistry()
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -83,7 +83,8 @@ class Metrics:
     def answered(self, answer: Any) -> None:
         """Count an answer (`quantflow.server.generation.Answer`) with its times and tokens."""
         self._counts["tgi_request_success", ""] += 1
-        timings, generated = answer.timings, [len(row.pieces) for row in answer.rows]
+        timings = answer.timings
+        generated = [len(row.pieces) for row in answer.rows]
         self._seconds["duration"].observe(timings.total)
         self._seconds["validation_duration"].observe(timings.validation)
         self._seconds["queue_duration"].observe(timings.queue)
@@ -98,11 +99,11 @@ class Metrics:
             self._tokens["generated_tokens"].observe(count)
 
     def text(self) -> bytes:
-        """Return everything as Prometheus reads it."""
+        """All metrics as Prometheus reads them."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is counted by hand and what the engines say."""
+        """Yield the counts that are kept by hand and the engines' counters."""
         for name, help in (
             ("tgi_request_count", "Requests that came."),
             ("tgi_request_success", "Requests that were answered."),
@@ -133,7 +134,7 @@ class Metrics:
 
 
 def _batch_sizes(models: Iterable[EngineCounters]) -> Metric:
-    """Return how many requests steps had, by all steps since the models were loaded."""
+    """The histogram of requests per step, over all steps since the models were loaded."""
     steps: Counter[int] = Counter()
     for counters in models:
         steps.update(counters.batch_sizes)
@@ -153,7 +154,7 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 
 def _flat(record: Any, before: str = "") -> Iterable[tuple[str, float]]:
-    """Yield the numbers of a record and of the records inside it, by name."""
+    """Numbers of a record and of the records inside it, by name."""
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if dataclasses.is_dataclass(value):

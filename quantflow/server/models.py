@@ -1,4 +1,4 @@
-"""The models of a server: each with its engine, its tokenizer and its limits; loaded when a request names it."""
+"""The models of a server, each with engine, tokenizer and limits, loaded at the first request."""
 
 import asyncio
 import contextlib
@@ -26,21 +26,21 @@ from quantflow.server.grammar import Grammars
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.text import Vocabulary
 
-LONGEST = 4096  # tokens of a request that TGI serves without being asked for more
-TEMPLATE_SECONDS = 30.0  # of a conversation that waits for others of its model and is rendered
+LONGEST = 4096  # TGI's default limit of a request's tokens
+TEMPLATE_SECONDS = 30.0  # for a conversation to wait for others of its model and to be rendered
 TEMPLATE_CHARACTERS = 8_000_000
-ANY_NAME = ("tgi", "dummy", "default")  # names of clients that know one model alone
+ANY_NAME = ("tgi", "dummy", "default")  # names that clients of a single model use
 
 
 def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
-    """Return an engine's limits: what was given, and TGI's arithmetic for what was not.
+    """An engine's limits: the given ones, and TGI's arithmetic for the others.
 
     Args:
-        limits: of the server.
-        positions: the most tokens that the model takes; None: any number.
+        limits: limits of the server.
+        positions: largest number of tokens that the model takes; None is any number.
 
     Raises:
-        UsageError: limits that contradict each other or the model.
+        UsageError: the limits contradict each other or the model.
     """
     total = (
         min(positions or LONGEST, LONGEST)
@@ -65,7 +65,10 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
 
 
 def _traced(name: str, job: ServeJob) -> TracedSteps:
-    """Return which steps of a model are traced, and the file, which has the model's name without what no file may have."""
+    """The steps of a model that are traced, and the file of the trace.
+
+    The file has the model's name without characters that file names cannot have.
+    """
     path = job.profile / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.json"
     skip = job.profile_wait + job.profile_warmup
     return TracedSteps(path=path, skip=skip, count=job.profile_steps, shapes=job.profile_shapes)
@@ -75,16 +78,16 @@ class ServedModel:
     """A model that answers.
 
     Attributes:
-        name: what requests call it.
-        loaded: the artifact.
-        engine: what runs its requests.
-        tokenizer: of its text.
+        name: name of the model in requests.
+        loaded: loaded artifact.
+        engine: engine that runs its requests.
+        tokenizer: tokenizer of its text.
         vocabulary: its tokens one by one.
-        grammars: compiled for it.
-        max_input_tokens, max_total_tokens: of a request.
+        grammars: grammars that were compiled for it.
+        max_input_tokens, max_total_tokens: limits of a request.
         used: a count that grows with each use of any model.
-        rows: requests that it answers now, and those that prepare to ask it.
-        weight_bytes: of its files.
+        rows: number of requests that it answers now, or that prepare to use it.
+        weight_bytes: bytes of its weight files.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class ServedModel:
 
         Raises:
             InputError: the artifact has no tokenizer, or the chat template cannot be read.
-            UsageError: limits that do not fit the model.
+            UsageError: the limits do not fit the model.
         """
         if loaded.tokenizer is None:
             raise InputError(
@@ -120,16 +123,15 @@ class ServedModel:
         self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
         self._template = None if job.chat_template is None else _read_template(job.chat_template)
         self._renderer = chat_template.Renderer()
-        self._rendering = ThreadPoolExecutor(
-            1, thread_name_prefix="quantflow-template"
-        )  # threads that tokenize never wait for it
-        with contextlib.suppress(InputError):  # of a tokenizer that does not know the word
-            # settles padding and truncation, so that threads only read
+        # a thread of its own, so that threads that tokenize never wait for it
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="quantflow-template")
+        # a first call settles padding and truncation, so that threads only read
+        with contextlib.suppress(InputError):  # a tokenizer may not know the word
             tokens_of(self.tokenizer, "warm", where=name)
 
     @property
     def manifest(self) -> Mapping[str, Any]:
-        """What the artifact says of itself."""
+        """The artifact's manifest."""
         return self.loaded.artifact.manifest
 
     @property
@@ -146,11 +148,11 @@ class ServedModel:
         )
 
     async def encode(self, text: str, *, rendered: bool) -> tuple[int, ...]:
-        """Return the tokens of a prompt, in a thread.
+        """The tokens of a prompt, computed in a thread.
 
         Args:
-            text: the prompt.
-            rendered: it comes from a chat template, which writes special tokens itself.
+            text: prompt.
+            rendered: whether it comes from a chat template, which writes special tokens itself.
 
         Raises:
             Refused: the tokenizer cannot read it.
@@ -158,7 +160,7 @@ class ServedModel:
         return tuple((await self._encoding(text, rendered=rendered, offsets=False))["input_ids"])
 
     async def offsets(self, text: str, *, rendered: bool = False) -> list[dict[str, Any]]:
-        """Return TGI's table of a text's tokens: id, text, and where it begins and ends; see `encode` for `rendered`."""
+        """TGI's table of a text's tokens: id, text, begin and end; see `encode` for `rendered`."""
         found = await self._encoding(text, rendered=rendered, offsets=True)
         pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
         return [
@@ -169,7 +171,7 @@ class ServedModel:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]
     ) -> str:
-        """Return a conversation as the prompt that the chat template makes of it.
+        """The prompt that the chat template makes of a conversation.
 
         It is rendered in the model's own process (`quantflow.models.chat_template`); time, memory
         and length are bounded.
@@ -197,11 +199,11 @@ class ServedModel:
         except chat_template.NotRendered as error:
             raise bad_template(str(error)) from error
         if len(text) > TEMPLATE_CHARACTERS:
-            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} may be")
+            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} are allowed")
         return text
 
     async def compiled(self, grammar: Any) -> Any:
-        """Return a request's way through a grammar, compiled in a thread.
+        """A request's way through a grammar, compiled in a thread.
 
         Raises:
             Refused: of kind validation.
@@ -237,7 +239,7 @@ class ServedModel:
 
 @dataclass(kw_only=True)
 class ModelPlace:
-    """A model that may be loaded, and is while `served` is there."""
+    """A model that may be loaded; `served` is None while it is not."""
 
     folder: Path
     served: ServedModel | None = None
@@ -273,25 +275,25 @@ class Models:
 
     @property
     def failed(self) -> BaseException | None:
-        """What killed an engine; None while all are well."""
+        """The error that ended an engine; None while all are well."""
         return next(
             (model.engine.failed for model in self.running if model.engine.failed is not None), None
         )
 
     def adapter(self, name: str | None) -> str | None:
-        """Return the adapter that a request names in the place of a model, None where it names none."""
+        """The adapter that a request names in the place of a model; None where it names none."""
         return name if name in self.job.adapter_folders else None
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """Yield the model that a request names, loading it where it is not; it is not dropped in the block.
+        """Yield the model that a request names, loaded if necessary and kept for the block.
 
         Args:
-            name: None and what clients of a single model say is the first, and so is an adapter's
-                name.
+            name: name in the request. None, names that clients of a single model use, and an
+                adapter's name mean the first model.
 
         Raises:
-            Refused: there is none of the name, or it cannot be loaded.
+            Refused: there is no model of the name, or it cannot be loaded.
         """
         key = self._key(name)
         model = self.places[key].served or await self._loaded(key)
@@ -325,7 +327,7 @@ class Models:
         raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {there}")
 
     async def _loaded(self, key: str) -> ServedModel:
-        """Load a model, one at a time, so that what is being loaded is counted as loaded.
+        """Load a model, one at a time, so that one that is being loaded counts as loaded.
 
         Raises:
             Refused: there is no room, or it cannot be loaded.
@@ -350,7 +352,7 @@ class Models:
         return ServedModel(name, open_model(folder, self.job), job=self.job, workers=self.workers)
 
     async def _make_room(self, wanted: ModelPlace) -> None:
-        """Drop models that nobody uses, the one that was unused longest first, until the wanted one fits."""
+        """Drop unused models, the one that was unused longest first, until the wanted one fits."""
         most = self.job.model_bytes
         if most is None:
             return
@@ -376,11 +378,11 @@ class Models:
 
 
 def open_model(folder: Path, job: ServeJob) -> Loaded:
-    """Open an artifact as it is served.
+    """Open an artifact with the server's settings.
 
     Raises:
-        QuantflowError: as `quantflow.runtime.load.load`; a signature that is asked for is missing
-            or another's.
+        QuantflowError: see `quantflow.runtime.load.load`; or a required signature is missing or
+            another's.
     """
     job.signature.check(folder)
     dtype: torch.dtype = getattr(torch, job.dtype)
@@ -397,24 +399,25 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
 
 
 def _adapt(loaded: Loaded, folders: Mapping[str, str]) -> None:
-    """Give a model its adapters.
+    """Load a model's adapters.
 
     Raises:
-        UnsupportedError: the lean decoder does not run it.
-        QuantflowError: as `LeanDecoder.adapt`.
+        UnsupportedError: the lean decoder does not run the model.
+        QuantflowError: see `LeanDecoder.adapt`.
     """
     if not folders:
         return
     if not isinstance(loaded.decoder, LeanDecoder):
-        told = f"adapters {', '.join(folders)}: requests choose adapters of the lean decoder alone; {'; '.join(loaded.reasons)}"
         raise UnsupportedError(
-            told, "leave --adapter out, or merge the adapter into the model before it is quantized"
+            f"adapters {', '.join(folders)}: requests choose adapters of the lean decoder alone; "
+            f"{'; '.join(loaded.reasons)}",
+            "leave --adapter out, or merge the adapter into the model before it is quantized",
         )
     loaded.decoder.adapt(loaded.artifact, folders)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's weight files."""
+    """Bytes of a folder's weight files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

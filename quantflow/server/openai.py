@@ -32,7 +32,7 @@ from quantflow.server.validation import Asked
 
 DONE = "[DONE]"
 MOST_LOGPROBS = 20  # OpenAI's own limit
-COMPLETION_TOKENS = 16  # of /v1/completions where nothing is said, as at OpenAI
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
 async def chat(call: HttpCall) -> Response | EventStream:
@@ -74,7 +74,8 @@ async def completions(call: HttpCall) -> Response | EventStream:
     timings = Timings()
     if body.suffix:
         raise invalid("Suffix is not supported and can be achieved by preprocessing the prompt.")
-    prompts, most = _prompts(body), site.job.limits.max_client_batch_size
+    prompts = _prompts(body)
+    most = site.job.limits.max_client_batch_size
     if len(prompts) > most:
         text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
         raise Refused("batch size exceeded", text)
@@ -88,7 +89,8 @@ async def completions(call: HttpCall) -> Response | EventStream:
         echoes=bool(body.echo),
         best_of=body.best_of,
     )
-    answers, adapter = list[Answer](), site.models.adapter(body.model)
+    answers: list[Answer] = []
+    adapter = site.models.adapter(body.model)
     try:
         async with site.models.using(body.model) as model:
             for prompt in prompts:
@@ -109,7 +111,7 @@ async def completions(call: HttpCall) -> Response | EventStream:
 
 
 async def models(call: HttpCall) -> Response:
-    """List what may be named as `model`."""
+    """List the names that requests may give as `model`."""
     site: Site = call.site
     entries = []
     for name, place in site.models.places.items():
@@ -146,7 +148,7 @@ async def models(call: HttpCall) -> Response:
 
 
 async def chat_tokenize(call: HttpCall) -> Response:
-    """Return the tokens of a conversation as its template writes it."""
+    """The tokens of a conversation as its template writes it."""
     site, body = call.site, call.body
     async with site.models.using(body.model) as model:
         text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
@@ -156,7 +158,7 @@ async def chat_tokenize(call: HttpCall) -> Response:
 
 
 async def invocations(call: HttpCall) -> Response | EventStream:
-    """Answer what SageMaker sends, in whichever interface it is."""
+    """Answer SageMaker's requests, in the interface that the body belongs to."""
     value = call.body.model_dump()
     run: Any
     kind: type[Body]
@@ -170,7 +172,7 @@ async def invocations(call: HttpCall) -> Response | EventStream:
 
 
 def grammar_of(format: ResponseFormat | None) -> Grammar | None:
-    """Return the grammar of a response format."""
+    """The grammar of a response format."""
     if format is None or format.type == "text":
         return None
     if format.type == "json_object" and format.value is None:
@@ -184,10 +186,10 @@ def grammar_of(format: ResponseFormat | None) -> Grammar | None:
 
 
 async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> str:
-    """Return the prompt of a conversation.
+    """The prompt of a conversation.
 
     Raises:
-        Refused: no message, a message that is no text, or one that the template refuses.
+        Refused: there is no message, one is no text, or the template refuses one.
     """
     if not body.messages:
         raise invalid("`messages` cannot be empty")
@@ -197,10 +199,10 @@ async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> st
 
 
 def _options(body: ChatBody) -> dict[str, Any]:
-    """Return what the template gets beside messages and tools.
+    """Variables of the template beside messages and tools.
 
     Raises:
-        Refused: a name that is the tokenizer's own.
+        Refused: a name is one of the tokenizer's own.
     """
     given = body.chat_template_kwargs or {}
     own = {
@@ -228,7 +230,7 @@ def _options(body: ChatBody) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: text alone."""
+    """A message as templates expect it: text alone."""
     content: Any = message.content
     if isinstance(content, list):
         other = next(
@@ -251,7 +253,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _earlier(call: dict[str, Any]) -> dict[str, Any]:
-    """Return an earlier call with its arguments as an object where they are JSON, as templates expect it."""
+    """An earlier call whose JSON arguments are an object, as templates expect it."""
     written = call["function"]["arguments"]
     if isinstance(written, str):
         with suppress(ValueError, RecursionError):
@@ -274,7 +276,7 @@ def _asked(
         best_of=best_of,
         choices=body.n,
         temperature=body.temperature,
-        top_k=None if body.top_k in (0, -1) else body.top_k,  # other servers' word for all
+        top_k=None if body.top_k in (0, -1) else body.top_k,  # both mean all tokens elsewhere
         top_p=body.top_p,
         min_p=body.min_p,
         typical_p=body.typical_p,
@@ -298,7 +300,7 @@ def _asked(
 
 
 def _prompts(body: CompletionBody) -> list[Any]:
-    """Return the prompts of a completion, each a text or tokens."""
+    """The prompts of a completion, each a text or tokens."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -323,7 +325,7 @@ async def _begin(
 async def _respond(
     site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody
 ) -> Response | EventStream:
-    """Return answers whose rows are submitted, as a whole or as a stream."""
+    """The response of answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
         # `_stream` ends the rows itself, but not where the client goes before it begins
         held = ExitStack()
@@ -339,7 +341,7 @@ async def _respond(
 async def _stream(
     site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody
 ) -> AsyncGenerator[str, None]:
-    """Yield the events of answers whose rows are submitted, then their usage where it was asked for, then [DONE]."""
+    """Yield the events of submitted answers, their usage if the request wants it, then [DONE]."""
     try:
         async with ending(site, answers):
             for index in range(sum(len(answer.rows) for answer in answers)):
@@ -357,7 +359,7 @@ async def _stream(
 
 @asynccontextmanager
 async def ending(site: Site, answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """End the rows of answers with the block, and count what became of them."""
+    """End the rows of answers with the block, and count their outcome."""
     try:
         with ExitStack() as stack:
             for answer in answers:

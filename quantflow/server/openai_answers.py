@@ -16,35 +16,35 @@ _REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS: "stop", FinishReaso
 
 
 class AnswerWriter(Protocol):
-    """Makes JSON of answers; the two interfaces differ in what a choice is."""
+    """Writer of answers as JSON; the two interfaces differ in their choices."""
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
-        """Return answers as a whole, of each the best `count` continuations."""
+        """Answers as a whole, with the best `count` continuations of each."""
 
     def begin(self, index: int) -> list[str]:
-        """Return the events before the tokens of a choice."""
+        """The events before the tokens of a choice."""
 
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
-        """Return the events of one token."""
+        """The events of one token."""
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
-        """Return one event with these choices."""
+        """One event with these choices."""
 
 
 class Head:
-    """What all JSON of one answer begins with."""
+    """The beginning of all JSON of one answer."""
 
     def __init__(
         self, model: ServedModel, *, name: str, prefix: str, whole: str, piece: str
     ) -> None:
-        """Name the answer, and what answers.
+        """Name the answer and its model.
 
         Args:
-            model: that answers.
-            name: of the model or of its adapter, as the request has it.
-            prefix: of the answer's id.
-            whole: what kind of object a whole answer is.
-            piece: what kind of object an event of a stream is.
+            model: model that answers.
+            name: name of the model or of its adapter in the request.
+            prefix: prefix of the answer's id.
+            whole: kind of object of a whole answer.
+            piece: kind of object of an event in a stream.
         """
         digest = str(model.manifest.get("digest", ""))[:16]
         self._head = {
@@ -54,22 +54,25 @@ class Head:
             "system_fingerprint": f"fp_{digest}",
         }
         self._whole = whole
-        # the same for every token
+        # encoded once, since it is the same for every token
         self._event = _encode({"object": piece, **self._head}).removesuffix("}")
 
     def whole(self, choices: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return a whole answer."""
+        """A whole answer."""
         numbered = [{"index": index, **choice} for index, choice in enumerate(choices)]
         return {"object": self._whole, **self._head, "choices": numbered, "usage": usage(answers)}
 
     def event(self, choices: list[dict[str, Any]], usage: Any) -> str:
-        """Return an event of a stream."""
+        """An event of a stream."""
         more = {} if usage is None else {"usage": usage}
         return f"{self._event}, {_encode({'choices': choices, **more}).removeprefix('{')}"
 
 
 class ChatWriter:
-    """Choices of a chat. A text that may be a call of a tool is held back until it is known whether it is."""
+    """Choices of a chat.
+
+    A text that may be a call of a tool is held back until it is certain whether it is one.
+    """
 
     def __init__(
         self,
@@ -81,40 +84,40 @@ class ChatWriter:
         parallel: bool,
         logprobs: bool,
     ) -> None:
-        """Take what the answer may hold.
+        """Keep the form of the answer.
 
         Args:
-            model: that answers.
-            name: of the model or of its adapter, as the request has it.
-            tools: that it was shown.
-            holds_back: the answer is a call for certain.
-            parallel: it may be several; otherwise the first alone is told.
-            logprobs: tokens have their log-probabilities.
+            model: model that answers.
+            name: name of the model or of its adapter in the request.
+            tools: tools that the model was shown.
+            holds_back: whether the answer is certainly a call.
+            parallel: whether several calls are allowed; otherwise only the first is returned.
+            logprobs: whether tokens have their log-probabilities.
         """
         self._model, self._tools, self._holds_back = model, tools, holds_back
         self._parallel, self._logprobs = parallel, logprobs
         kinds = {"whole": "chat.completion", "piece": "chat.completion.chunk"}
-        self._head, self._told = (
-            Head(model, name=name, prefix="chatcmpl", **kinds),
-            dict[int, int](),
-        )
+        self._head = Head(model, name=name, prefix="chatcmpl", **kinds)
+        self._told: dict[int, int] = {}  # choice -> characters that were sent
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
-        """Return answers as a whole."""
+        """Answers as a whole."""
         choices = [self._choice(row) for answer in answers for row in best_rows(answer, count)]
         return self._head.whole(choices, answers)
 
     def begin(self, index: int) -> list[str]:
-        """Return the event that says who speaks."""
+        """The event that names the speaker."""
         return [self.event([_chunk(index, {"role": "assistant", "content": ""})])]
 
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
-        """Return the events of one token."""
-        row, events = answer.rows[piece.row], []
+        """The events of one token."""
+        row = answer.rows[piece.row]
+        events = []
         text, calls = (
             self._parted(row.text.text) if piece.finish else (self._certain(row.text.text), [])
         )
-        told, logprobs = self._told.get(index, 0), None
+        told = self._told.get(index, 0)
+        logprobs = None
         if self._logprobs and not _ends(piece):
             logprobs = {"content": [chat_logprob(self._model, piece)]}
         shown = text[told:]
@@ -132,7 +135,7 @@ class ChatWriter:
         return events
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
-        """Return one event."""
+        """One event."""
         return self._head.event(choices, usage)
 
     def _choice(self, row: Continuation) -> dict[str, Any]:
@@ -150,14 +153,14 @@ class ChatWriter:
         return {"message": message, "finish_reason": _reason(row, calls), "logprobs": logprobs}
 
     def _parted(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return an answer's text and its calls."""
+        """An answer's text and its calls."""
         if not self._tools:
             return text, []
         text, calls = tooling.parted(text, self._tools)
         return text, calls if self._parallel else calls[:1]
 
     def _certain(self, text: str) -> str:
-        """Return the beginning of an answer that is no call for certain."""
+        """The beginning of an answer that is certainly no call."""
         if not self._tools:
             return text
         return "" if self._holds_back else text[: tooling.before_call(text)]
@@ -167,20 +170,21 @@ class CompletionWriter:
     """Choices of a completion."""
 
     def __init__(self, model: ServedModel, *, name: str, echo: bool, logprobs: bool) -> None:
-        """Take what the answer may hold.
+        """Keep the form of the answer.
 
         Args:
-            model: that answers.
-            name: of the model or of its adapter, as the request has it.
-            echo: a text begins with its prompt.
-            logprobs: tokens have their log-probabilities.
+            model: model that answers.
+            name: name of the model or of its adapter in the request.
+            echo: whether a text begins with its prompt.
+            logprobs: whether tokens have their log-probabilities.
         """
         self._model, self._echo, self._logprobs = model, echo, logprobs
         kinds = dict.fromkeys(("whole", "piece"), "text_completion")
-        self._head, self._places = Head(model, name=name, prefix="cmpl", **kinds), dict[int, int]()
+        self._head = Head(model, name=name, prefix="cmpl", **kinds)
+        self._places: dict[int, int] = {}  # choice -> length of its text so far
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
-        """Return answers as a whole."""
+        """Answers as a whole."""
         choices: list[dict[str, Any]] = []
         for answer in answers:
             for row in best_rows(answer, count):
@@ -197,12 +201,12 @@ class CompletionWriter:
         return self._head.whole(choices, answers)
 
     def begin(self, index: int) -> list[str]:
-        """Return nothing: the first token comes first."""
+        """No event: the first token comes first."""
         del index
         return []
 
     def token(self, index: int, answer: Answer, piece: AnswerPiece) -> list[str]:
-        """Return the event of one token."""
+        """The event of one token."""
         before = self._prompt(answer) if piece.index == 0 else ""
         logprobs = (
             self._logprobs_of(index, answer, [piece], whole=piece.index == 0)
@@ -217,7 +221,7 @@ class CompletionWriter:
         ]
 
     def event(self, choices: list[dict[str, Any]], *, usage: Any = None) -> str:
-        """Return one event."""
+        """One event."""
         return self._head.event(choices, usage)
 
     def _prompt(self, answer: Answer) -> str:
@@ -230,7 +234,7 @@ class CompletionWriter:
     def _logprobs_of(
         self, index: int, answer: Answer, pieces: Sequence[AnswerPiece], *, whole: bool
     ) -> dict[str, Any]:
-        """Return the table of tokens, with those of an echoed prompt where `whole` is true.
+        """The table of tokens, with those of an echoed prompt where `whole` is true.
 
         The likeliest tokens have the chosen one among them or after them. A special token takes no
         room in the text.
@@ -241,7 +245,9 @@ class CompletionWriter:
             *pieces,
         ]
         tokens = [words.within(one.id) for one in told]
-        tops, offsets, place = list[Any](), list[int](), self._places.get(index, 0)
+        tops = list[Any]()
+        offsets = list[int]()
+        place = self._places.get(index, 0)
         for one, token in zip(told, tokens, strict=True):
             likeliest = {words.within(top.id): top.logprob for top in one.top}
             tops.append(None if one.logprob is None else {**likeliest, token: one.logprob})
@@ -258,14 +264,14 @@ class CompletionWriter:
 
 
 def best_rows(answer: Answer, count: int) -> list[Continuation]:
-    """Return the continuations that are returned: all, or those with the highest mean log-probability."""
+    """The continuations to return: all, or those with the highest mean log-probability."""
     if count >= len(answer.rows):
         return answer.rows
     return sorted(answer.rows, key=lambda row: -row.mean_logprob)[:count]
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return how many tokens were read and written."""
+    """Numbers of tokens that were read and written."""
     prompt = sum(len(answer.prompt) for answer in answers)
     written = sum(len(row.pieces) for answer in answers for row in answer.rows)
     cached = sum(answer.rows[0].stream.cached_tokens for answer in answers)
@@ -278,7 +284,7 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def chat_logprob(model: ServedModel, piece: AnswerPiece) -> dict[str, Any]:
-    """Return a token of a chat with its log-probability and those of the likeliest."""
+    """A token of a chat with its log-probability and those of the likeliest."""
     own = _token(model, TokenLogprob(id=piece.id, logprob=piece.logprob))
     return {**own, "top_logprobs": [_token(model, one) for one in piece.top]}
 
@@ -299,5 +305,5 @@ def _reason(row: Continuation, calls: Sequence[Any]) -> str:
 
 
 def _ends(piece: AnswerPiece) -> bool:
-    """Return whether a token is the end of its text, which is no part of it."""
+    """Whether a token is the end of its text, which is no part of it."""
     return piece.finish is FinishReason.EOS

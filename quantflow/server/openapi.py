@@ -1,4 +1,4 @@
-"""The OpenAPI description of the routes, made from their table and from the classes of their bodies."""
+"""The OpenAPI description of the routes, from their table and the classes of their bodies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,10 +30,10 @@ _REF = "#/components/schemas/{model}"
 
 
 def description(endpoints: Sequence[Endpoint], *, key: bool) -> dict[str, Any]:
-    """Return the description.
+    """The OpenAPI description.
 
     Args:
-        endpoints: the routes.
+        endpoints: routes to describe.
         key: whether requests need a key.
     """
     bodies = list(

@@ -1,4 +1,4 @@
-"""What a browser gets: the page of quantflow/server/page, and the artifact's card that it shows."""
+"""Routes for browsers: the page of quantflow/server/page, and the artifact's card that it shows."""
 
 from collections import Counter
 from importlib.resources import files
@@ -18,19 +18,19 @@ _TYPES = {"index.html": "text/html", "style.css": "text/css", "app.js": "text/ja
 
 
 async def front(call: HttpCall) -> Response:
-    """Return the page to a browser, and to others what TGI says at `/`: that the engine is well."""
+    """The page for a browser; for others TGI's answer at `/`, that the engine is well."""
     if "text/html" not in call.request.headers.get("accept", ""):
         return await health(call)
     return _file("index.html")
 
 
 async def asset(call: HttpCall) -> Response:
-    """Return a file of the page."""
+    """A file of the page."""
     return _file(call.request.url.path.rpartition("/")[2])
 
 
 async def card(call: HttpCall) -> Response:
-    """Return what the artifact is: its source, schemes, bytes, kernels and hash."""
+    """The artifact's source, schemes, bytes, kernels and hash."""
     site: Site = call.site
     model = site.models.first
     linears = model.loaded.artifact.linears
@@ -72,7 +72,7 @@ ENDPOINTS = (
         run=card,
         tag="Page",
         answer={"name": "llama", "schemes": {"W4A16": 28}},
-        summary="Say what the artifact is.",
+        summary="Describe the artifact.",
     ),
     *(
         Endpoint(

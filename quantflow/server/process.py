@@ -1,8 +1,8 @@
-"""The server as a process: the model is opened, the table printed, the port bound, and signals end it in order.
+"""The server as a process: it opens the model, prints the table, binds the port, and ends in order.
 
-SIGTERM or Ctrl-C: no new connections, running requests end within `drain_seconds`, what is left is
-cancelled. A second signal ends at once. An engine that dies turns /health to 503 and ends the
-process with an error.
+At SIGTERM or Ctrl-C it accepts no new connections, running requests end within `drain_seconds`, and
+the rest is cancelled. A second signal ends it at once. An engine that dies turns /health to 503 and
+ends the process with an error.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from quantflow.server.settings import ServeJob
 from quantflow.server.site import Site
 
 BACKLOG = 2048  # connections that wait to be accepted
-DEAD_SECONDS = 2.0  # that /health says 503 before the process ends
+DEAD_SECONDS = 2.0  # time of 503 at /health before the process ends
 
 
 def run(job: ServeJob, progress: Progress) -> None:
@@ -38,7 +38,7 @@ def run(job: ServeJob, progress: Progress) -> None:
     Raises:
         QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
     """
-    listening = bound(job)  # before the model is opened: a taken port is told at once
+    listening = bound(job)  # before the model is opened, so that a taken port fails at once
     try:
         models = Models(job, open_model(job.artifact, job))
         try:
@@ -51,7 +51,7 @@ def run(job: ServeJob, progress: Progress) -> None:
 
 
 def site_of(job: ServeJob, models: Models) -> Site:
-    """Return what the routes share."""
+    """The state that the routes share."""
     service = Service(
         limits=job.limits,
         admission=Admission(job.limits.max_concurrent_requests),
@@ -63,13 +63,17 @@ def site_of(job: ServeJob, models: Models) -> Site:
 
 
 def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
-    """Return uvicorn with the application, not started."""
+    """The uvicorn server with the application, not started."""
+
+    class Protocol(PatientProtocol):
+        seconds = job.client_timeout
+
     config = uvicorn.Config(
         application(site),
-        http=type("Protocol", (PatientProtocol,), {"seconds": job.client_timeout}),
+        http=Protocol,
         ws="none",
         lifespan="off",
-        log_level=logging.CRITICAL,  # http.py says what goes wrong, once
+        log_level=logging.CRITICAL,  # http.py prints each error, once
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=job.header_limit,
@@ -85,7 +89,7 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
         progress.say(line)
     host, port = listening.getsockname()[:2]
     server = server_of(job, site_of(job, models), progress)
-    listening.listen(BACKLOG)  # what connects from now on is answered
+    listening.listen(BACKLOG)  # connections from now on are answered
     progress.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
     server.run(sockets=[listening])
     if models.failed is not None:
@@ -97,17 +101,17 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
 
 
 class OrderlyServer(uvicorn.Server):
-    """uvicorn's server whose signals end it with exit code 0, and which a dead engine ends."""
+    """A uvicorn server that signals end with exit code 0, and that a dead engine ends."""
 
     def __init__(self, config: uvicorn.Config, models: Models, progress: Progress) -> None:
-        """Take the models whose engines are watched."""
+        """Keep the models whose engines are watched."""
         super().__init__(config)
         self._models, self._progress = models, progress
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Answer SIGINT and SIGTERM inside the block; afterwards whoever answered them before does again."""
-        # whoever runs it in a thread has `should_exit`
+        """Handle SIGINT and SIGTERM inside the block, and restore the earlier handlers after it."""
+        # Python handles signals in the main thread alone; elsewhere `should_exit` ends the server
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -138,10 +142,11 @@ class OrderlyServer(uvicorn.Server):
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 that closes a connection whose headers do not come in time, and drops one that takes nothing of its answer.
+    """HTTP/1.1 with limits for slow clients.
 
-    A transport that is closed keeps what it holds until the client has taken it, which may be
-    never.
+    It closes a connection whose headers do not come in time, and drops one that takes nothing of
+    its answer. Closing would not be enough there: a closed transport keeps its bytes until the
+    client has taken them, which may be never.
     """
 
     seconds = 30.0
@@ -149,12 +154,12 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
         super().connection_made(transport)
-        self._untaken = 0  # bytes that the client had not taken at the last look
-        self._begun = False  # whether a further request had begun to come in then
+        self._untaken = 0  # bytes that the client had not taken at the last check
+        self._begun = False  # whether a further request had begun to come in at the last check
         self._next_look = self.loop.call_later(self.seconds, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         self._next_look.cancel()
         super().connection_lost(exc)
 
@@ -171,14 +176,17 @@ class PatientProtocol(H11Protocol):
         self._next_look = self.loop.call_later(self.seconds, self._look)
 
     def _further(self) -> bool:
-        """Return whether a request after the first has begun to come in; uvicorn waits for the rest of its headers for ever."""
+        """Whether a request after the first has begun to come in.
+
+        uvicorn would wait for the rest of its headers for ever.
+        """
         return self.cycle is not None and bool(
             self.cycle.response_complete and self.conn.trailing_data[0]
         )
 
 
 def opening_lines(job: ServeJob, models: Models) -> list[str]:
-    """Return what is printed at the start: what is served and how, and each limit with where it is from."""
+    """The lines that are printed at the start: model, cache, and each limit with its origin."""
     model, limits = models.first, models.first.engine.limits
     where = "" if job.device == "cpu" else f" on {job.device}"
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
@@ -204,16 +212,22 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
 
 
 def _origin(job: ServeJob, name: str, *, follows: bool) -> str:
-    """Return where a limit's value is from: an option, a variable, the model and its memory if it `follows`, or the default."""
+    """The origin of a limit's value: an option, a variable, the default, or model and memory.
+
+    Args:
+        job: settings of the server.
+        name: name of the limit.
+        follows: whether the value follows from the model and its memory.
+    """
     return job.origins.get(name, "model and memory" if follows else "default")
 
 
 def bound(job: ServeJob) -> socket.socket:
-    """Return a socket that is bound and does not listen yet.
+    """A bound socket that does not listen yet.
 
-    It names its protocol, since asyncio turns off Nagle's algorithm for connections of such a
-    socket alone. With it a body waits until the client has acknowledged its headers, and a token
-    until it has acknowledged the one before: 40 ms.
+    The socket names its protocol, since asyncio turns off Nagle's algorithm only for connections of
+    such a socket. With Nagle's algorithm a body waits until the client has acknowledged its
+    headers, and a token until it has acknowledged the one before: 40 ms.
 
     Raises:
         ResourceError: the port is taken.
@@ -231,7 +245,7 @@ def bound(job: ServeJob) -> socket.socket:
 
 
 def _warm(models: Models) -> None:
-    """Generate a token, so that the first request finds everything in place and a model that cannot run is told here."""
+    """Generate a token: a model that cannot run fails here, and the first request is fast."""
     model = models.first
     stream = model.engine.submit(BatchRequest(input_ids=(0,), max_new_tokens=1))
     for event in stream:

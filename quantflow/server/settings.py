@@ -1,15 +1,17 @@
-"""What `quantflow serve` may be told, declared once; limits have TGI's names, and what is left open follows from the model.
+"""The settings of `quantflow serve`, each declared once; its limits have TGI's names.
 
-Records are plain, so that a command line knows them without torch or a web framework. Environment
-variables are those that TGI's launcher reads: MAX_INPUT_TOKENS is `--max-input-tokens`. HOSTNAME is
-not read: containers set it to something else.
+What is left open follows from the model. The records are plain, so that a command line knows them
+without torch or a web framework. Environment variables are those that TGI's launcher reads:
+MAX_INPUT_TOKENS is `--max-input-tokens`. HOSTNAME is not read: containers set it to something else.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quantflow.errors import UsageError
 from quantflow.files.origin import origin_of
@@ -31,162 +33,81 @@ from quantflow.settings import check_numbers, device_flag, setting
 SERVE = ("serve",)
 ENGINES = ("quantflow", "vllm")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_for_serve = functools.partial(setting, verbs=SERVE)
+
+
+def _limit(default: Any, flag: str, help: str, *, metavar: str = "N", **bounds: Any) -> Any:
+    """A limit with TGI's variable: that of `--max-input-tokens` is MAX_INPUT_TOKENS."""
+    return _for_serve(
+        default,
+        flag,
+        variable=flag.removeprefix("--").replace("-", "_").upper(),
+        metavar=metavar,
+        shown=default is not None,
+        help=help,
+        **bounds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server accepts. None is left to `quantflow.server.models.batch_limits`, which has TGI's arithmetic.
+    """Limits of what a server accepts.
 
-    Attributes:
-        max_concurrent_requests: rows in the server at once, waiting ones included; what comes above
-            gets 429.
-        max_best_of: continuations of a prompt among which the best is returned.
-        max_stop_sequences: stop strings of a request.
-        max_top_n_tokens: likeliest tokens that are told per step.
-        max_input_tokens: of a prompt; None: one less than `max_total_tokens`.
-        max_total_tokens: of prompt and text; None: the model's positions, at most 4096.
-        max_batch_prefill_tokens: of prompts that are read in one step; None: max_batch_size x
-            max_input_tokens where a batch size is given, else max_input_tokens + 50.
-        max_batch_total_tokens: of all rows that run; None: what fits into the cache's memory.
-        max_batch_size: rows that run; None: 64.
-        waiting_served_ratio: waiting rows join a running batch when there are so many per running
-            one; 0: at once.
-        max_waiting_tokens: steps after which they join anyway.
-        queue_threshold_ms: the shortest prompt joins first, but for rows that have waited so long;
-            None: the order of arrival.
-        max_client_batch_size: prompts, or continuations of one, in a request.
-        validation_workers: threads that tokenize.
+    `quantflow.server.models.batch_limits` fills what is None, with TGI's arithmetic.
     """
 
-    max_concurrent_requests: int = setting(
-        128,
-        flag="--max-concurrent-requests",
-        variable="MAX_CONCURRENT_REQUESTS",
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Above it: 429.",
+    max_concurrent_requests: int = _limit(
+        128, "--max-concurrent-requests", "Rows in the server, waiting ones too; above it: 429."
     )
-    max_best_of: int = setting(
-        2,
-        flag="--max-best-of",
-        variable="MAX_BEST_OF",
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Largest best_of.",
+    max_best_of: int = _limit(2, "--max-best-of", "Largest best_of.")
+    max_stop_sequences: int = _limit(4, "--max-stop-sequences", "Stop strings of a request.")
+    max_top_n_tokens: int = _limit(
+        5, "--max-top-n-tokens", "Likeliest tokens in the answer per step.", least=0
     )
-    max_stop_sequences: int = setting(
-        4,
-        flag="--max-stop-sequences",
-        variable="MAX_STOP_SEQUENCES",
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Stop strings of a request.",
+    max_input_tokens: int | None = _limit(
+        None, "--max-input-tokens", "Tokens of a prompt (default: max-total-tokens - 1)."
     )
-    max_top_n_tokens: int = setting(
-        5,
-        flag="--max-top-n-tokens",
-        variable="MAX_TOP_N_TOKENS",
-        least=0,
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Likeliest tokens told per step.",
-    )
-    max_input_tokens: int | None = setting(
+    max_total_tokens: int | None = _limit(
         None,
-        flag="--max-input-tokens",
-        variable="MAX_INPUT_TOKENS",
-        metavar="N",
-        verbs=SERVE,
-        help="Of a prompt (default: max-total-tokens - 1).",
+        "--max-total-tokens",
+        "Tokens of prompt and text (default: the model's positions, at most 4096).",
     )
-    max_total_tokens: int | None = setting(
+    max_batch_prefill_tokens: int | None = _limit(
         None,
-        flag="--max-total-tokens",
-        variable="MAX_TOTAL_TOKENS",
-        metavar="N",
-        verbs=SERVE,
-        help="Of prompt and text (default: the model's positions, at most 4096).",
-    )
-    max_batch_prefill_tokens: int | None = setting(
-        None,
-        flag="--max-batch-prefill-tokens",
-        variable="MAX_BATCH_PREFILL_TOKENS",
-        metavar="N",
-        verbs=SERVE,
-        help="Prompt tokens of a step (default: max-batch-size x max-input-tokens, or "
+        "--max-batch-prefill-tokens",
+        "Prompt tokens of a step (default: max-batch-size x max-input-tokens, or "
         "max-input-tokens + 50).",
     )
-    max_batch_total_tokens: int | None = setting(
+    max_batch_total_tokens: int | None = _limit(
         None,
-        flag="--max-batch-total-tokens",
-        variable="MAX_BATCH_TOTAL_TOKENS",
-        metavar="N",
-        verbs=SERVE,
-        help="Tokens of all running rows (default: what --kv-memory holds).",
+        "--max-batch-total-tokens",
+        "Tokens of all running rows (default: what --kv-memory holds).",
     )
-    max_batch_size: int | None = setting(
-        None,
-        flag="--max-batch-size",
-        variable="MAX_BATCH_SIZE",
-        metavar="N",
-        verbs=SERVE,
-        help="Running rows (default: 64).",
-    )
-    waiting_served_ratio: float = setting(
+    max_batch_size: int | None = _limit(None, "--max-batch-size", "Running rows (default: 64).")
+    waiting_served_ratio: float = _limit(
         0.0,
-        flag="--waiting-served-ratio",
-        variable="WAITING_SERVED_RATIO",
+        "--waiting-served-ratio",
+        "Waiting rows per running one at which they join; 0: at once.",
         metavar="X",
-        verbs=SERVE,
-        shown=True,
-        help="Waiting rows per running one at which they join; 0: at once.",
     )
-    max_waiting_tokens: int = setting(
-        20,
-        flag="--max-waiting-tokens",
-        variable="MAX_WAITING_TOKENS",
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Steps after which they join anyway.",
+    max_waiting_tokens: int = _limit(
+        20, "--max-waiting-tokens", "Steps after which they join anyway."
     )
-    queue_threshold_ms: int | None = setting(
+    queue_threshold_ms: int | None = _limit(
         None,
-        flag="--queue-threshold-ms",
-        variable="QUEUE_THRESHOLD_MS",
-        metavar="N",
-        verbs=SERVE,
-        help="Short prompts first, but for those that waited N ms (default: the order of arrival).",
+        "--queue-threshold-ms",
+        "Short prompts first, but for those that waited N ms (default: the order of arrival).",
     )
-    max_client_batch_size: int = setting(
-        4,
-        flag="--max-client-batch-size",
-        variable="MAX_CLIENT_BATCH_SIZE",
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Prompts, or choices, of a request.",
+    max_client_batch_size: int = _limit(
+        4, "--max-client-batch-size", "Prompts, or choices, of a request."
     )
-    validation_workers: int = setting(
-        2,
-        flag="--validation-workers",
-        variable="VALIDATION_WORKERS",
-        least=1,
-        metavar="N",
-        verbs=SERVE,
-        shown=True,
-        help="Threads that tokenize.",
-    )
+    validation_workers: int = _limit(2, "--validation-workers", "Threads that tokenize.", least=1)
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are no limits; which of them contradict each other is for `BatchLimits`.
+        """Refuse numbers that are no limits; `BatchLimits` refuses contradictions.
 
         Raises:
-            UsageError: naming it.
+            UsageError: a number is out of bounds; the message names it.
         """
         check_numbers(self)
 
@@ -196,274 +117,193 @@ class ServeJob:
     """What is served, where, and to whom.
 
     Attributes:
-        artifact: the first model: a folder, a name on the hub or a GGUF file.
-        revision: of the first model, on the hub.
-        name: what requests call it; None: the folder's or the file's name, or that on the hub.
-        models: more of them, `name=MODEL`; each is loaded when a request names it.
-        adapters: LoRA adapters of the first model, `name=FOLDER`; requests choose one by its name,
-            as if it were a model.
-        model_memory: that weights of loaded models may have together; the one that was unused
-            longest is dropped.
-        chat_template: a file that stands in place of the tokenizer's own template.
-        host, port: where it listens; port 0 takes a free one.
-        api_key, api_key_file: what `Authorization: Bearer` must say; of a file the first line. None
-            of both: nobody is asked.
-        protect_health: /health, /ping and /metrics ask for the key too.
-        cors_allow_origin: origins whose pages may call; none may unless it is listed.
-        allowed_host: names that a Host header may have beside the loopback's; asked of a server on
-            the loopback without a key.
-        payload_limit: bytes of a request's body.
-        header_limit: bytes of a request's line and headers.
-        client_timeout: seconds that a client may take to send headers, to send a body, or to take
-            what is sent to it.
-        drain_seconds: SIGTERM lets running requests end for so long.
-        disable_grammar_support: refuse requests with a grammar.
-        device: where models run; off the CPU transformers' modules do, one request after the other.
-        speculate: tokens that are guessed at a time from what followed the last ones earlier in the
-            text, and computed beside the next; texts are the same. 0: none.
-        token_ids: TGI's routes take and give token ids with commas between them, in place of text.
-        limits: of requests.
-        signature: whom every artifact has to be signed by.
-        profile: a folder for a trace of `profile_steps` steps of each model, NAME.json, after the
-            first `profile_wait` and `profile_warmup` that it does; with `profile_shapes` it has the
-            shapes of inputs. 0 steps: none.
-        kv_memory: for keys and values, such as 4GiB, or 50% of what is free when a model is loaded.
-        engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
-        tensor_parallel: cards that vLLM shares the model over; None: one.
-        origins: setting -> where its value is from, for the table at the start.
+        artifact: first model: a folder, a name on the hub or a GGUF file.
+        limits: limits of requests.
+        signature: signer that every artifact needs.
+        origins: setting -> source of its value, for the table at the start.
     """
 
     artifact: Path
-    revision: str | None = setting(
-        None, flag="--revision", metavar="NAME", verbs=SERVE, help=REVISION_HELP
-    )
-    name: str | None = setting(
+    revision: str | None = _for_serve(None, "--revision", metavar="NAME", help=REVISION_HELP)
+    name: str | None = _for_serve(
         None,
-        flag="--served-model-name",
+        "--served-model-name",
         metavar="NAME",
-        verbs=SERVE,
-        help="Default: the folder's name, or the hub's.",
+        help="Name of the first model in requests (default: the folder's name, or the hub's).",
     )
-    models: tuple[str, ...] = setting(
+    models: tuple[str, ...] = _for_serve(
         (),
-        flag="--model",
+        "--model",
         metavar="NAME=MODEL",
-        verbs=SERVE,
         help="One more model, loaded when it is asked for; also several.",
     )
-    adapters: tuple[str, ...] = setting(
+    adapters: tuple[str, ...] = _for_serve(
         (),
-        flag="--adapter",
+        "--adapter",
         metavar="NAME=DIR",
-        verbs=SERVE,
-        help="A LoRA adapter (PEFT) of the first model; requests choose it by name; also several.",
+        help="A LoRA adapter (PEFT) of the first model; requests name it as a model; also several.",
     )
-    model_memory: str | None = setting(
+    model_memory: str | None = _for_serve(
         None,
-        flag="--model-memory",
+        "--model-memory",
         metavar="SIZE",
-        verbs=SERVE,
-        help="Drop the model that was unused longest when loaded ones are larger together.",
+        help="Weights of all loaded models; above it the one that was unused longest is dropped.",
     )
-    chat_template: Path | None = setting(
+    chat_template: Path | None = _for_serve(
         None,
-        flag="--chat-template",
+        "--chat-template",
         metavar="FILE",
-        verbs=SERVE,
         parse=Path,
-        help="Jinja, in place of the tokenizer's.",
+        help="Jinja file in place of the tokenizer's template.",
     )
-    host: str = setting(
-        "127.0.0.1", flag="--host", verbs=SERVE, shown=True, help="0.0.0.0 is every network."
-    )
-    port: int = setting(
-        8000, flag="--port", variable="PORT", verbs=SERVE, shown=True, help="0: a free one."
-    )
-    api_key: str | None = setting(
+    host: str = _for_serve("127.0.0.1", "--host", shown=True, help="0.0.0.0 is every network.")
+    port: int = _for_serve(8000, "--port", variable="PORT", shown=True, help="0: a free one.")
+    api_key: str | None = _for_serve(
         None,
-        flag="--api-key",
+        "--api-key",
         variable="API_KEY",
         metavar="KEY",
-        verbs=SERVE,
-        help="Asked of every request; better in API_KEY or a file.",
+        help="Key that every request must have (Authorization: Bearer); better in API_KEY or a "
+        "file.",
     )
-    api_key_file: Path | None = setting(
-        None,
-        flag="--api-key-file",
-        metavar="FILE",
-        verbs=SERVE,
-        parse=Path,
-        help="The key is its first line.",
+    api_key_file: Path | None = _for_serve(
+        None, "--api-key-file", metavar="FILE", parse=Path, help="The key is its first line."
     )
-    protect_health: bool = setting(
-        False,
-        flag="--protect-health",
-        verbs=SERVE,
-        help="Ask for the key at /health, /ping and /metrics too.",
+    protect_health: bool = _for_serve(
+        False, "--protect-health", help="Ask for the key at /health, /ping and /metrics too."
     )
-    cors_allow_origin: tuple[str, ...] = setting(
+    cors_allow_origin: tuple[str, ...] = _for_serve(
         (),
-        flag="--cors-allow-origin",
+        "--cors-allow-origin",
         variable="CORS_ALLOW_ORIGIN",
         metavar="ORIGIN",
-        verbs=SERVE,
-        help="Pages of it may call; also several.",
+        help="Origin whose pages may call; also several.",
     )
-    allowed_host: tuple[str, ...] = setting(
+    allowed_host: tuple[str, ...] = _for_serve(
         (),
-        flag="--allowed-host",
+        "--allowed-host",
         metavar="NAME",
-        verbs=SERVE,
-        help="A Host header beside the loopback's; also several.",
+        help="Host header that is allowed beside the loopback's, where a server on the loopback "
+        "has no key; also several.",
     )
-    payload_limit: int = setting(
+    payload_limit: int = _for_serve(
         2_000_000,
-        flag="--payload-limit",
+        "--payload-limit",
         variable="PAYLOAD_LIMIT",
         metavar="BYTES",
-        verbs=SERVE,
         shown=True,
-        help="Of a request's body.",
+        help="Largest body of a request.",
     )
-    header_limit: int = setting(
-        65_536,
-        flag="--header-limit",
-        metavar="BYTES",
-        verbs=SERVE,
-        shown=True,
-        help="Of a request's headers.",
+    header_limit: int = _for_serve(
+        65_536, "--header-limit", metavar="BYTES", shown=True, help="Largest headers of a request."
     )
-    client_timeout: float = setting(
+    client_timeout: float = _for_serve(
         30.0,
-        flag="--client-timeout",
+        "--client-timeout",
         metavar="SECONDS",
-        verbs=SERVE,
         shown=True,
-        help="For a client to send its request, or to take a piece of the answer.",
+        help="Time of a client to send headers or a body, or to take a piece of the answer.",
     )
-    drain_seconds: float = setting(
+    drain_seconds: float = _for_serve(
         30.0,
-        flag="--drain-seconds",
+        "--drain-seconds",
         metavar="SECONDS",
-        verbs=SERVE,
         shown=True,
-        help="After SIGTERM, for running requests.",
+        help="Time of running requests to end after SIGTERM.",
     )
-    disable_grammar_support: bool = setting(
+    disable_grammar_support: bool = _for_serve(
         False,
-        flag="--disable-grammar-support",
+        "--disable-grammar-support",
         variable="DISABLE_GRAMMAR_SUPPORT",
-        verbs=SERVE,
         help="Refuse requests with a grammar.",
     )
-    speculate: int = setting(
+    speculate: int = _for_serve(
         0,
-        flag="--speculate",
+        "--speculate",
         variable="SPECULATE",
         metavar="N",
-        verbs=SERVE,
         least=0,
-        help="Guess N tokens from what stood before in the text; texts are the same (default: 0).",
+        help="Draft N tokens from earlier text and compute them at once; texts are the same "
+        "(default: 0).",
     )
-    token_ids: bool = setting(
+    token_ids: bool = _for_serve(
         False,
-        flag="--token-ids",
+        "--token-ids",
         variable="SKIP_TOKENIZER_IN_TGI",
-        verbs=SERVE,
         help="TGI's routes take and give token ids, 1,2,3, in place of text.",
     )
     limits: Limits = Limits()
     signature: RequiredSignature = RequiredSignature()
-    kv_memory: str | None = setting(
+    kv_memory: str | None = _for_serve(
         None,
-        flag="--kv-memory",
+        "--kv-memory",
         metavar="SIZE",
-        verbs=SERVE,
-        help="For keys and values, or a share of what is free: 50% (default 80%, at most what "
-        "the largest batch takes).",
+        help="Memory for keys and values, or a share of what is free when a model is loaded: 50% "
+        "(default 80%, at most what the largest batch takes).",
     )
-    kv_cache: str = setting(
-        "auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP
+    kv_cache: str = _for_serve("auto", "--kv-cache", metavar="KIND", help=KV_CACHE_HELP)
+    backend: str = _for_serve("auto", "--backend", shown=True, help=BACKEND_HELP)
+    dtype: str = _for_serve("float32", "--dtype", choices=DTYPES, shown=True, help="")
+    device: str = _for_serve(
+        "cpu", "--device", metavar="DEVICE", parse=device_flag, shown=True, help=DEVICE_HELP
     )
-    backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
-    dtype: str = setting(
-        "float32", flag="--dtype", choices=DTYPES, verbs=SERVE, shown=True, help=""
+    decoder: str = _for_serve("auto", "--decoder", shown=True, help=DECODER_HELP)
+    pack: bool = _for_serve(
+        False, "--pack", help="Keep the weights as kernels want them in ARTIFACT-packed."
     )
-    device: str = setting(
-        "cpu",
-        flag="--device",
-        metavar="DEVICE",
-        verbs=SERVE,
-        parse=device_flag,
-        shown=True,
-        help=DEVICE_HELP,
-    )
-    decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
-    pack: bool = setting(
-        False,
-        flag="--pack",
-        verbs=SERVE,
-        help="Keep the weights as kernels want them in ARTIFACT-packed.",
-    )
-    exact: bool = setting(False, flag="--exact", verbs=SERVE, help=EXACT_HELP)
-    profile: Path = setting(
+    exact: bool = _for_serve(False, "--exact", help=EXACT_HELP)
+    profile: Path = _for_serve(
         Path("serve-profile"),
-        flag="--profile",
+        "--profile",
         variable="PROF_PATH",
         metavar="DIR",
-        verbs=SERVE,
         parse=Path,
-        help="For traces of --profile-steps, for chrome://tracing (default: serve-profile).",
+        help="Folder of the traces of --profile-steps, for chrome://tracing (default: "
+        "serve-profile).",
     )
-    profile_steps: int = setting(
+    profile_steps: int = _for_serve(
         0,
-        flag="--profile-steps",
+        "--profile-steps",
         variable="PROF_STEP",
         metavar="N",
-        verbs=SERVE,
         least=0,
         help="Trace N steps of each model (default: 0, no trace).",
     )
-    profile_wait: int = setting(
+    profile_wait: int = _for_serve(
         0,
-        flag="--profile-wait",
+        "--profile-wait",
         variable="PROF_WAITSTEP",
         metavar="N",
-        verbs=SERVE,
         least=0,
-        help="After N steps.",
+        help="Skip N steps before the trace.",
     )
-    profile_warmup: int = setting(
+    profile_warmup: int = _for_serve(
         0,
-        flag="--profile-warmup",
+        "--profile-warmup",
         variable="PROF_WARMUPSTEP",
         metavar="N",
-        verbs=SERVE,
         least=0,
-        help="And after N more.",
+        help="Then skip N more, to warm up.",
     )
-    profile_shapes: bool = setting(
+    profile_shapes: bool = _for_serve(
         False,
-        flag="--profile-shapes",
+        "--profile-shapes",
         variable="PROF_RECORD_SHAPES",
-        verbs=SERVE,
         help="Put shapes of inputs into the trace.",
     )
-    engine: str = setting(
+    engine: str = _for_serve(
         "quantflow",
-        flag="--engine",
+        "--engine",
         choices=ENGINES,
-        verbs=SERVE,
         shown=True,
         help="vllm starts vLLM where it is installed.",
     )
-    tensor_parallel: int | None = setting(
+    tensor_parallel: int | None = _for_serve(
         None,
-        flag="--tensor-parallel",
+        "--tensor-parallel",
         metavar="N",
-        verbs=SERVE,
         least=1,
-        help="Of --engine vllm: cards that share the model.",
+        help="Cards that share the model, with --engine vllm.",
     )
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -471,7 +311,7 @@ class ServeJob:
         """Refuse what cannot be served.
 
         Raises:
-            UsageError: naming it.
+            UsageError: settings contradict each other or name nothing; the message names them.
         """
         check_numbers(self)
         if self.engine == "vllm" and self.device != "cpu":
@@ -524,7 +364,7 @@ class ServeJob:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of `kv_memory`; a share is of what is free now."""
+        """Bytes of `kv_memory`; a share is of the memory that is free now."""
         if self.kv_memory is None or not self.kv_memory.endswith("%"):
             return None if self.kv_memory is None else parse_size(self.kv_memory)
         return int(available_bytes() * _share(self.kv_memory))
@@ -536,7 +376,7 @@ class ServeJob:
 
     @property
     def first_name(self) -> str:
-        """What requests call the first model."""
+        """Name of the first model in requests."""
         return self.name or origin_of(self.artifact).name
 
     def run(self, progress: Progress = SILENT) -> None:
@@ -547,10 +387,10 @@ class ServeJob:
 
 
 def _share(text: str) -> float:
-    """Return what `50%` is of the whole.
+    """The share of the whole that `50%` means.
 
     Raises:
-        UsageError: no number above 0 and at most 100.
+        UsageError: the text is no number above 0 and at most 100.
     """
     try:
         share = float(text.removesuffix("%")) / 100

@@ -1,4 +1,4 @@
-"""What all routes share: the models, the service, the metrics, and what the server says of itself."""
+"""The state that all routes share: models, service, metrics, and the content of /info."""
 
 import sys
 import time
@@ -21,11 +21,11 @@ class Site:
     """A server's state.
 
     Attributes:
-        job: what it was told.
-        models: by name.
-        service: answers prompts.
-        metrics: of all requests.
-        started: when, in seconds since 1970.
+        job: settings of the server.
+        models: models by name.
+        service: service that answers prompts.
+        metrics: counts and times of all requests.
+        started: time of the start, in seconds since 1970.
     """
 
     job: ServeJob
@@ -36,13 +36,13 @@ class Site:
 
     @asynccontextmanager
     async def answering(self, begin: Callable[[], Awaitable[Answer]]) -> AsyncIterator[Answer]:
-        """Yield an answer whose rows end with the block; refusals and answers are counted.
+        """Yield an answer whose rows end with the block; count the answer or its refusal.
 
         Args:
-            begin: submits the rows.
+            begin: function that submits the rows.
 
         Raises:
-            Refused: as `Service.answer` and `Answer.pieces`.
+            Refused: see `Service.answer` and `Answer.pieces`.
         """
         self.metrics.asked()
         try:
@@ -54,7 +54,7 @@ class Site:
             raise
 
     def info(self) -> dict[str, Any]:
-        """Return what /info says, under TGI's keys."""
+        """The content of /info, under TGI's keys."""
         model, limits = self.models.first, self.models.first.engine.limits
         source = model.manifest.get("source", {})
         return {
@@ -86,5 +86,5 @@ class Site:
         }
 
     def log_exception(self, error: BaseException) -> None:
-        """Print what went wrong for whoever runs the server; no client sees it."""
+        """Print an unexpected error for the server's operator; no client sees it."""
         traceback.print_exception(error, file=sys.stderr)

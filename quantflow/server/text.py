@@ -1,4 +1,4 @@
-"""The text of an answer while it grows: whole characters only, and nothing of a stop string that must not be shown."""
+"""The text of an answer while it grows: whole characters, and no part of a hidden stop string."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,12 @@ _HALF = "\ufffd"
 
 
 class AnswerText:
-    """Hands out an answer's text as soon as it is certain: its characters are whole, and no stop string begins in it.
+    """An answer's text, released as soon as it is certain.
+
+    Its characters are whole then, and no stop string begins in it.
 
     Attributes:
-        text: what was handed out.
+        text: the released text.
     """
 
     def __init__(
@@ -23,28 +25,32 @@ class AnswerText:
         """Begin after a prompt.
 
         Args:
-            tokenizer: of prompt and answer.
-            prompt: its tokens.
+            tokenizer: tokenizer of prompt and answer.
+            prompt: tokens of the prompt.
             stops: strings that end the answer.
-            keeps_stop: the answer ends with its stop string, as TGI's; otherwise before it, as
-                OpenAI's.
+            keeps_stop: whether the answer ends with its stop string, as TGI's does; otherwise it
+                ends before it, as OpenAI's.
         """
         self.text = ""
         self._whole = ""  # all that was decoded
-        self._searches, self._keeps_stop = [StopSearch(stop) for stop in stops], keeps_stop
+        self._searches = [StopSearch(stop) for stop in stops]
+        self._keeps_stop = keeps_stop
         self._stream = TextStream(tokenizer, prompt, tell=self._take)
 
     def put(self, token: int) -> tuple[str, str]:
-        """Add a token; return what it completed, stop strings and all, and what may be shown of the answer now."""
+        """Add a token; return the decoded text that it completes, and text that may be shown.
+
+        The decoded text holds stop strings too.
+        """
         before = len(self._whole)
         self._stream.put(token)
         return self._whole[before:], self._show(self._certain())
 
     def end(self, *, stopped: bool) -> tuple[str, str]:
-        """Return what is left: decoded text, and what may be shown of the answer.
+        """The rest: decoded text, and text that may be shown.
 
         Args:
-            stopped: a stop string ended the answer.
+            stopped: whether a stop string ended the answer.
         """
         before = len(self._whole)
         self._stream.end()
@@ -58,13 +64,13 @@ class AnswerText:
         return self._whole[before:], self._show(length)
 
     def _show(self, length: int) -> str:
-        """Return the text up to a length that was not handed out."""
+        """The text up to a length that was not released yet."""
         piece = self._whole[len(self.text) : length]
         self.text += piece
         return piece
 
     def _certain(self) -> int:
-        """Return how much of the decoded text no stop string can reach into: those that stand there, and begun ones."""
+        """Length of the decoded text that no whole or begun stop string can reach into."""
         return int(min((one.begin for one in self._searches), default=len(self._whole)))
 
     def _take(self, piece: str) -> None:
@@ -74,25 +80,28 @@ class AnswerText:
 
 
 class StopSearch:
-    """Looks for a string in a text that grows: Knuth, Morris and Pratt's search, whose time grows as the text does.
+    """The search for a string in a text that grows.
+
+    It is Knuth, Morris and Pratt's, whose time grows as the text does.
 
     Attributes:
         stop: the string.
-        found: where it stands first; infinity: nowhere yet.
+        found: position of its first occurrence; infinity without one.
     """
 
     def __init__(self, stop: str) -> None:
         """Begin before the text."""
-        self.stop, self.found = stop, math.inf
+        self.stop = stop
+        self.found = math.inf
         # characters of the text, and those of the string that stand at its end
         self._length = self._same = 0
-        # of each beginning of the string that was met: the longest that is its end, and not all of
-        # it
+        # borders[n]: length of the longest proper beginning of stop[:n + 1] that is also its end;
+        # only beginnings that were met have one
         self._borders = [0]
 
     @property
     def begin(self) -> float:
-        """From where on the text may be the string's."""
+        """The position from which on the text may belong to the string."""
         return min(self.found, self._length - self._same)
 
     def put(self, piece: str) -> None:
@@ -110,8 +119,9 @@ class StopSearch:
                 self._borders.append(self._border())
 
     def _border(self) -> int:
-        """Return the border of the beginning that is one longer than the longest whose border is known."""
-        known, last = self._borders[-1], self.stop[len(self._borders)]
+        """The border of the next longer beginning of the string."""
+        known = self._borders[-1]
+        last = self.stop[len(self._borders)]
         while known and self.stop[known] != last:
             known = self._borders[known - 1]
         return known + (self.stop[known] == last)
@@ -125,7 +135,7 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take the tokenizer."""
+        """Keep the tokenizer."""
         self._tokenizer = tokenizer
         self.special = frozenset(tokenizer.all_special_ids)
         self.text = lru_cache(maxsize=1 << 16)(self._text)
@@ -134,16 +144,16 @@ class Vocabulary:
         self._before = [] if letter in (None, tokenizer.unk_token_id) else [letter]
 
     def _text(self, token: int) -> str:
-        """Return a token alone as text; half a character is U+FFFD."""
+        """A token alone as text; half a character is U+FFFD."""
         return str(self._tokenizer.decode([token]))
 
     def _within(self, token: int) -> str:
-        """Return what a token adds to a text; some tokenizers drop the space that a text begins with."""
+        """The text that a token adds to another; some tokenizers drop a text's first space."""
         before = str(self._tokenizer.decode(self._before))
         return str(self._tokenizer.decode([*self._before, token]))[len(before) :]
 
     def bytes_of(self, token: int) -> list[int]:
-        """Return the UTF-8 of `within`, also where it is half a character."""
+        """The UTF-8 of `within`, also where it is half a character."""
         text = self.within(token)
         if _HALF in text:
             piece = str(self._tokenizer.convert_ids_to_tokens(token))
@@ -157,7 +167,7 @@ class Vocabulary:
 
 @lru_cache(maxsize=1)
 def byte_level_alphabet() -> dict[str, int]:
-    """Return which byte each character of a byte-level BPE stands for (GPT-2's table, section 2.2 of its paper)."""
+    """The byte of each character of a byte-level BPE (GPT-2's table, section 2.2 of its paper)."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -1,4 +1,4 @@
-"""TGI's routes: /generate and its like, with the bodies, headers and texts of text-generation-inference 2."""
+"""TGI's routes: /generate and others, with the bodies, headers and texts of its version 2."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ DEVICE = "cpu+quantflow"
 
 
 def asked_by(parameters: Parameters, *, streams: bool = False) -> Asked:
-    """Return what TGI's parameters ask for."""
+    """The request that TGI's parameters make."""
     return Asked(
         best_of=parameters.best_of,
         temperature=parameters.temperature,
@@ -66,7 +66,8 @@ async def compat_generate(call: HttpCall) -> Response | EventStream:
 async def vertex(call: HttpCall) -> Response:
     """Answer the prompts of Vertex, all at once."""
     site: Site = call.site
-    instances, most = call.body.instances, site.job.limits.max_client_batch_size
+    instances = call.body.instances
+    most = site.job.limits.max_client_batch_size
     if len(instances) > most:
         text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
         raise Refused("batch size exceeded", text)
@@ -84,7 +85,7 @@ async def vertex(call: HttpCall) -> Response:
 
 
 async def tokenize(call: HttpCall) -> Response:
-    """Return a prompt's tokens with their places in the text."""
+    """The tokens of a prompt with their places in the text."""
     site, body = call.site, call.body
     async with site.models.using(body.parameters.adapter_id) as model:
         if not getattr(model.tokenizer, "is_fast", False):
@@ -95,25 +96,26 @@ async def tokenize(call: HttpCall) -> Response:
 
 
 async def info(call: HttpCall) -> Response:
-    """Return what the server says of itself."""
+    """The description of the server."""
     return JSONResponse(call.site.info())
 
 
 async def health(call: HttpCall) -> Response:
-    """Say that the engines are well: 200 without a body."""
+    """Report that the engines are well: 200 without a body."""
     if call.site.models.failed is not None:
         raise Refused("healthcheck", "unhealthy")
     return Response(status_code=200)
 
 
 async def metrics(call: HttpCall) -> Response:
-    """Return all counts and times for Prometheus."""
+    """All counts and times for Prometheus."""
     return Response(call.site.metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the JSON of an answer, and TGI's headers."""
-    timings, parameters = Timings(), body.parameters
+    """The JSON of an answer, and TGI's headers."""
+    timings = Timings()
+    parameters = body.parameters
     words: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
     async with (
         site.models.using(parameters.adapter_id) as model,
@@ -140,8 +142,8 @@ async def _begin(
     """Submit a prompt: text, or token ids where the server takes those.
 
     Raises:
-        Refused: as `Service.answer`; of kind validation, where ids are asked for and something else
-            stands among them.
+        Refused: see `Service.answer`; of kind validation, where something else stands among token
+            ids.
     """
     if not site.job.token_ids:
         return await site.service.answer(model, asked, text=body.inputs, **words)
@@ -162,7 +164,10 @@ async def _begin(
 
 
 async def _streamed(site: Site, body: GenerateBody) -> EventStream:
-    """Return TGI's stream; what is wrong with a request is an event, and the status 200, but where there is no room."""
+    """TGI's stream.
+
+    An invalid request gets status 200 and an event with the error. Only a full server answers 429.
+    """
     try:
         site.service.admission.enter(1)  # 429 before anything is sent
         site.service.admission.leave(1)
@@ -175,7 +180,8 @@ async def _streamed(site: Site, body: GenerateBody) -> EventStream:
 
 
 async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
-    parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
+    parameters = body.parameters
+    asked = asked_by(body.parameters, streams=True)
     try:
         adapter = site.models.adapter(parameters.adapter_id)
         async with (
@@ -194,7 +200,7 @@ async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
 def _event(
     site: Site, body: GenerateBody, answer: Answer, piece: AnswerPiece, *, tops: bool
 ) -> dict[str, Any]:
-    """Return the event of one token; the last one has the whole text."""
+    """The event of one token; the last one has the whole text."""
     row = answer.rows[piece.row]
     event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
     if tops:
@@ -212,12 +218,12 @@ def _event(
 
 
 def token_json(piece: AnswerPiece) -> dict[str, Any]:
-    """Return a token as TGI shows it."""
+    """A token as TGI shows it."""
     return {"id": piece.id, "text": piece.text, "logprob": piece.logprob, "special": piece.special}
 
 
 def tops_json(model: ServedModel, top: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
-    """Return the likeliest tokens as TGI shows them."""
+    """The likeliest tokens as TGI shows them."""
     words = model.vocabulary
     return [
         {
@@ -231,8 +237,12 @@ def tops_json(model: ServedModel, top: tuple[TokenLogprob, ...]) -> list[dict[st
 
 
 def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str]:
-    """Return TGI's headers of a whole answer; times in milliseconds but x-compute-time, which is in seconds."""
-    timings, generated = answer.timings, max(1, len(row.pieces))
+    """TGI's headers of a whole answer.
+
+    Times are in milliseconds, but x-compute-time is in seconds.
+    """
+    timings = answer.timings
+    generated = max(1, len(row.pieces))
     milliseconds = {
         "x-total-time": timings.total,
         "x-validation-time": timings.validation,
@@ -251,7 +261,7 @@ def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str
 
 
 def _full(site: Site, body: GenerateBody, row: Continuation) -> str:
-    """Return what `generated_text` holds; as ids, special tokens are among them."""
+    """The value of `generated_text`; as ids, special tokens are among them."""
     text, between = row.text.text, ""
     if site.job.token_ids:
         text, between = ",".join(str(piece.id) for piece in row.pieces), ","
@@ -259,8 +269,9 @@ def _full(site: Site, body: GenerateBody, row: Continuation) -> str:
 
 
 def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[str, Any]:
-    """Return `details` of one continuation."""
-    model, details = answer.model, parameters.details
+    """The `details` of one continuation."""
+    model = answer.model
+    details = parameters.details
     found: dict[str, Any] = {
         "finish_reason": str(row.finish),
         "generated_tokens": len(row.pieces),

@@ -1,4 +1,4 @@
-"""Tools of a chat: the grammar that forces a call, and the calls that a text holds.
+"""Tools of a chat: the grammar that forces a call, and the calls in a text.
 
 A forced call (`required`, or a function by name) is a grammar, so its JSON always fits. With `auto`
 the model writes what it was trained to write, and two ways of writing a call are read:
@@ -23,10 +23,10 @@ Choice = str | ToolChoice | None
 
 
 def offered(tools: Sequence[Tool] | None, choice: Choice) -> list[Tool]:
-    """Return the tools that the model is shown.
+    """The tools that the model is shown.
 
     Raises:
-        Refused: of kind tool_error; a choice that names none of them.
+        Refused: of kind tool_error; the choice names none of them.
     """
     name = _named(choice)
     if not tools or choice == "none":
@@ -41,7 +41,7 @@ def offered(tools: Sequence[Tool] | None, choice: Choice) -> list[Tool]:
 
 
 def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
-    """Return the grammar of a call that must be made; None where none must.
+    """The grammar of a call that must be made; None where none must.
 
     Raises:
         Refused: of kind validation; a schema is too deep.
@@ -61,12 +61,14 @@ def forced(tools: Sequence[Tool], choice: Choice) -> Grammar | None:
 
 
 def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]:
-    """Return what stands outside of the calls that an answer makes, and the calls of known tools, as OpenAI writes them.
+    """The text outside an answer's calls, and the calls of known tools, as OpenAI writes them.
 
-    The whole text and none where one of them is no call. Nothing but space around calls is no text.
+    Where one of the calls is none, the result is the whole text and no call. Space around calls is
+    no text.
     """
     marked = _CALL.findall(text)
-    outside, found = _CALL.sub("", text) if marked else "", []
+    outside = _CALL.sub("", text) if marked else ""
+    found = []
     for piece in marked or [text]:
         try:
             value = json.loads(piece)
@@ -88,7 +90,7 @@ def parted(text: str, tools: Sequence[Tool]) -> tuple[str, list[dict[str, Any]]]
 
 
 def before_call(text: str) -> int:
-    """Return how much of the beginning of an answer stands before all that may be a call, or still become one."""
+    """Length of an answer's beginning before anything that is a call or may become one."""
     if text.lstrip().startswith("{"):
         return 0
     begun = next(
@@ -100,7 +102,7 @@ def before_call(text: str) -> int:
 
 
 def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools as chat templates expect them."""
+    """Tools as chat templates expect them."""
     shown = []
     for tool in tools:
         function = {
@@ -113,14 +115,14 @@ def shown_to_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _named(choice: Choice) -> str | None:
-    """Return the function that must be called: OpenAI's object names it, or TGI's bare word."""
+    """The function that must be called: OpenAI's object names it, or TGI's bare word."""
     if isinstance(choice, ToolChoice):
         return choice.function.name
     return None if choice in (None, "auto", "none", "required") else choice
 
 
 def _call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
-    """Return the schema of a call; that of its arguments stands elsewhere."""
+    """The schema of a call, with a reference to the schema of its arguments."""
     properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": arguments}}
     return {
         "type": "object",
@@ -131,12 +133,12 @@ def _call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments."""
+    """The schema of a tool's arguments."""
     return tool.function.parameters or tool.function.arguments or _ANYTHING
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema, or a part of it, that stands at another place of a document: its own references lead there."""
+    """A schema, or a part of it, at another place of a document; its own references lead there."""
     if isinstance(schema, list):
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, dict):

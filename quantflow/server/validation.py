@@ -1,7 +1,7 @@
-"""A request's content checked: TGI's conditions in TGI's order, each with TGI's words. The first that fails is told.
+"""The check of a request's values: TGI's conditions in TGI's order, each with TGI's words.
 
-Lengths come after tokenizing, so they are checked by `check_lengths`; the grammar comes last
-(grammar.py).
+The first that fails is the answer. Lengths are known after tokenizing, so `check_truncate` and
+`new_tokens` check them then; the grammar comes last (grammar.py).
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,21 @@ HIGHEST_TEMPERATURE = 1e4  # beyond it every token is equally likely in float32 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a client asks of one continuation, whichever interface it uses; None is not said.
+    """The request for one continuation, in either interface; None stands for no value.
 
     Attributes:
-        best_of: continuations among which the best is returned.
-        choices: continuations that are all returned.
-        temperature, top_k, top_p, min_p, typical_p, do_sample: how tokens are drawn; temperature 0
+        best_of: number of continuations among which the best is returned.
+        choices: number of continuations that are all returned.
+        temperature, top_k, top_p, min_p, typical_p, do_sample: settings of sampling; temperature 0
             is greedy where `zero_is_greedy`.
-        repetition_penalty, frequency_penalty, presence_penalty, logit_bias: what is likelier.
-        max_new_tokens: None: as many as fit.
-        stop, seed, truncate, watermark, top_n_tokens, grammar: as TGI has them.
-        top_n_limit: of `top_n_tokens`, where the interface has its own.
-        streams, prefill: the answer is streamed; it holds the prompt's log-probabilities.
-        echoes: it begins with the prompt, also where it is streamed, and may be nothing else.
+        repetition_penalty, frequency_penalty, presence_penalty, logit_bias: changes of the logits.
+        max_new_tokens: largest number of tokens; None is as many as fit.
+        stop, seed, truncate, watermark, top_n_tokens, grammar: TGI's parameters.
+        top_n_limit: limit of `top_n_tokens`, where the interface has its own.
+        streams, prefill: whether the answer is streamed; whether it holds the prompt's
+            log-probabilities.
+        echoes: whether it begins with the prompt, also where it is streamed, and may be nothing
+            else.
     """
 
     best_of: int | None = None
@@ -58,17 +60,17 @@ class Asked:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn: TGI's rule."""
+        """Whether tokens are drawn, by TGI's rule."""
         if self.zero_is_greedy and self.temperature == 0:
             return False
         filters = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
         return self.do_sample or any(value is not None for value in filters)
 
     def sampling(self, seed: int) -> Sampling | None:
-        """Return how the engine draws tokens; None takes the likeliest.
+        """The engine's settings of sampling; None takes the likeliest token.
 
         Args:
-            seed: of this continuation.
+            seed: seed of this continuation.
         """
         if not self.samples:
             return None
@@ -82,7 +84,7 @@ class Asked:
         )
 
     def rules(self) -> Rules:
-        """Return the engine's penalties."""
+        """The engine's penalties."""
         return Rules(
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -94,10 +96,10 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
     """Refuse what TGI refuses before it tokenizes.
 
     Args:
-        asked: what is checked.
-        limits: of the server.
-        text: the prompt; None where it is tokens.
-        float8: the model's weights are float8, which TGI names where it refuses a watermark.
+        asked: request to check.
+        limits: limits of the server.
+        text: prompt; None where the prompt is tokens.
+        float8: whether the model's weights are float8; TGI's refusal of a watermark names that.
 
     Raises:
         Refused: of kind validation.
@@ -122,7 +124,7 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
         value = getattr(asked, name)
         _require(value is None or -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
     why = "allowed with FP8 quantization." if float8 else "supported"
-    # nothing here marks a text; to say so is all there is
+    # this server cannot watermark a text, so that the parameter is only ever refused
     _require(not asked.watermark, f"`watermark` = true is not {why}")
     # OpenAI's clients send 1.0 for "all"; TGI's are refused for it.
     top_p = None if asked.zero_is_greedy and asked.top_p == 1 else asked.top_p
@@ -151,7 +153,7 @@ def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = Fals
 
 
 def check_truncate(asked: Asked, *, max_input_tokens: int) -> None:
-    """Refuse a truncation to nothing, or to more than may be.
+    """Refuse a truncation to nothing, or to more than is allowed.
 
     Raises:
         Refused: of kind validation.
@@ -165,13 +167,13 @@ def check_truncate(asked: Asked, *, max_input_tokens: int) -> None:
 
 
 def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_tokens: int) -> int:
-    """Return how many tokens may be added to a prompt.
+    """Number of tokens that may be added to a prompt.
 
     Args:
-        asked: with `max_new_tokens`, or None for as many as fit.
-        prompt: tokens.
-        max_input_tokens: of a prompt.
-        max_total_tokens: of a prompt and what is added.
+        asked: request with `max_new_tokens`; None there means as many as fit.
+        prompt: tokens of the prompt.
+        max_input_tokens: limit of a prompt.
+        max_total_tokens: limit of a prompt with the added tokens.
 
     Raises:
         Refused: of kind validation, when they do not fit.
@@ -199,7 +201,8 @@ def _check_best_of(asked: Asked, limits: Limits) -> None:
     told = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
     _require(0 < best_of <= limits.max_best_of, told)
     _require(best_of == 1 or asked.samples, "you must use sampling when `best_of` is > 1")
-    choices, most = 1 if asked.choices is None else asked.choices, limits.max_client_batch_size
+    choices = 1 if asked.choices is None else asked.choices
+    most = limits.max_client_batch_size
     _require(0 < choices <= most, f"`n` must be > 0 and <= {most}. Given: {choices}")
 
 

@@ -1,7 +1,7 @@
-"""`serve --engine vllm`: vLLM's own server, started with what the artifact's manifest and config.json say.
+"""`serve --engine vllm`: vLLM's own server, started by the artifact's manifest and config.json.
 
-Nothing of vLLM is imported. Its command is looked for on PATH, and replaces this process, so
-signals and exit codes are vLLM's.
+Nothing of vLLM is imported. Its command is searched on PATH and replaces this process, so signals
+and exit codes are vLLM's.
 """
 
 import dataclasses
@@ -17,31 +17,23 @@ from quantflow.server.settings import ServeJob
 from quantflow.settings import KEY as SETTING
 
 COMMAND = "vllm"
-# Settings that vLLM's command line says in its own words, or that are done with before it starts.
-_TOLD = {
-    "revision",
-    "name",
-    "adapters",
-    "chat_template",
-    "host",
-    "port",
-    "api_key",
-    "cors_allow_origin",
-    "engine",
+# Settings that vLLM's command line has too, or that have an effect before it starts.
+_PASSED_ON = {
+    *("revision", "name", "adapters", "chat_template", "host", "port", "api_key"),
+    *("cors_allow_origin", "engine", "tensor_parallel", "device"),
 }
-_TOLD |= {"tensor_parallel", "device"}
-_TOLD_LIMITS = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
+_LIMITS_PASSED_ON = {"max_total_tokens", "max_batch_size", "max_batch_prefill_tokens"}
 
 
 def command_of(job: ServeJob) -> list[str]:
-    """Return vLLM's command line for an artifact.
+    """Command line of vLLM for an artifact.
 
     Raises:
         InputError: the folder is no artifact.
-        UsageError: an option that vLLM has no word for.
-        UnsupportedError: the artifact holds what vLLM does not read.
+        UsageError: vLLM has no counterpart for an option.
+        UnsupportedError: vLLM does not read the artifact's format.
     """
-    for record, known in ((job, _TOLD), (job.limits, _TOLD_LIMITS)):
+    for record, known in ((job, _PASSED_ON), (job.limits, _LIMITS_PASSED_ON)):
         for field in dataclasses.fields(record):
             declared = field.metadata.get(SETTING)
             if (
@@ -50,7 +42,7 @@ def command_of(job: ServeJob) -> list[str]:
                 and getattr(record, field.name) != field.default
             ):
                 raise UsageError(
-                    f"{declared.flag} with --engine vllm", "leave it out: vLLM is not told of it"
+                    f"{declared.flag} with --engine vllm", "leave it out: vLLM has no such option"
                 )
     job.signature.check(job.artifact)
     read_manifest(job.artifact)  # an artifact, and no other folder
@@ -61,8 +53,11 @@ def command_of(job: ServeJob) -> list[str]:
     if scheme.get("format") == "pack-quantized" and not all(
         one.get("symmetric", True) for one in weights
     ):
-        told = f"{job.artifact}: packed weights with zero points, which compressed-tensors does not reload"
-        raise UnsupportedError(told, "quantize with a symmetric scheme, such as W4A16")
+        raise UnsupportedError(
+            f"{job.artifact}: packed weights with zero points, which compressed-tensors does not "
+            "reload",
+            "quantize with a symmetric scheme, such as W4A16",
+        )
     words = [COMMAND, "serve", str(job.artifact), "--served-model-name", job.first_name]
     words += ["--host", job.host, "--port", str(job.port)]
     words += ["--dtype", str(config.get("dtype") or config.get("torch_dtype") or "auto")]
@@ -101,8 +96,8 @@ def start(job: ServeJob) -> None:
     """Become vLLM.
 
     Raises:
-        UnsupportedError: it is not installed.
-        QuantflowError: as `command_of`.
+        UnsupportedError: vLLM is not installed.
+        QuantflowError: see `command_of`.
     """
     words = command_of(job)
     path = shutil.which(words[0])
@@ -110,7 +105,7 @@ def start(job: ServeJob) -> None:
         raise UnsupportedError(
             f"--engine vllm: no `{COMMAND}` on PATH", "install vllm, in an environment of its own"
         )
-    # not on the command line, where others see it
+    # the key is not on the command line, where others see it
     key = {} if job.api_key is None else {"VLLM_API_KEY": job.api_key}
     sys.stdout.flush()
     os.execve(path, words, {**os.environ, **key})

@@ -1,11 +1,12 @@
-"""A GGUF file as a Hugging Face folder, made once and kept: config.json, weights, tokenizer and chat template.
+"""A GGUF file as a Hugging Face folder, made once and kept.
 
-    <cache>/<name of the file>-<16 digits of its sha256>/    model.safetensors, config.json, tokenizer files, DONE.json
+    <cache>/<name of the file>-<16 digits of its sha256>/
+        model.safetensors, config.json, tokenizer files with the chat template, DONE.json
 
-Matrices in blocks of few bits are dequantized to bfloat16, some rows at a time; what is stored
-plainly keeps its dtype, and a vector that the matrices' dtype holds exactly has that. The rows that
-llama.cpp rotates pairwise go back to where transformers has them. DONE.json names the file and its
-hash, which manifests record as the source's name and revision.
+1. Matrices in blocks of few bits are dequantized to bfloat16, some rows at a time. What is stored
+   plainly keeps its dtype; a vector gets the matrices' dtype where that holds it exactly.
+2. The rows that llama.cpp rotates pairwise go back to where transformers has them.
+3. DONE.json names the file and its hash, which manifests record as the source's name and revision.
 """
 
 from pathlib import Path
@@ -35,23 +36,23 @@ from quantflow.models.reading import bytes_of
 from quantflow.progress import Progress
 
 VERSION = 1
-BLOCKS = torch.bfloat16  # of what was stored in blocks
+BLOCKS = torch.bfloat16  # dtype of what was stored in blocks
 PIECE = 1 << 22  # elements that are dequantized at once
 
 
 def import_gguf(path: Path, cache: Path, progress: Progress) -> Path:
-    """Return the folder that a GGUF file was made into; one that is there is taken.
+    """The folder of a GGUF file; it is made where it is not there yet.
 
     Args:
-        path: the file.
-        cache: the folder of such folders.
-        progress: is told what is made.
+        path: the GGUF file.
+        cache: folder of such folders.
+        progress: receiver of a line on what is made.
 
     Raises:
         InputError: the file cannot be read, is damaged, holds NaN or Inf, or lacks a tensor.
         UnsupportedError: an architecture, a field, a type of tensor or a tokenizer that is not
             read.
-        ResourceError: another process makes it at this moment.
+        ResourceError: another process makes the folder at this moment.
         OSError: the file system failed.
     """
     disk.make_folder(cache)
@@ -70,11 +71,14 @@ def import_gguf(path: Path, cache: Path, progress: Progress) -> Path:
 
 
 def _is_there(folder: Path, inputs: dict[str, Any], digests: Digests) -> bool:
-    """Return whether the folder was made from this file and is as it was; hashes of files that did not change are known."""
+    """Whether the folder was made from this file and is unchanged.
+
+    Hashes of files that did not change are not computed again.
+    """
     record = stage_folder.done(folder)
     if record is None or record["inputs"] != inputs:
         return False
-    files = {folder / name: found["sha256"] for name, found in record["files"].items()}
+    files = {folder / name: entry["sha256"] for name, entry in record["files"].items()}
     return all(path.is_file() and digests.of(path) == sha256 for path, sha256 in files.items())
 
 
@@ -86,19 +90,19 @@ def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None
             cause, "merge them first: llama-gguf-split --merge FIRST-FILE MERGED-FILE"
         )
     factors = header.tensors.get(ROPE_FACTORS)
-    found = None if factors is None else read_rows(path, factors, 0, factors.shape[0])
-    config = config_from(header, path, factors=found)
+    rope_factors = None if factors is None else read_rows(path, factors, 0, factors.shape[0])
+    config = config_from(header, path, factors=rope_factors)
     config |= special_ids(header.metadata, path)
     matrix = NAMES[_matrix_dtype(header)]
     config["dtype"] = str(DTYPES[matrix]).removeprefix("torch.")
     write_tokenizer(header.metadata, folder, path, context=config["max_position_embeddings"])
     disk.write_file(folder / CONFIG, readable_json(config))
-    words = (
+    settings = (
         SimpleNamespace(num_key_value_heads=None, **config)
         if "num_key_value_heads" not in config
         else None
     )
-    tensors = _tensors(header, words or SimpleNamespace(**config), path)
+    tensors = _tensors(header, settings or SimpleNamespace(**config), path)
     specs = {place.source: (_stored_as(path, info, matrix), place.shape) for place, info in tensors}
     with Writer(folder / SINGLE, specs) as writer:
         steps = progress.steps(
@@ -109,7 +113,7 @@ def _write(path: Path, header: Header, folder: Path, progress: Progress) -> None
 
 
 def _matrix_dtype(header: Header) -> torch.dtype:
-    """Return the dtype of the file's matrices: BLOCKS where any is in blocks, else the widest."""
+    """Dtype of the file's matrices: BLOCKS where any is in blocks, else the widest."""
     kinds = {info.dtype for info in header.tensors.values() if len(info.shape) > 1}
     if kinds - DTYPES.keys():
         return BLOCKS
@@ -121,7 +125,7 @@ def _matrix_dtype(header: Header) -> torch.dtype:
 
 
 def _tensors(header: Header, config: Any, path: Path) -> list[tuple[Place, TensorInfo]]:
-    """Return every tensor of the checkpoint with the one of the file that it is.
+    """Every tensor of the checkpoint with the file's tensor that it is.
 
     Raises:
         InputError: one is missing, belongs nowhere, or has another shape than the file's fields
@@ -140,7 +144,7 @@ def _tensors(header: Header, config: Any, path: Path) -> list[tuple[Place, Tenso
 
 
 def _stored_as(path: Path, info: TensorInfo, matrix: str) -> str:
-    """Return the dtype of a tensor in the folder."""
+    """Dtype of a tensor in the folder."""
     if info.dtype not in DTYPES:
         return NAMES[BLOCKS]
     if len(info.shape) == 1 and info.dtype == "F32" and matrix != "F32":
@@ -150,7 +154,7 @@ def _stored_as(path: Path, info: TensorInfo, matrix: str) -> str:
 
 
 def _copy(path: Path, info: TensorInfo, place: Place, writer: Writer, dtype: torch.dtype) -> None:
-    """Write a tensor, some rows at a time, each to where the checkpoint has it."""
+    """Write a tensor, some rows at a time, each row to its place in the checkpoint."""
     order, columns = row_order(place), info.shape[1] if len(info.shape) > 1 else 1
     rows = info.shape[0]
     step = rows_at_once(place) if place.order != "stored" else max(1, PIECE // columns)

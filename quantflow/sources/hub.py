@@ -1,9 +1,9 @@
-"""A model by its name on the hub, through huggingface_hub: its cache, its HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+"""A model by its name on the hub, through huggingface_hub.
 
-A revision (a branch, a tag, a commit; `main` where none is given) is resolved to a commit first,
-and the files of that commit are taken. Where the hub cannot be reached, or must not be, what the
-cache holds of that revision is taken. The token goes from the environment into huggingface_hub's
-requests, and nowhere else.
+Its cache, its HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are used. A revision (a branch, a
+tag, a commit; `main` by default) is resolved to a commit first, and the files of that commit are
+taken. Where the hub cannot be reached, or must not be, the cache's files of that revision are
+taken. The token goes from the environment into huggingface_hub's requests, and nowhere else.
 """
 
 import os
@@ -29,7 +29,7 @@ from quantflow.files.checkpoint import PICKLES
 from quantflow.files.manifest import MANIFEST_NAME
 from quantflow.progress import Progress
 
-# Of a repository: the weights that are read, and what lies beside them; nothing of sub-folders.
+# Files of a repository that are taken: weights, and what lies beside them; nothing of sub-folders.
 _TAKEN = (
     "*.safetensors",
     "*.json",
@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class _NoBar(tqdm):  # type: ignore[misc]
-    """huggingface_hub's bars, silent: `Progress` tells how far it is."""
+    """huggingface_hub's bars, silent: `Progress` shows how far it is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("name", None)
@@ -54,16 +54,16 @@ class _NoBar(tqdm):  # type: ignore[misc]
 
 
 def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
-    """Return the snapshot folder of a model, downloaded where the cache lacks it.
+    """Snapshot folder of a model, downloaded where the cache lacks it.
 
     Args:
         name: `org/name`.
-        revision: a branch, tag or commit; None is `main`.
-        progress: is told what is downloaded.
+        revision: branch, tag or commit; None is `main`.
+        progress: receiver of a line on what is downloaded.
 
     Raises:
         InputError: the hub knows no such model or revision, or asks for another token; it cannot be
-            reached and the cache has nothing; the repository has no safetensors.
+            reached and the cache has nothing; or the repository has no safetensors.
     """
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, why="HF_HUB_OFFLINE is set")
@@ -110,10 +110,10 @@ def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
 
 
 def file_of(name: str, file: str, revision: str | None, progress: Progress) -> Path:
-    """Return one file of a repository, such as a GGUF file, downloaded where the cache lacks it.
+    """One file of a repository, such as a GGUF file, downloaded where the cache lacks it.
 
     Raises:
-        InputError: as `folder_of`, or there is no such file.
+        InputError: the cases of `folder_of`, or there is no such file.
     """
     progress.say(f"source: {file} of {name}")
     try:
@@ -125,7 +125,10 @@ def file_of(name: str, file: str, revision: str | None, progress: Progress) -> P
 
 
 def _remember(folder: Path, revision: str | None) -> None:
-    """Note which commit a branch or tag is, as huggingface_hub does for files that are asked for by its name."""
+    """Note the commit of a branch or tag.
+
+    huggingface_hub does so for files that are asked for by that name.
+    """
     if folder.name != revision:
         path = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
         disk.make_folder(path.parent)
@@ -145,11 +148,11 @@ class _Unreachable(Exception):
 
 
 def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result:
-    """Return what the hub answers.
+    """The hub's answer.
 
     Raises:
-        InputError: it says no.
-        _Unreachable: it does not answer.
+        InputError: the hub refuses.
+        _Unreachable: the hub does not answer.
     """
     try:
         return ask()
@@ -189,7 +192,7 @@ def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result
 
 
 def _cached(name: str, revision: str | None, *, why: str) -> Path:
-    """Return the snapshot that the cache has of a revision.
+    """The cache's snapshot of a revision.
 
     Raises:
         InputError: it has none.
@@ -200,16 +203,15 @@ def _cached(name: str, revision: str | None, *, why: str) -> Path:
                 name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True
             )
         )
-    except (
-        Exception
-    ) as error:  # the library raises several, all of which mean that the snapshot is not there
+    # the library raises several, all of which mean that the snapshot is not there
+    except Exception as error:
         at = "" if revision is None else f" at {revision}"
         cause = f"{name}{at}: no folder of this name, not in {constants.HF_HUB_CACHE}, and {why}"
         raise InputError(cause, "give a folder or a GGUF file, or connect to the hub") from error
 
 
 def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
-    """Return which files of a repository are taken, sorted.
+    """Files of a repository that are taken, sorted.
 
     Raises:
         InputError: none of them is safetensors.

@@ -1,9 +1,11 @@
-"""A model as the user names it, made a folder.
+"""A model by the user's name for it, made a folder.
 
-    ./llama                         a folder in Hugging Face's layout
-    org/name                        on the hub, at --revision                       (quantflow/sources/hub.py)
-    model.Q4_1.gguf                 a GGUF file, imported once                      (quantflow/sources/gguf_import.py)
-    org/name/model.Q4_1.gguf        one on the hub
+| name                       | model                                                               |
+|----------------------------|---------------------------------------------------------------------|
+| `./llama`                  | a folder in Hugging Face's layout                                   |
+| `org/name`                 | on the hub, at --revision (quantflow/sources/hub.py)                |
+| `model.Q4_1.gguf`          | a GGUF file, imported once (quantflow/sources/gguf_import.py)       |
+| `org/name/model.Q4_1.gguf` | a GGUF file on the hub                                              |
 
 What exists on disk goes before what the hub has.
 """
@@ -21,12 +23,12 @@ KINDS = "give a folder, a name on the hub such as org/name, or a GGUF file"
 
 
 def model_folder(model: str | Path, *, revision: str | None = None, progress: Progress) -> Path:
-    """Return the folder of a model.
+    """The folder of a model.
 
     Args:
-        model: as the table above.
-        revision: of a model on the hub; of a folder or a file it changes nothing.
-        progress: is told what is downloaded or made.
+        model: one of the names in the table above.
+        revision: revision of a model on the hub; of a folder or a file it changes nothing.
+        progress: receiver of a line on what is downloaded or made.
 
     Raises:
         InputError: there is no such model, or it cannot be used.
@@ -49,7 +51,10 @@ def model_folder(model: str | Path, *, revision: str | None = None, progress: Pr
 
 
 def names_model(text: str) -> bool:
-    """Return whether a word names a model and not a recipe: a folder, a GGUF file, or a name on the hub."""
+    """Whether a word names a model and not a recipe.
+
+    That is a folder, a GGUF file, or a name on the hub.
+    """
     path = Path(text)
     return (
         path.is_dir()
@@ -59,7 +64,7 @@ def names_model(text: str) -> bool:
 
 
 def _of_file(path: Path, progress: Progress) -> Path:
-    """Return the folder that a file becomes, or belongs to.
+    """The folder that a file becomes, or belongs to.
 
     Raises:
         InputError: a file of another kind.

@@ -1,8 +1,7 @@
-"""Changes that keep a model's function and make it easier to quantize, by the name used in recipes.
+"""Changes that keep a model's function and ease its quantization, by their names in recipes.
 
-One file each; these two tables are the only registry. What is in TRANSFORMS changes a layer by
-itself, knowing what it reads; what is in ROTATIONS changes the whole model, before anything is
-observed.
+One file each; these two tables are the only registry. TRANSFORMS change a layer by itself, from
+statistics of its inputs; ROTATIONS change the whole model, before anything is observed.
 """
 
 from collections.abc import Mapping
@@ -15,35 +14,38 @@ from quantflow.transforms import awq, hadamard, smoothquant
 
 
 class Transform(Protocol):
-    """What every file of this folder exports that moves factors between what linears read and their weights."""
+    """Names that the module of a smoothing transform exports."""
 
     NAME: str
-    """As recipes name it."""
+    """Its name in recipes."""
 
     SUPPORTS: Supports
-    """What it goes with."""
+    """Schemes and settings that it can be combined with."""
 
     CHANGES_VALUES: str
-    """The option by which it changes values, so that what was measured for a cache's scales is of others."""
+    """The option by which it changes a KV cache's values, so that measured scales do not fit."""
 
     VERSION: int
-    """Counts the changes that give other results for the same inputs; part of the resume key."""
+    """Number of the changes that give other results for the same inputs; part of the resume key."""
 
     OPTIONS: Mapping[str, Any]
-    """What a recipe may set, and what it is otherwise; `linears`: linears absorb factors too, where a fold has no norm."""
+    """Options of a recipe and their defaults.
+
+    `linears`: whether linears absorb factors too, where a fold has no norm.
+    """
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options after looking at their values."""
+        """The options, checked."""
         ...
 
     def needs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics of a fold's input that `solve` reads."""
+        """The names of the statistics of a fold's input that `solve` reads."""
         ...
 
     def working_bytes(
         self, features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
     ) -> int:
-        """Return the most memory that `solve` takes beyond weights and statistics, in bytes."""
+        """The most memory that `solve` takes beyond weights and statistics, in bytes."""
         ...
 
     def solve(
@@ -54,42 +56,42 @@ class Transform(Protocol):
 
 
 class Turn(Protocol):
-    """What every file of this folder exports that rotates the model."""
+    """Names that the module of a Hadamard rotation of the model exports."""
 
     NAME: str
-    """As recipes name it."""
+    """Its name in recipes."""
 
     SUPPORTS: Supports
-    """What it goes with."""
+    """Schemes and settings that it can be combined with."""
 
     CHANGES_VALUES: str
-    """The option by which it changes values, so that what was measured for a cache's scales is of others."""
+    """The option by which it changes a KV cache's values, so that measured scales do not fit."""
 
     VERSION: int
-    """As a `Transform` has it."""
+    """Number of the changes that give other results for the same inputs; part of the resume key."""
 
     OPTIONS: Mapping[str, Any]
-    """What a recipe may set, and what it is otherwise."""
+    """Options of a recipe and their defaults."""
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options after looking at their values."""
+        """The options, checked."""
         ...
 
     def needs(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics that it reads."""
+        """The names of the statistics that it reads."""
         ...
 
     MIXES_INPUTS: str
     """The option by which it mixes inputs of linears while the model runs."""
 
     def block_of(self, features: int) -> int:
-        """Return how many inputs of a linear it then mixes together."""
+        """The number of inputs of a linear that it mixes together then."""
         ...
 
     def solve(
         self, *, hidden: int, head_dim: int, options: Mapping[str, Any]
     ) -> hadamard.Rotations:
-        """Return the rotations of a model."""
+        """The rotations of a model."""
         ...
 
 

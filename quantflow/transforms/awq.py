@@ -1,18 +1,19 @@
-"""AWQ: enlarge the weights of the channels that matter, so that rounding costs them less, and cut ranges short.
+"""AWQ: enlarge the weights of channels that matter, so that rounding costs less, and clip ranges.
 
-    x @ W.T  =  (x / s) @ (W * s).T        s_j = mean|x_j| ** alpha    or    mean|x_j| ** alpha / mean|w_j| ** (1 - alpha)
+    x @ W.T  =  (x / s) @ (W * s).T
+    s_j = mean|x_j| ** alpha    or    mean|x_j| ** alpha / mean|w_j| ** (1 - alpha)
 
 with s divided by sqrt(max s * min s). mean|w_j| is the mean over all rows of |w| over the largest
-magnitude of its group. alpha goes from 0.00 to 0.95 by 0.05 in both forms; taken is the candidate
+magnitude of its group. alpha goes from 0.00 to 0.95 by 0.05 in both forms. The candidate is taken
 whose outputs differ least from the original ones with the weights rounded to nearest. That
 difference is exact over all calibration tokens, tr(E H E^T) with E = W' - W and H = X^T X: no
-sample of the inputs is needed. The fold stays as it is where no candidate is better than nothing.
+sample of the inputs is needed. The fold stays as it is where no candidate improves on it.
 
-Then the clip: each group of a row is cut to 1.00 to 0.55 of its largest magnitude by 0.05, and the
-cut is taken whose own part of the output, e H_gg e^T, loses least. It changes the function, as
-rounding does, and is part of it. Sources: Lin et al. 2023, arXiv:2306.00978, section 3.2; AutoAWQ
-0.2.9, `quantize/quantizer.py`, for the second form and the clip, with the outputs of the fold's
-linears as the measure of both, where AutoAWQ takes those of the block around them.
+Then the clip: each group of a row is clipped to 1.00 to 0.55 of its largest magnitude by 0.05. The
+clip is taken whose own part of the output error, e H_gg e^T, is smallest. It changes the function,
+as rounding does, and is part of rounding. Sources: Lin et al. 2023, arXiv:2306.00978, section 3.2;
+AutoAWQ 0.2.9, `quantize/quantizer.py`, for the second form and the clip, with the outputs of the
+fold's linears as the measure of both, where AutoAWQ takes those of the block around them.
 """
 
 from collections.abc import Mapping
@@ -41,17 +42,17 @@ SUPPORTS = Supports(
     histograms=AS_MEASURED_HISTOGRAMS,
     chosen_schemes=AS_MEASURED,
 )
-# the option by which values change that a cache's scales were measured for
+# the option by which a KV cache's values change, so that measured scales do not fit
 CHANGES_VALUES = "linears"
 OPTIONS: Mapping[str, Any] = {"duo": "both", "clip": "auto", "linears": True}
 ALPHAS = tuple(step / 20 for step in range(20))
-SHARES = tuple(1 - step / 20 for step in range(10))  # of the largest magnitude of a group
+SHARES = tuple(1 - step / 20 for step in range(10))  # clips, as shares of a group's amax
 _CLIPPED = ("per_channel", "per_group")  # elsewhere a row's range is not its own
-_Candidate = tuple[float, bool]  # alpha, and whether it is divided by the weights' own
+_Candidate = tuple[float, bool]  # alpha, and whether s is divided by the weights' part
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's options after looking at their values.
+    """A recipe's options, checked.
 
     Args:
         options: `duo`, whether s is divided by the weights' part: false, true, or `both` tries
@@ -59,7 +60,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
             weight; `linears`, whether linears absorb factors too, where the fold has no norm.
 
     Raises:
-        UsageError: one has no meaning.
+        UsageError: an option has no meaning.
     """
     for name, words in (("duo", ("both",)), ("clip", ("auto",)), ("linears", ())):
         if not isinstance(options[name], bool) and options[name] not in words:
@@ -70,20 +71,26 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the statistics of the input that `solve` and `clipped` read."""
+    """The statistics of the input that `solve` and `clipped` read."""
     del options
     return (ABS_SUM.name, HESSIAN_SUM.name, COUNT.name)
 
 
 def clips(options: Mapping[str, Any], *, whole_range: bool) -> bool:
-    """Return whether weights are clipped before an algorithm quantizes them, which takes their whole range or chooses one."""
+    """Whether weights are clipped before an algorithm quantizes them.
+
+    `whole_range` says that the algorithm takes a weight's whole range, rather than choose one.
+    """
     return options["clip"] is True or (options["clip"] == "auto" and whole_range)
 
 
 def working_bytes(
     features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
 ) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
+    """The most memory that `solve` takes beyond weights and statistics, in bytes.
+
+    It is that of `quantflow.numerics.trial`.
+    """
     del options, samples
     return trial.working_bytes(features, rows, samples=0, workers=workers)
 
@@ -92,14 +99,14 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """Choose the factors of one fold.
 
     Args:
-        fold: its linears, and of what they read `abs_sum` [I], `count` [] and `hessian_sum` [I, I]
-            float32.
-        options: as `checked` returns them.
+        fold: linears, with the statistics `abs_sum` [I], `count` [] and `hessian_sum` [I, I]
+            float32 of their input.
+        options: result of `checked`.
         workers: compare several candidates at once; how many changes nothing but the time.
 
     Returns:
-        The factors; decisions: alpha (None where nothing helps) and duo, error and error_before
-        (relative and squared, of the outputs), the smallest and the largest factor.
+        The factors; decisions: alpha (None where no candidate improves) and duo, error and
+        error_before (relative and squared, of the outputs), the smallest and the largest factor.
 
     Raises:
         UsageError: an option has no meaning.
@@ -110,7 +117,8 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     duo = checked(options)["duo"]
     features = fold.features
     hessian = fold.statistic(HESSIAN_SUM.name, (features, features))
-    abs_sum, count = fold.statistic(ABS_SUM.name, (features,)), int(fold.statistic(COUNT.name, ()))
+    abs_sum = fold.statistic(ABS_SUM.name, (features,))
+    count = int(fold.statistic(COUNT.name, ()))
     if not (torch.isfinite(abs_sum) & (abs_sum >= 0)).all() or count < 1:
         raise StatisticsError(
             f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again"
@@ -131,7 +139,8 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
         (alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS
     ]
     before, *losses = workers.map(loss, (None, *candidates))
-    power, least = compared.weight_power(hessian) or 1.0, min(losses)
+    power = compared.weight_power(hessian) or 1.0
+    least = min(losses)
     decisions: dict[str, Any] = {
         "error_before": before / power,
         "error": min(before, least) / power,
@@ -161,18 +170,17 @@ def clipped(
     scale_dtype: torch.dtype,
     workers: Workers = SEQUENTIAL,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the weights with each group of a row cut where rounding it then loses least.
+    """The weights with each group of a row clipped where rounding it then loses least.
 
     Args:
         weights: name -> [O, I], any float dtype, linears that share an input; not modified.
-        scheme: of int weights, per channel or per group; with any other the weights are returned as
-            they are.
+        scheme: int, per channel or per group; with any other the weights are returned as they are.
         hessian_sum: [I, I] float32, the sum of x^T x over the input's rows.
-        scale_dtype: the dtype in which the layout stores scales.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
 
     Returns:
-        name -> [O, I] float32; name -> the share of its groups that are cut.
+        name -> [O, I] float32; name -> the share of its groups that are clipped.
     """
     if scheme.kind != "int" or scheme.granularity not in _CLIPPED:
         return dict(weights), {}
@@ -201,7 +209,7 @@ def clipped(
 
 
 def _weight_means(fold: Fold, *, features: int) -> Tensor:
-    """Return the mean over all rows of |w| over the largest magnitude of its group, [I] float64."""
+    """The mean over all rows of |w| over the largest magnitude of its group, [I] float64."""
     total = torch.zeros(
         features, dtype=torch.float64, device=next(iter(fold.weights.values())).device
     )
@@ -218,11 +226,11 @@ def _weight_means(fold: Fold, *, features: int) -> Tensor:
 
 
 def _with(candidate: _Candidate, x: Tensor, w: Tensor, fold: Fold) -> Smoothing:
-    """Return the factors of a candidate.  x: mean |x|, w: the weights' means, [I] float64 each."""
+    """The factors of a candidate; x is mean |x| and w the weights' means, [I] float64 each."""
     alpha, duo = candidate
     carries = (x > 0) & (w > 0)
     wanted = (x**alpha / (w ** (1 - alpha) + 1e-4) if duo else x**alpha).clamp_min(1e-4)
-    if carries.any():  # those that carry nothing say nothing about the others
+    if carries.any():  # channels that carry nothing do not enter the normalisation
         wanted = wanted / (wanted[carries].max() * wanted[carries].min()).sqrt()
     return fitted(wanted, absorber=fold.absorber, carries=carries)
 
@@ -230,13 +238,13 @@ def _with(candidate: _Candidate, x: Tensor, w: Tensor, fold: Fold) -> Smoothing:
 def _cut(
     weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    """Return some rows of a weight, cut, and how many of their groups are.
+    """Some rows of a weight, clipped, and the number of clipped groups.
 
     Args:
         weight: [O, I] float32.
-        blocks: of the Hessian, on its diagonal, [G, g, g].
-        scheme: of the weight.
-        scale_dtype: in which its scales are stored.
+        blocks: diagonal blocks of the Hessian, [G, g, g].
+        scheme: scheme of the weight.
+        scale_dtype: dtype in which its scales are stored.
     """
     split = groups.to_groups(weight, blocks.shape[-1])  # [O, G, g]
     amax = split.abs().amax(dim=-1, keepdim=True)  # [O, G, 1]
@@ -255,8 +263,6 @@ def _cut(
         loss = ((columns @ blocks) * columns).sum(dim=-1).T  # [O, G]
         better = loss < least
         best = torch.where(better[..., None], cut, best)
-        chosen, least = (
-            torch.where(better, torch.full_like(chosen, share), chosen),
-            torch.where(better, loss, least),
-        )
+        chosen = torch.where(better, torch.full_like(chosen, share), chosen)
+        least = torch.where(better, loss, least)
     return best.flatten(1), int((chosen < 1).sum())

@@ -1,18 +1,21 @@
-"""Hadamard rotation: spread every outlier over all channels, folded into the weights so that the model computes the same.
+"""Hadamard rotation: spread outliers over all channels, folded into weights; same function.
 
-    residual     x Q             an RMSNorm commutes with a rotation once its weight is folded into the linears that read it
+    residual     x Q             an RMSNorm commutes with a rotation once its weight is folded
+                                 into the linears that read it
     reads it     W diag(g) Q     g is the norm's weight, which becomes 1
     writes it    Q^T W, b Q
-    values       v R, per head   rows of the value projection R^T W, columns of the output projection W R
+    values       v R, per head   rows of the value projection R^T W, columns of the output
+                                 projection W R
 
-    down         z H, on the way, and columns of the down projection W H; only where the recipe says `down: true`
+    down         z H, at run time, and columns of the down projection W H; only where the
+                 recipe says `down: true`
 
 Q is of the size of the residual, R of that of a head; both are Hadamard matrices with random signs
-(quantflow/core/ orthogonal.py). They cost nothing at run time. A gate stands before the down
+(quantflow/core/orthogonal.py). They cost nothing at run time. A gate stands before the down
 projection, so nothing can be folded in there: H is applied while the model runs, in blocks of the
-largest power of two that divides its inputs and without signs, which is what `transform_config` of
-compressed-tensors has a word for. QuaRot's rotation of queries and keys is left out. Sources:
-Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1b, 1c; Liu et al. 2024,
+largest power of two that divides its inputs and without signs, a form that `transform_config` of
+compressed-tensors can express. QuaRot's rotation of queries and keys is left out. Sources: Ashkboos
+et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1b, 1c; Liu et al. 2024,
 arXiv:2405.16406 (SpinQuant), R1, R2 and R4, here not learned.
 """
 
@@ -52,7 +55,7 @@ SUPPORTS = Supports(
     ),
     ranks=Refusal(remedy="quantize with one process, or leave hadamard out"),
 )
-# the option by which values change that a cache's scales were measured for
+# the option by which a KV cache's values change, so that measured scales do not fit
 CHANGES_VALUES = "heads"
 MIXES_INPUTS = "down"  # the option by which inputs are mixed while the model runs
 OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True, "down": False}
@@ -63,8 +66,8 @@ class Rotations:
     """The rotations of a model.
 
     Attributes:
-        residual: of the hidden state between layers, in which every linear reads and writes.
-        head: of the values of each head; None where they stay.
+        residual: rotation of the hidden state between layers, which every linear reads or writes.
+        head: rotation of the values of each head; None where they stay.
     """
 
     residual: Rotation
@@ -72,14 +75,14 @@ class Rotations:
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's options after looking at their values.
+    """A recipe's options, checked.
 
     Args:
         options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too;
             `down`, whether the input of the down projection is, while the model runs.
 
     Raises:
-        UsageError: one has no meaning.
+        UsageError: an option has no meaning.
     """
     seed = options["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
@@ -91,18 +94,21 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the statistics that the rotation reads: none. What others need is observed after it."""
+    """The statistics that the rotation reads: none.
+
+    Those of other methods are measured after it.
+    """
     del options
     return ()
 
 
 def solve(*, hidden: int, head_dim: int, options: Mapping[str, Any]) -> Rotations:
-    """Return the rotations of a model.
+    """The rotations of a model.
 
     Args:
         hidden: features of its hidden state.
         head_dim: features of a value head.
-        options: as `checked` returns them.
+        options: result of `checked`.
     """
     chosen = checked(options)
     head = rotation(head_dim, seed=chosen["seed"], sequence=1) if chosen["heads"] else None
@@ -110,13 +116,13 @@ def solve(*, hidden: int, head_dim: int, options: Mapping[str, Any]) -> Rotation
 
 
 def reader(weight: Tensor, norm_weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a linear that reads the residual through a norm: W diag(g) Q, rounded to `dtype`.
+    """The weight of a linear that reads the residual through a norm: W diag(g) Q, in `dtype`.
 
     Args:
         weight: [O, H], any float dtype.
         norm_weight: [H], which is 1 afterwards.
-        by: of the residual.
-        dtype: of the result.
+        by: rotation of the residual.
+        dtype: dtype of the result.
     """
     target = torch.empty(weight.shape, dtype=dtype)
     for rows in groups.row_units(weight):
@@ -125,14 +131,20 @@ def reader(weight: Tensor, norm_weight: Tensor, by: Rotation, *, dtype: torch.dt
 
 
 def writer(weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
-    """Return the weight [H, I] of a linear that writes the residual, Q^T W, or its bias [H], b Q, rounded to `dtype`."""
+    """The weight [H, I] of a linear that writes the residual, Q^T W, rounded to `dtype`.
+
+    A bias [H] becomes b Q.
+    """
     if weight.ndim == 1:
         return rotated(weight, by).to(dtype)
     return rotate_columns_(torch.empty(weight.shape, dtype=dtype), weight, by)
 
 
 def values(weight: Tensor, by: Rotation) -> Tensor:
-    """Return the weight [heads * d, I] or the bias [heads * d] of the value projection with each head rotated, float32."""
+    """The value projection with each head rotated, float32.
+
+    It is a weight [heads * d, I] or a bias [heads * d].
+    """
     if weight.ndim == 1:
         return rotated(weight, by)
     heads = weight.reshape(-1, by.size, weight.shape[1])  # [heads, d, I]
@@ -140,17 +152,23 @@ def values(weight: Tensor, by: Rotation) -> Tensor:
 
 
 def value_reader(weight: Tensor, by: Rotation) -> Tensor:
-    """Return the weight [O, heads * d] of the output projection, whose inputs are rotated head by head, float32."""
+    """The weight [O, heads * d] of the output projection after its inputs' rotation, float32.
+
+    Inputs are rotated head by head.
+    """
     return rotate_rows_(torch.empty(weight.shape), weight, by)
 
 
 def block_of(features: int) -> int:
-    """Return how many inputs of a down projection are mixed together: the largest power of two that divides them."""
+    """The number of inputs of a down projection that are mixed together.
+
+    It is the largest power of two that divides them.
+    """
     return features & -features
 
 
 def mixed_reader(weight: Tensor, block: int) -> Tensor:
-    """Return the weight [O, I] of a linear whose inputs come mixed, float32."""
+    """The weight [O, I] of a linear whose inputs are mixed at run time, float32."""
     target = torch.empty(weight.shape)
     for rows in groups.row_units(weight):
         target[rows] = mixed(weight[rows].float(), block)
@@ -158,5 +176,5 @@ def mixed_reader(weight: Tensor, block: int) -> Tensor:
 
 
 def residual(hidden: Tensor, by: Rotation) -> Tensor:
-    """Return a hidden state as the rotated model has it.  hidden: [..., H]."""
+    """A hidden state [..., H] of the rotated model."""
     return rotated(hidden, by)

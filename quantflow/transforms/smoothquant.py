@@ -3,12 +3,11 @@
     x @ W.T  =  (x / s) @ (W * s).T        s_j = amax_x_j ** alpha / amax_w_j ** (1 - alpha)
 
 amax_x_j is the largest magnitude of input channel j, amax_w_j that of column j over all linears of
-the fold; heads that share their values share the larger of theirs. `alpha: auto` tries 0.00 to 1.00
-by 0.05 and takes the one whose outputs, with inputs and weights quantized as the scheme says,
-differ least from the original ones on a sample of calibration rows; the fold stays as it is where
-none of them is better than nothing. Source: Xiao et al. 2022, arXiv:2211.10438, section 4, equation
-4; the search is Intel Neural Compressor's `alpha="auto"`, with the whole fold's outputs as its
-measure.
+the fold. Heads that share their values share the larger of theirs. `alpha: auto` tries 0.00 to 1.00
+by 0.05, with inputs and weights quantized by the scheme, and takes the alpha whose outputs differ
+least from the original ones on a sample of calibration rows. The fold stays as it is where no alpha
+improves on it. Source: Xiao et al. 2022, arXiv:2211.10438, section 4, equation 4; the search is
+Intel Neural Compressor's `alpha="auto"`, with the whole fold's outputs as its measure.
 """
 
 from collections.abc import Mapping
@@ -32,25 +31,25 @@ SUPPORTS = Supports(
     histograms=AS_MEASURED_HISTOGRAMS,
     chosen_schemes=AS_MEASURED,
 )
-# the option by which values change that a cache's scales were measured for
+# the option by which a KV cache's values change, so that measured scales do not fit
 CHANGES_VALUES = "linears"
-# what `best` does, where a scheme has no transforms of its own
+# options of `best`, where a scheme has no transforms of its own
 SEARCHED: Mapping[str, Any] = {"alpha": "auto"}
 OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": None}
 ALPHAS = tuple(step / 20 for step in range(21))
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's options after looking at their values.
+    """A recipe's options, checked.
 
     Args:
-        options: `alpha`, how much of the difficulty moves, 0 (weights keep theirs) to 1 (all of the
-            input's), or `auto`; `linears`, whether linears absorb factors too, where the fold has
-            no norm; None is only where alpha is searched, since no one alpha is right for these
-            folds.
+        options: `alpha`, the share of the difficulty that moves, from 0 (weights keep theirs) to 1
+            (all of the input's), or `auto`; `linears`, whether linears absorb factors too, where
+            the fold has no norm. None is true only where alpha is searched, since no one alpha is
+            right for these folds.
 
     Raises:
-        UsageError: one has no meaning.
+        UsageError: an option has no meaning.
     """
     alpha, linears = options["alpha"], options["linears"]
     number = isinstance(alpha, float | int) and not isinstance(alpha, bool)
@@ -65,14 +64,17 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the statistics of the input that `solve` reads with these options."""
+    """The statistics of the input that `solve` reads with these options."""
     return (CHANNEL_AMAX.name, ROWS) if options["alpha"] == "auto" else (CHANNEL_AMAX.name,)
 
 
 def working_bytes(
     features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int
 ) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
+    """The most memory that `solve` takes beyond weights and statistics, in bytes.
+
+    It is that of `quantflow.numerics.trial`.
+    """
     if options["alpha"] != "auto":
         return 0
     return trial.working_bytes(features, rows, samples=samples, workers=workers)
@@ -82,13 +84,13 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """Choose the factors of one fold.
 
     Args:
-        fold: its linears, and `channel_amax` [I] of what they read; for `alpha: auto` also `rows`
-            [R, I], and what the static input of a scheme needs.
-        options: as `checked` returns them.
+        fold: linears, with the statistic `channel_amax` [I] of their input; for `alpha: auto` also
+            `rows` [R, I], and the statistics that the static input of a scheme needs.
+        options: result of `checked`.
         workers: compare several alphas at once; how many changes nothing but the time.
 
     Returns:
-        The factors; decisions: alpha (None where nothing helps), error and error_before (both
+        The factors; decisions: alpha (None where no alpha improves), error and error_before (both
         relative and squared, of the rows, where alpha was searched), the smallest and the largest
         factor.
 

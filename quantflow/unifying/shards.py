@@ -44,10 +44,9 @@ from quantflow.files.schema import check
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.measuring.merging.grouping import some
 from quantflow.models import layer_store
-from quantflow.models.graph import graph_for
 from quantflow.models.identity import identify
+from quantflow.models.open import ModelFiles, graph_for, open_files
 from quantflow.models.reading import read_tensor
-from quantflow.models.source import ModelFiles, open_files
 from quantflow.planning.finished_plan import SUMMARY, plan_from, read_summary
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Resources

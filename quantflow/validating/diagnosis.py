@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from quantflow import process_memory
 from quantflow.exporting.canary import rounder
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.load import Source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.numerics.divergence import Comparison
 from quantflow.planning.finished_plan import head_from

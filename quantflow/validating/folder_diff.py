@@ -23,7 +23,8 @@ from quantflow.formats.compressed_tensors import kv_tensor_names
 from quantflow.measuring.text import read_documents
 from quantflow.measuring.text_sources import text_path
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for, text_config
+from quantflow.models.graph import text_config
+from quantflow.models.open import graph_for
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress

@@ -6,8 +6,8 @@ from pathlib import Path
 from quantflow.measuring.merging.grouping import parse_groups
 from quantflow.measuring.text import read_documents
 from quantflow.measuring.text_sources import text_digest, with_calibration_text
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning import plan
 from quantflow.planning.recipe import Recipe

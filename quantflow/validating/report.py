@@ -13,7 +13,7 @@ from typing import Any
 
 from quantflow.files import disk
 from quantflow.files.inspect import output_errors
-from quantflow.models.graph import FAMILIES
+from quantflow.models.graph import UNTRACED
 from quantflow.plain_text import plain
 from quantflow.svg_plot import Interval, Mark, by_layer, colour_of, heat_map, intervals, powers_of
 from quantflow.validating import diagnosis_table, recovery, regression, task_table
@@ -28,7 +28,7 @@ _METRIC_NAMES = {
 _KINDS = tuple(  # of linears, in the order in which a layer runs them
     dict.fromkeys(
         name.rpartition(".")[2]
-        for family in FAMILIES.values()
+        for family in UNTRACED.values()
         for name in (
             *(linear for group in family.groups for linear in group.linears),
             *(family.mixture.linears if family.mixture is not None else ()),

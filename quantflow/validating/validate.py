@@ -48,9 +48,11 @@ from quantflow.measuring.text import hash_sequences, read_documents
 from quantflow.measuring.text_sources import text_digest, text_path
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for, text_config
+from quantflow.models.graph import text_config
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import Source, open_source, reading_ahead, skeleton
+from quantflow.models.load import Source, open_source, reading_ahead
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 from quantflow.models.source import fingerprint
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer

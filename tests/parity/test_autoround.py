@@ -1,4 +1,4 @@
-"""AutoRound itself: its rounded weights and their gradients are ours, and its optimizer takes the same steps.
+"""AutoRound itself: its rounded weights and gradients are ours, and its optimizer's steps.
 
 It lives in an environment of its own, whose folder AUTOROUND_ENV names (a virtual environment with
 auto-round 0.16.1); without it this is skipped.
@@ -44,12 +44,18 @@ about = {"bits": 4, "group_size": size, "scale_dtype": torch.float32}
 def rounded():
     if "zero_point" in given:
         bounds = {"tensor_min": low.flatten(), "tensor_max": high.flatten()}
-        return quant_tensor_asym(weight, v=offset, min_scale=bottom, max_scale=top, **bounds, **about)
-    return quant_tensor_sym(weight, v=offset, max_scale=top, init_scale=scale.reshape(-1, 1), **about)
+        return quant_tensor_asym(
+            weight, v=offset, min_scale=bottom, max_scale=top, **bounds, **about
+        )
+    return quant_tensor_sym(
+        weight, v=offset, max_scale=top, init_scale=scale.reshape(-1, 1), **about
+    )
 
 
 optimizer = SignSGD([offset, top, bottom], lr=1 / iterations, weight_decay=0)
-schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=iterations)
+schedule = torch.optim.lr_scheduler.LinearLR(
+    optimizer, start_factor=1.0, end_factor=0.0, total_iters=iterations
+)
 found = {}
 for step in range(iterations):
     made = rounded()[0]

@@ -76,7 +76,10 @@ def quantized_group(
     *,
     scale_dtype: torch.dtype,
 ) -> dict[str, QuantizedLinear]:
-    """Round to nearest, with scales of either sign where a search chooses it; what a static input needs is taken from `x`."""
+    """Round to nearest, with scales of either sign where a search chooses it.
+
+    The values that a static input needs are taken from `x`.
+    """
     algorithm = rtn_mse if either_sign(scheme) else rtn
     results = algorithm.quantize_group(weights, scheme, statistics={}, scale_dtype=scale_dtype)
     signs = (
@@ -272,10 +275,15 @@ def write_artifact(
     dtype: torch.dtype = torch.float32,
     kv_scales: Sequence[KVScales] = (),
 ) -> Artifact:
-    """Quantize a Llama with two layers, a scheme for each; `dtype` is that of its scales where the layout packs."""
+    """Quantize a Llama with two layers, a scheme for each.
+
+    `dtype` is that of its scales where the layout packs.
+    """
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, vocab_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.2, architectures=["LlamaForCausalLM"],
+        hidden_size=64, intermediate_size=128, vocab_size=64, num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.2,
+        architectures=["LlamaForCausalLM"],
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -376,7 +384,7 @@ def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dt
 )
 @pytest.mark.parametrize("name", MICROSCALED)
 def test_stock_transformers_makes_our_microscaled_weights_in_bfloat16_bit_for_bit(tmp_path, name):
-    """compressed-tensors 0.20 makes bfloat16 of them whatever the model's dtype is; our values are exact in it."""
+    """compressed-tensors 0.20 makes them bfloat16 in any model; our values are exact in it."""
     artifact = write_artifact(tmp_path, [SCHEMES[name]] * 2, dtype=torch.bfloat16)
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, output_loading_info=True
@@ -405,7 +413,10 @@ def test_stock_transformers_loads_two_schemes_in_one_model(tmp_path, names):
 @pytest.mark.parametrize("scheme", KV_SCHEMES, ids=kv_words)
 @pytest.mark.parametrize("name", ["FP8", "W8A8", "W4A16"])
 def test_stock_transformers_rounds_keys_and_values_as_our_formula_does(tmp_path, name, scheme):
-    """Bit for bit, of a whole prompt and of a step after it; half of what there is lies beyond what the scales were made of."""
+    """Bit for bit, of a whole prompt and of a step after it.
+
+    Half of the values lie beyond those that the scales were made of.
+    """
     heads = 1 if scheme.granularity == "per_tensor" else 2
     scales = [
         kv_scales(

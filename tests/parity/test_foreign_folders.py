@@ -1,4 +1,6 @@
-"""Folders that other programs wrote: every linear has the writer's values, and its logits where the arithmetic is the same.
+"""Folders that other programs wrote: every linear has the writer's values.
+
+Its logits are the writer's too where the arithmetic is the same.
 
 Each program has an environment of its own, which a variable names: LLM_COMPRESSOR_ENV
 (llm-compressor 0.14.0.1) and AUTOROUND_ENV (auto-round 0.16.1); without it its tests are skipped.
@@ -51,19 +53,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model, output, prompt, *schemes = sys.argv[1:]
 rows = [{"input_ids": list(range(5 + i, 69 + i)), "attention_mask": [1] * 64} for i in range(8)]
 for scheme in schemes:
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
+    loaded, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+        AutoTokenizer.from_pretrained(model),
+    )
     kind = GPTQModifier if scheme in ("W4A16", "NVFP4A16") else QuantizationModifier
     recipe = [kind(targets="Linear", ignore=["lm_head"], scheme=scheme)]
-    told = {"num_calibration_samples": 8, "max_seq_length": 64, "shuffle_calibration_samples": False}
-    oneshot(model=loaded, tokenizer=tokenizer, dataset=Dataset.from_list(rows), recipe=recipe, **told)
+    told = {
+        "num_calibration_samples": 8,
+        "max_seq_length": 64,
+        "shuffle_calibration_samples": False,
+    }
+    oneshot(
+        model=loaded, tokenizer=tokenizer, dataset=Dataset.from_list(rows), recipe=recipe, **told
+    )
     loaded.save_pretrained(f"{output}/{scheme}", save_compressed=True)
     tokenizer.save_pretrained(f"{output}/{scheme}")
-    made = torch.bfloat16 if scheme.startswith(("NV", "MX")) else torch.float32  # of those it makes bfloat16 in any model
+    made = (
+        torch.bfloat16 if scheme.startswith(("NV", "MX")) else torch.float32
+    )  # of those it makes bfloat16 in any model
     again = AutoModelForCausalLM.from_pretrained(f"{output}/{scheme}", dtype=made)
     with torch.no_grad():
         logits = again(torch.tensor([eval(prompt)])).logits
-    linears = {name: part for name, part in again.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"}
-    weights = {f"{name}.weight": part.weight.detach().float().contiguous().clone() for name, part in linears.items()}
+    linears = {
+        name: part
+        for name, part in again.named_modules()
+        if isinstance(part, torch.nn.Linear) and name != "lm_head"
+    }
+    weights = {
+        f"{name}.weight": part.weight.detach().float().contiguous().clone()
+        for name, part in linears.items()
+    }
     save_file({**weights, "logits": logits.contiguous()}, f"{output}/{scheme}.safetensors")
 """
 LOAD = """
@@ -74,14 +94,31 @@ from transformers import AutoModelForCausalLM
 
 prompt, *folders = sys.argv[1:]
 for folder in folders:
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, output_loading_info=True
+    )
     assert not any(report.values()), report
     with torch.no_grad():
-        assert model(torch.tensor([eval(prompt)])).logits.isfinite().all()  # the first forward pass makes the weights
-    linears = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"}
-    found = {f"{name}.weight": part.weight.detach().float().contiguous().clone() for name, part in linears.items()}
-    scales = {f"{name}.input_global_scale": getattr(part, "input_global_scale", None) for name, part in linears.items()}
-    save_file({**found, **{name: one.detach() for name, one in scales.items() if one is not None}}, f"{folder}.safetensors")
+        assert (
+            model(torch.tensor([eval(prompt)])).logits.isfinite().all()
+        )  # the first forward pass makes the weights
+    linears = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear) and name != "lm_head"
+    }
+    found = {
+        f"{name}.weight": part.weight.detach().float().contiguous().clone()
+        for name, part in linears.items()
+    }
+    scales = {
+        f"{name}.input_global_scale": getattr(part, "input_global_scale", None)
+        for name, part in linears.items()
+    }
+    save_file(
+        {**found, **{name: one.detach() for name, one in scales.items() if one is not None}},
+        f"{folder}.safetensors",
+    )
 """
 ROUND = """
 import sys
@@ -91,10 +128,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, output, *packings = sys.argv[1:]
 for packing in packings:
-    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
-    told = {"bits": 4, "group_size": 128, "sym": packing != "auto_awq", "iters": 0, "nsamples": 4, "seqlen": 64}
+    loaded, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+        AutoTokenizer.from_pretrained(model),
+    )
+    told = {
+        "bits": 4,
+        "group_size": 128,
+        "sym": packing != "auto_awq",
+        "iters": 0,
+        "nsamples": 4,
+        "seqlen": 64,
+    }
     dataset = [{"input_ids": torch.arange(5, 69)[None]}] * 4
-    rounder = AutoRound(loaded, tokenizer, scheme="W4A16", dataset=dataset, device_map="cpu", **told)
+    rounder = AutoRound(
+        loaded, tokenizer, scheme="W4A16", dataset=dataset, device_map="cpu", **told
+    )
     rounder.quantize_and_save(f"{output}/{packing}", format=packing)
 """
 THEIR_TEXT = """
@@ -105,7 +154,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
 asked = torch.tensor([eval(prompt)])
-print("IDS", model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=16, do_sample=False)[0].tolist())
+print(
+    "IDS",
+    model.generate(
+        asked, attention_mask=torch.ones_like(asked), max_new_tokens=16, do_sample=False
+    )[0].tolist(),
+)
 """
 THEIR_LOGITS = """
 import sys
@@ -120,7 +174,10 @@ for folder in folders:
     )
     assert not any(report.values()), report
     with torch.no_grad():
-        save_file({"logits": model(torch.tensor([eval(prompt)])).logits.float().contiguous()}, f"{folder}.safetensors")
+        save_file(
+            {"logits": model(torch.tensor([eval(prompt)])).logits.float().contiguous()},
+            f"{folder}.safetensors",
+        )
 """
 pytestmark = pytest.mark.slow
 

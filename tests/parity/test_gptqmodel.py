@@ -27,11 +27,19 @@ import json, sys, torch
 from safetensors.torch import load_file, save_file
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
 rows, tensors, found = json.loads(sys.argv[1]), load_file("packed.safetensors"), {}
 for name, (bits, size, symmetric, first, ordered) in rows.items():
     module = TorchLinear(
-        bits=bits, group_size=size, sym=symmetric, desc_act=ordered, in_features=96, out_features=64, bias=False,
-        pack_dtype=torch.int32, register_buffers=True,
+        bits=bits,
+        group_size=size,
+        sym=symmetric,
+        desc_act=ordered,
+        in_features=96,
+        out_features=64,
+        bias=False,
+        pack_dtype=torch.int32,
+        register_buffers=True,
     )
     for part in ("qweight", "qzeros", "scales", "g_idx"):
         assert getattr(module, part).shape == tensors[f"{name}.{part}"].shape
@@ -60,7 +68,10 @@ pytestmark = [
 
 
 def random_linear(bits: int, size: int, *, symmetric: bool, ordered: bool) -> QuantizedLinear:
-    """[64, 96]; scales are exact in float16, zero points above the lowest code, which version 1 does not hold."""
+    """[64, 96]; scales are exact in float16, zero points above the lowest code.
+
+    Version 1 does not hold the lowest code.
+    """
     found = named(integers(bits, size, symmetric=symmetric, where="a test"), None, "pack-quantized")
     generator, weights = torch.Generator().manual_seed(bits), found.weights
     scale = 2.0 ** torch.randint(-9, 3, (64, 1 if size == -1 else 96 // size), generator=generator)

@@ -1,4 +1,6 @@
-"""HQQ's own package on a CPU: its float zero points at the scale of the whole range, ours integers with a fitted scale.
+"""HQQ's own package on a CPU, beside ours.
+
+Its zero points are floats at the scale of the whole range, ours integers with a fitted scale.
 
 The package is looked for in the folder that HQQ_PACKAGE names (an unpacked release of hqq 0.2.8);
 without it this is skipped.

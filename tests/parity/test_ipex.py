@@ -25,13 +25,21 @@ SCRIPT = """
 import json, sys, torch
 import intel_extension_for_pytorch as ipex
 from safetensors.torch import load_file, save_file
-from intel_extension_for_pytorch.quantization import WoqLowpMode, WoqWeightDtype, get_weight_only_quant_qconfig_mapping
-from intel_extension_for_pytorch.utils.weight_only_quantization import _convert_woq_with_low_precision_checkpoint
+from intel_extension_for_pytorch.quantization import (
+    WoqLowpMode,
+    WoqWeightDtype,
+    get_weight_only_quant_qconfig_mapping,
+)
+from intel_extension_for_pytorch.utils.weight_only_quantization import (
+    _convert_woq_with_low_precision_checkpoint,
+)
 
 folder, (method, ordered, rows, columns) = sys.argv[1], json.loads(sys.argv[2])
 tensors, x = load_file(f"{folder}/packed.safetensors"), load_file(f"{folder}/x.safetensors")["x"]
 model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False)).eval()
-mapping = get_weight_only_quant_qconfig_mapping(weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.NONE)
+mapping = get_weight_only_quant_qconfig_mapping(
+    weight_dtype=WoqWeightDtype.INT4, lowp_mode=WoqLowpMode.NONE
+)
 told = {"quant_method": method, **({"desc_act": ordered} if method == "gptq" else {})}
 made = _convert_woq_with_low_precision_checkpoint(model, mapping, tensors, told)
 assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
@@ -42,6 +50,7 @@ with torch.no_grad():
 # the reference's product.
 BACKEND = """
 import sys, torch, types
+
 package = types.ModuleType("quantflow.backends")
 package.__path__ = [sys.argv[1]]
 sys.modules["quantflow.backends"] = package
@@ -56,17 +65,29 @@ for name, size in (("W4A16", 32), ("W4A16", 128), ("W4A16_ASYM", 64)):
         scheme = with_group_size(preset(name), size)
         qvalue = torch.randint(-8, 8, (64, 256), generator=draw).to(torch.int8)
         scale = torch.rand(64, 256 // size, generator=draw) * 0.1 + 0.01
-        zero = None if name == "W4A16" else torch.randint(-8, 8, scale.shape, generator=draw).to(torch.int8)
+        zero = (
+            None
+            if name == "W4A16"
+            else torch.randint(-8, 8, scale.shape, generator=draw).to(torch.int8)
+        )
         weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero, scheme=scheme.weights)
         linear = QuantizedLinear(weight=weight, scheme=scheme)
         case = Case(scheme=scheme, device=torch.device("cpu"), shape=(64, 256), dtype=dtype)
         assert ipex.BACKEND.why_not(case) is None, ipex.BACKEND.why_not(case)
-        x, bias = torch.randn(2, 3, 256, generator=draw).to(dtype), torch.randn(64, generator=draw).to(dtype)
+        x, bias = (
+            torch.randn(2, 3, 256, generator=draw).to(dtype),
+            torch.randn(64, generator=draw).to(dtype),
+        )
         y = ipex.BACKEND.linear(x, ipex.BACKEND.prepare(linear, dtype), bias)
         expected = x.float() @ linear.dequantize().T + bias.float()
         error = float((y.float() - expected).abs().max() / expected.abs().max())
         print(name, size, dtype, error)
-        assert y.dtype == dtype and y.shape == expected.shape and error < allowed, (name, size, dtype, error)
+        assert y.dtype == dtype and y.shape == expected.shape and error < allowed, (
+            name,
+            size,
+            dtype,
+            error,
+        )
 """
 pytestmark = [
     pytest.mark.slow,

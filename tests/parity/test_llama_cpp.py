@@ -1,4 +1,4 @@
-"""Our GGUF files in other people's hands: gguf-py reads them, llama.cpp runs them, its quantizer takes them.
+"""Our GGUF files in other programs: gguf-py reads them, llama.cpp runs and quantizes them.
 
 Slow and in an environment of its own, which LLAMA_CPP_ENV names; without it every test here is
 skipped.
@@ -56,7 +56,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 reader = GGUFReader(sys.argv[1])
-np.savez(sys.argv[2], **{t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors})
+np.savez(
+    sys.argv[2],
+    **{t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors},
+)
 print(json.dumps({name: field.contents() for name, field in reader.fields.items()}))
 """
 
@@ -67,7 +70,16 @@ import json, sys
 import numpy as np
 from llama_cpp import Llama
 
-llama = Llama(sys.argv[1], n_ctx=512, logits_all=True, n_threads=1, n_threads_batch=1, type_k=0, type_v=0, verbose=False)
+llama = Llama(
+    sys.argv[1],
+    n_ctx=512,
+    logits_all=True,
+    n_threads=1,
+    n_threads_batch=1,
+    type_k=0,
+    type_v=0,
+    verbose=False,
+)
 texts, ids = json.loads(sys.argv[2]), json.loads(sys.argv[3])
 llama.eval(ids)
 np.save(sys.argv[4], np.array(llama.scores[: len(ids)]))
@@ -80,19 +92,27 @@ import llama_cpp
 
 params = llama_cpp.llama_model_quantize_default_params()
 params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{sys.argv[3]}"), 1
-sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
+sys.exit(
+    llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params))
+)
 """
 
 
 def caller(**needed: str) -> Callable[..., str]:
-    """Return what runs a program of the other environment and returns what it prints, or skip and say how to make one."""
+    """Runner of a program in the other environment, which returns what it prints.
+
+    Without one the test is skipped; the message says how to make it.
+    """
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
     packages = " ".join(f"{name}=={release}" for name, release in needed.items())
     how = f"python3 -m venv ENV; ENV/bin/pip install {packages} numpy"
     if not folder:
         pytest.skip(f"{VARIABLE} does not name an environment with {packages}; make one: {how}")
-    ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(needed)}}})"
+    ask = (
+        "from importlib.metadata import version; "
+        f"print({{name: version(name) for name in {list(needed)}}})"
+    )
     found = (
         subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False)
         if python.exists()
@@ -156,7 +176,7 @@ def run(
 
 
 def divergence(reference: np.ndarray, found: np.ndarray) -> float:
-    """Return the mean KL divergence, in nats per token."""
+    """The mean KL divergence, in nats per token."""
     p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (reference, found))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
@@ -317,7 +337,10 @@ def test_every_way_to_split_a_text_gives_transformers_tokens(call, tmp_path, lla
 
 
 def sentence_pieces() -> Tokenizer:
-    """Return a tokenizer as the conversion from SentencePiece makes one: every way to make a token of two, by token."""
+    """A tokenizer in the form of the conversion from SentencePiece.
+
+    Its merges are every way to make a token of two, by token.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
@@ -443,7 +466,10 @@ np.savez(sys.argv[4], **importance(Path(sys.argv[2]), json.loads(sys.argv[3])))
 def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_linear_reads(
     call, tmp_path, ids
 ):
-    """Of two sequences, which begin anew; llama.cpp rounds what enters a product to bfloat16, and the model's inputs follow."""
+    """Of two sequences, which begin anew.
+
+    llama.cpp rounds what enters a product to bfloat16, and the model's inputs follow.
+    """
     rows, squares, counts = [ids[:100], ids[100:180]], {}, {}
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 

@@ -1,4 +1,6 @@
-"""llm-compressor itself, on a CPU, of the same numbers: GPTQ's rounding, a search of ranges, SmoothQuant's and AWQ's factors.
+"""llm-compressor itself, on a CPU, of the same numbers.
+
+Compared are GPTQ's rounding, a search of ranges, and SmoothQuant's and AWQ's factors.
 
 Slow and in an environment of its own, which LLM_COMPRESSOR_ENV names; without it every test here is
 skipped.
@@ -42,7 +44,11 @@ import json, sys
 import numpy as np
 import torch
 from compressed_tensors.quantization import (
-    QuantizationArgs, QuantizationScheme, QuantizationStrategy, disable_quantization, initialize_module_for_quantization
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    disable_quantization,
+    initialize_module_for_quantization,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
@@ -59,7 +65,10 @@ for name, (kind, bits, symmetric, size) in told["schemes"].items():
     grouping = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     words = {"num_bits": bits, "type": kind, "symmetric": symmetric, **grouping}
     args = QuantizationArgs(**words, actorder="weight" if size else None)
-    parts = [given[f"{name}.{part}"][None].clone() for part in ("weight", "hessian", "scale", "zero_point")]
+    parts = [
+        given[f"{name}.{part}"][None].clone()
+        for part in ("weight", "hessian", "scale", "zero_point")
+    ]
     real, _, fallback = quantize_weight(*parts, None, args)
     assert not fallback.any()
     found[f"{name}.real"] = real[0]
@@ -81,7 +90,9 @@ for alpha in told["alphas"]:
 class Linears(torch.nn.Module):
     def __init__(self, weights):
         super().__init__()
-        self.linears = torch.nn.ModuleList(torch.nn.Linear(*weight.shape[::-1], bias=False) for weight in weights)
+        self.linears = torch.nn.ModuleList(
+            torch.nn.Linear(*weight.shape[::-1], bias=False) for weight in weights
+        )
         for linear, weight in zip(self.linears, weights):
             linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
 
@@ -94,19 +105,33 @@ class Search(AWQModifier):
         return [module(given["awq.x"])]
 
 
-for duo, steps in ((False, 21), (True, 22)):  # alpha by 0.05; with weights it tries no factors first
+for duo, steps in (
+    (False, 21),
+    (True, 22),
+):  # alpha by 0.05; with weights it tries no factors first
     parent = Linears([given["awq.q"], given["awq.k"]])
     layers = list(parent.linears)
     outputs, weights = [parent(given["awq.x"])], {layer: layer.weight.clone() for layer in layers}
-    args = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
+    args = QuantizationArgs(
+        num_bits=4, type="int", symmetric=False, strategy="group", group_size=32
+    )
     for layer in layers:
-        initialize_module_for_quantization(layer, QuantizationScheme(targets=["Linear"], weights=args))
+        initialize_module_for_quantization(
+            layer, QuantizationScheme(targets=["Linear"], weights=args)
+        )
         layer.weight_observer = None
-        disable_quantization(layer)  # while it searches, as its modifier does: weights are rounded by the search
+        disable_quantization(
+            layer
+        )  # while it searches, as its modifier does: weights are rounded by the search
     x = given["awq.x"].abs()
     search = Search(duo_scaling=duo, n_grid=steps)
     search._smooth_activation_stats["norm"] = [x.sum(0), torch.tensor(len(x))]
-    about = {"smooth_name": "norm", "smooth_layer": parent, "balance_layers": layers, "balance_names": ["q", "k"]}
+    about = {
+        "smooth_name": "norm",
+        "smooth_layer": parent,
+        "balance_layers": layers,
+        "balance_names": ["q", "k"],
+    }
     mapping = ResolvedMapping(**about, parent=parent, parent_name="")
     found[f"awq.{duo}"] = search._compute_best_scale(mapping, outputs, weights)
     found[f"awq.{duo}.reduction"] = torch.tensor(search._error_metrics[0]["reduction"])
@@ -115,10 +140,16 @@ np.savez(sys.argv[3], **{name: tensor.detach().numpy() for name, tensor in found
 
 
 def caller() -> Callable[..., None]:
-    """Return what runs a program of the other environment, or skip and say how to make one."""
+    """Runner of a program in the other environment.
+
+    Without one the test is skipped; the message says how to make it.
+    """
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
-    how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.17.0 llmcompressor=={RELEASE}"
+    how = (
+        "python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.17.0 "
+        f"llmcompressor=={RELEASE}"
+    )
     if not folder:
         pytest.skip(
             f"{VARIABLE} does not name an environment with llmcompressor=={RELEASE}; make one: "
@@ -146,7 +177,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def inputs(features: int) -> Tensor:
-    """Few directions carry most of the energy; channels get smaller one by one, so columns are in order of it."""
+    """Few directions carry most of the energy; channels shrink, so columns are in its order."""
     x = random(1024, features // 4, seed=1) @ random(features // 4, features, seed=2) / 8 + random(
         1024, features, seed=3
     )
@@ -179,7 +210,10 @@ def fold_of(weights: Mapping[str, Tensor], scheme: LinearScheme, **statistics: T
 
 
 def turned(scheme: LinearScheme) -> Tensor:
-    """The weight with the largest magnitude of each of its groups below zero, on the longer side, if we may turn them."""
+    """The weight with the largest magnitude of each of its groups below zero.
+
+    That is the longer side. The weight is unchanged where groups may not turn.
+    """
     if not either_sign(scheme):
         return WEIGHT
     # [O, G, g]
@@ -229,7 +263,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
 def test_gptq_takes_its_decisions_on_the_same_scales(
     theirs: Mapping[str, Tensor], name: str
 ) -> None:
-    """Columns in order of the Hessian's diagonal and groups in place, as its `actorder: weight` has them, damped by 0.01."""
+    """Columns in order of the Hessian's diagonal and groups in place, damped by 0.01.
+
+    Its `actorder: weight` has them so.
+    """
     found, expected = ours(gptq, SCHEMES[name]).dequantize(), theirs[f"{name}.real"]
     step = (found - WEIGHT).abs().amax()
     same = (found - expected).abs() < 1e-3 * step
@@ -243,7 +280,9 @@ def test_gptq_takes_its_decisions_on_the_same_scales(
 def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(
     theirs: Mapping[str, Tensor], name: str
 ) -> None:
-    """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ.
+    """Its observer tries 32/32 down to 22/32 of each range; we also try 33/32.
+
+    That loses less where scales differ.
 
     Its scales are positive: it is given groups that we turn turned. Of these we also try the whole
     range as it is.
@@ -278,7 +317,10 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(
 def test_smoothquants_factors_are_its_but_for_one_number(
     theirs: Mapping[str, Tensor], alpha: float
 ) -> None:
-    """It takes ranges where the paper takes maxima, of inputs and weights: all factors have 2^(2 alpha - 1) in common."""
+    """It takes ranges where the paper takes maxima, of inputs and weights.
+
+    All factors have 2^(2 alpha - 1) in common.
+    """
     fold = fold_of({"w": WEIGHT}, preset("W8A8"), channel_amax=RANGE / 2)
     smoothing = smoothquant.solve(fold, options={"alpha": alpha, "linears": True}).smoothing
     assert smoothing is not None
@@ -287,7 +329,7 @@ def test_smoothquants_factors_are_its_but_for_one_number(
 
 @pytest.mark.parametrize("duo", [False, True], ids=["inputs", "inputs-and-weights"])
 def test_awqs_search_takes_its_step(theirs: Mapping[str, Tensor], duo: bool) -> None:
-    """Of alphas by 0.05, with zero points in groups of 32, on the outputs of two linears that share their input."""
+    """Alphas by 0.05, zero points in groups of 32, the outputs of two linears of one input."""
     statistics = {"abs_sum": X.abs().double().sum(0), **STATISTICS}
     fold = fold_of(PAIR, SCHEMES["int4-g32-asym"], **statistics)
     found = awq.solve(fold, options={"duo": duo, "clip": False, "linears": True})

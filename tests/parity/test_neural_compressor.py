@@ -1,4 +1,6 @@
-"""Gaudi's toolkit itself, neural-compressor, on a CPU: it measures, we merge and derive; we write, it takes what is written.
+"""Gaudi's toolkit itself, neural-compressor, on a CPU.
+
+It measures, and we merge and derive; we write, and it takes what is written.
 
 What it can do without a Gaudi is emulation by explicit quantize and dequantize, with four of its
 scale methods. It lives in an environment of its own, whose folder NEURAL_COMPRESSOR_ENV names;
@@ -63,7 +65,11 @@ torch.set_num_threads(1)
 class Tiny(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(24, 40), nn.Linear(40, 24, bias=False), nn.Linear(24, 16)
+        self.first, self.second, self.last = (
+            nn.Linear(24, 40),
+            nn.Linear(40, 24, bias=False),
+            nn.Linear(24, 16),
+        )
 
     def forward(self, x):
         return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
@@ -86,8 +92,13 @@ with torch.no_grad():
         found = {"logits": torch.cat([model(inputs(rank)) for rank in range(2)]).float().numpy()}
         for name, module in model.named_modules():
             if hasattr(module, "quant_input"):
-                for key, scale in (("input", module.quant_input.scale), ("weight", module.dequant_weights.scale)):
-                    found[f"{name}.{key}"] = torch.as_tensor(scale).detach().float().flatten().numpy()
+                for key, scale in (
+                    ("input", module.quant_input.scale),
+                    ("weight", module.dequant_weights.scale),
+                ):
+                    found[f"{name}.{key}"] = (
+                        torch.as_tensor(scale).detach().float().flatten().numpy()
+                    )
         np.savez(sys.argv[3], **found)
 """
 
@@ -103,7 +114,9 @@ from neural_compressor.torch.quantization import FP8Config, convert
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
 model = convert(model, FP8Config.from_json_file(sys.argv[2]))
-patched = [name for name, module in model.named_modules() if type(module).__name__ == "PatchedLinear"]
+patched = [
+    name for name, module in model.named_modules() if type(module).__name__ == "PatchedLinear"
+]
 with torch.no_grad():
     logits = model(torch.arange(2, 42)[None]).logits
 np.savez(sys.argv[3], logits=logits.float().numpy(), patched=np.array(patched))
@@ -112,10 +125,16 @@ np.savez(sys.argv[3], logits=logits.float().numpy(), patched=np.array(patched))
 
 @pytest.fixture(scope="module")
 def toolkit() -> Path:
-    """The interpreter of an environment with neural-compressor and without quantflow, or a skip that says how to make one."""
+    """The interpreter of an environment with neural-compressor and without quantflow.
+
+    Without one the test is skipped; the message says how to make it.
+    """
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
-    how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 neural-compressor-pt=={RELEASE}"
+    how = (
+        "python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 "
+        f"neural-compressor-pt=={RELEASE}"
+    )
     if not folder:
         pytest.skip(
             f"{VARIABLE} does not name an environment with neural-compressor; make one: {how}"
@@ -189,7 +208,7 @@ def by_hand(measured: Path, output: Path) -> None:
 
 
 def quantize(folder: Path, method: str) -> str:
-    """Return the options of convert."""
+    """The options of convert."""
     return json.dumps(
         {"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"}
     )
@@ -251,11 +270,15 @@ import sys
 import numpy as np
 import torch
 from neural_compressor.torch.algorithms.fp8_quant._core import fp_utils
-from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import round_scales_function as rounding
+from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import (
+    round_scales_function as rounding,
+)
 from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
 
 to = torch.Tensor.to
-torch.Tensor.to = lambda self, *args, **kwargs: self if args == ("hpu",) else to(self, *args, **kwargs)
+torch.Tensor.to = lambda self, *args, **kwargs: (
+    self if args == ("hpu",) else to(self, *args, **kwargs)
+)
 given, found = np.load(sys.argv[1]), {}
 maxima, weight = torch.from_numpy(given["maxima"]), torch.from_numpy(given["weight"])
 for device, kind in (("gaudi2", INCAcceleratorType.GAUDI2), ("gaudi3", INCAcceleratorType.GAUDI3)):
@@ -267,11 +290,15 @@ for device, kind in (("gaudi2", INCAcceleratorType.GAUDI2), ("gaudi3", INCAccele
         found[f"{device}.{side}.maxabs_pow2"] = pow2.calc(raw).float().numpy()
         found[f"{device}.{side}.maxabs_hw"] = hardware.calc(raw).float().numpy()
     lists = {
-        "maxabs_hw_opt_weight": fp_utils.get_fp8_hw_alligned_scales_by_device(torch.float8_e4m3fn, kind),
+        "maxabs_hw_opt_weight": fp_utils.get_fp8_hw_alligned_scales_by_device(
+            torch.float8_e4m3fn, kind
+        ),
         "maxabs_pow2_opt_weight": [2.0**s for s in range(-10, 10)],
     }
     for method, candidates in lists.items():
-        best = fp_utils.mmse_scale(weight, [torch.tensor(s) for s in candidates], torch.float8_e4m3fn, torch.float32)
+        best = fp_utils.mmse_scale(
+            weight, [torch.tensor(s) for s in candidates], torch.float8_e4m3fn, torch.float32
+        )
         found[f"{device}.{method}"] = np.float32(best.item())
     reference = pow2.calc(weight.abs().amax(dim=1) / (largest * 0.5))
     best = fp_utils.mmse_scale_multi(
@@ -322,20 +349,34 @@ from types import SimpleNamespace
 import torch
 from neural_compressor.torch.algorithms.fp8_quant._core.common import ModuleConfig
 from neural_compressor.torch.algorithms.fp8_quant._core.patching_common import _mod_types
-from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import ops_quantizer, scale_method_config
+from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import (
+    ops_quantizer,
+    scale_method_config,
+)
 from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
 
 given, found = json.loads(sys.argv[1]), {}
 words = {"dynamic_quantization": False, "scale_format": None, "use_qdq": False, "fake_quant": False}
-words |= {"device_for_scales": INCAcceleratorType.GAUDI2, "mod_dict": {kind: kind for kind in _mod_types}}
+words |= {
+    "device_for_scales": INCAcceleratorType.GAUDI2,
+    "mod_dict": {kind: kind for kind in _mod_types},
+}
 module = SimpleNamespace(__hqt_config__=SimpleNamespace(cfg=words))
 params = {"hp_dtype": torch.bfloat16, "lp_dtype": torch.float8_e4m3fn}
 for method in json.loads(sys.argv[2]):
-    chosen = scale_method_config.scale_method_config_mapping[scale_method_config.ScaleMethodString[method.upper()]]
+    chosen = scale_method_config.scale_method_config_mapping[
+        scale_method_config.ScaleMethodString[method.upper()]
+    ]
     for kind, values in given.items():
-        seen = ModuleConfig(*([torch.tensor([[value]]).bfloat16() for value in part] for part in values))
-        made = ops_quantizer.get_op_quantizer(chosen, module, seen, params, kind).get_scales_module_config()
-        found[f"{method} {kind}"] = [[float(value) for value in part] for part in (made.inputs, made.outputs)]
+        seen = ModuleConfig(
+            *([torch.tensor([[value]]).bfloat16() for value in part] for part in values)
+        )
+        made = ops_quantizer.get_op_quantizer(
+            chosen, module, seen, params, kind
+        ).get_scales_module_config()
+        found[f"{method} {kind}"] = [
+            [float(value) for value in part] for part in (made.inputs, made.outputs)
+        ]
 open("found.json", "w").write(json.dumps(found))
 """
 OF_KIND = {  # of the toolkit's -> a name, and the maxima of inputs and outputs
@@ -383,8 +424,16 @@ def test_modules_without_weights_have_the_scales_that_the_toolkit_computes(
 
 WEIGHTS = """
 import sys, torch
+
 exec(sys.argv[1].split("model = Tiny()")[0])
-torch.save({name: p.detach().bfloat16() for name, p in Tiny().named_parameters() if name.endswith("weight")}, sys.argv[2])
+torch.save(
+    {
+        name: p.detach().bfloat16()
+        for name, p in Tiny().named_parameters()
+        if name.endswith("weight")
+    },
+    sys.argv[2],
+)
 """
 
 
@@ -407,7 +456,7 @@ def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
     tmp_path: Path,
     method: str,
 ) -> None:
-    """The toolkit derives scales from our merged maxima, we derive them too; then it runs on ours alone."""
+    """The toolkit derives scales from our merged maxima, as we do; then it runs on ours alone."""
     folder = unified(measured, tmp_path / "ours")
     call(TINY, "convert", quantize(folder, method), tmp_path / "derived.npz", cwd=tmp_path)
     maxima = read_triple(find_triples(folder)[0])
@@ -498,7 +547,10 @@ from torch import nn
 from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
 
 torch.set_num_threads(1)
-base, x = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)).bfloat16().eval(), torch.ones(2, 24).bfloat16()
+base, x = (
+    nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)).bfloat16().eval(),
+    torch.ones(2, 24).bfloat16(),
+)
 options = {"observer": "maxabs", "use_qdq": "True", "dump_stats_path": "./stats/measure"}
 with torch.no_grad():
     model = prepare(copy.deepcopy(base), FP8Config(mode="MEASURE", **options))
@@ -507,9 +559,14 @@ with torch.no_grad():
     ran = []
     for method in json.loads(sys.argv[1]):
         try:
-            convert(copy.deepcopy(base), FP8Config(mode="QUANTIZE", scale_method=method, **options))(x)
+            convert(
+                copy.deepcopy(base), FP8Config(mode="QUANTIZE", scale_method=method, **options)
+            )(x)
             ran.append(method)
-        except (KeyError, ModuleNotFoundError):  # no hardware scales of a CPU, and a search that runs on the device
+        except (
+            KeyError,
+            ModuleNotFoundError,
+        ):  # no hardware scales of a CPU, and a search that runs on the device
             pass
 open("ran.json", "w").write(json.dumps(ran))
 """
@@ -559,9 +616,16 @@ import json, sys, torch
 from safetensors.torch import load_file, save_file
 from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
 
+
 def module(rows, columns, size, pointed):
-    told = {"use_optimum_format": False, "compression_dim": 1, "compression_dtype": torch.int32, "scale_dtype": torch.float32}
+    told = {
+        "use_optimum_format": False,
+        "compression_dim": 1,
+        "compression_dtype": torch.int32,
+        "scale_dtype": torch.float32,
+    }
     return INCWeightOnlyLinear(columns, rows, bits=4, group_size=size, zp=pointed, **told)
+
 
 ours, found = load_file("ours.safetensors"), {}
 for name, (rows, columns, size, pointed) in json.loads(sys.argv[1]).items():
@@ -570,13 +634,23 @@ for name, (rows, columns, size, pointed) in json.loads(sys.argv[1]).items():
     made.scales.copy_(ours[f"{name}.scale"].float())
     made.qzeros.copy_(ours[f"{name}.packed_zp"])
     found[f"{name}.recovered"] = made.recover().float()
-    integers, points = ours[f"{name}.integers"].to(torch.int32), ours[f"{name}.points"].to(torch.int32)
+    integers, points = (
+        ours[f"{name}.integers"].to(torch.int32),
+        ours[f"{name}.points"].to(torch.int32),
+    )
     again = module(rows, columns, size, pointed)
-    again.pack(integers if pointed else integers - 8, ours[f"{name}.scale"].float(), points if pointed else None, None)
+    again.pack(
+        integers if pointed else integers - 8,
+        ours[f"{name}.scale"].float(),
+        points if pointed else None,
+        None,
+    )
     found |= {f"{name}.packed_weight": again.qweight, f"{name}.scale": again.scales.half()}
     found |= {f"{name}.packed_zp": again.qzeros} if pointed else {}
     found[f"{name}.again"] = again.recover().float()
-save_file({name: tensor.contiguous().clone() for name, tensor in found.items()}, "theirs.safetensors")
+save_file(
+    {name: tensor.contiguous().clone() for name, tensor in found.items()}, "theirs.safetensors"
+)
 """
 
 
@@ -641,7 +715,11 @@ rank = int(os.environ["LOCAL_RANK"])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
 model = prepare(model, FP8Config.from_json_file(os.environ["QUANT_CONFIG"]))
 with torch.no_grad():
-    model(torch.randint(model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(rank)))
+    model(
+        torch.randint(
+            model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(rank)
+        )
+    )
 finalize_calibration(model)
 """
 
@@ -656,7 +734,7 @@ finalize_calibration(model)
 def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_its_own_configuration(
     call: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's way: QUANT_CONFIG to measure with the toolkit, unify, and a QUANT_CONFIG to quantize here."""
+    """A user's way: a QUANT_CONFIG to measure with the toolkit, unify, and one to quantize here."""
     (tmp_path / "hqt_output").mkdir()
     for rank in range(2):
         (tmp_path / f"rank{rank}" / "hqt_output").mkdir(parents=True)
@@ -710,7 +788,7 @@ def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_it
 def test_our_measurement_of_the_embedded_model_converts_there_and_the_scales_it_computes_are_ours(
     call: Callable[..., None], embedded: Path, tmp_path: Path, method: str
 ) -> None:
-    """Every linear of the decoder layers is found under its name; its scales come from our maxima alone."""
+    """Every linear of the decoder layers has its name; its scales come from our maxima alone."""
     given = {"mode": "QUANTIZE", "use_qdq": True, "scale_method": method}
     (tmp_path / "given.json").write_text(json.dumps(given))
     inc = (

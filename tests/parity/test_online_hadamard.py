@@ -1,4 +1,7 @@
-"""Inputs mixed while the model runs: transformers computes our logits once compressed-tensors has applied the config."""
+"""Inputs mixed while the model runs: transformers computes our logits.
+
+compressed-tensors has applied the config before.
+"""
 
 import json
 from pathlib import Path

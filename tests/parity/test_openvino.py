@@ -1,4 +1,4 @@
-"""OpenVINO on the IR that `export --format openvino` writes: its tokens and logits, and the weights that the files hold.
+"""OpenVINO on the IR that `export --format openvino` writes: its tokens, logits and weights.
 
 It has an environment of its own, which OPENVINO_ENV names (openvino-genai 2026.4, with openvino and
 openvino-tokenizers); without it the tests are skipped. `export` runs in this environment, with that
@@ -40,12 +40,21 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 from safetensors.numpy import save_file
+
 folder, output, prompt, new = *sys.argv[1:4], int(sys.argv[4])
-exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+exact = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+}
 model, found = ov.Core().read_model(f"{folder}/openvino_model.xml"), {}
 
+
 def values(node):
-    return node.get_data(dtype=np.float32)  # with the bytes' own dtype it would give two codes as one
+    return node.get_data(
+        dtype=np.float32
+    )  # with the bytes' own dtype it would give two codes as one
+
 
 def result(node):
     kind, inputs = node.get_type_name(), [each.get_node() for each in node.input_values()]
@@ -55,7 +64,10 @@ def result(node):
         return result(inputs[0])
     if kind == "Reshape":
         return result(inputs[0]).reshape(inputs[1].data)
-    return {"Subtract": np.subtract, "Multiply": np.multiply}[kind](result(inputs[0]), result(inputs[1]))
+    return {"Subtract": np.subtract, "Multiply": np.multiply}[kind](
+        result(inputs[0]), result(inputs[1])
+    )
+
 
 for product in model.get_ordered_ops():
     if product.get_type_name() != "MatMul":
@@ -64,32 +76,49 @@ for product in model.get_ordered_ops():
     leaf = node
     while leaf.get_type_name() in ("Convert", "Reshape", "Multiply", "Subtract"):
         leaf = leaf.input_value(0).get_node()
-    if leaf.get_type_name() == "Constant" and leaf.get_element_type().get_type_name() in ("u4", "i4", "u8", "i8"):
+    if leaf.get_type_name() == "Constant" and leaf.get_element_type().get_type_name() in (
+        "u4",
+        "i4",
+        "u8",
+        "i8",
+    ):
         found[leaf.get_friendly_name()] = np.ascontiguousarray(result(node))
 compiled = ov.Core().compile_model(model, "CPU", exact)
 kinds = {}
 for operation in compiled.get_runtime_model().get_ops():
     told = operation.get_rt_info()
-    if str(told["layerType"].value if hasattr(told["layerType"], "value") else told["layerType"]) == "FullyConnected":
+    if (
+        str(told["layerType"].value if hasattr(told["layerType"], "value") else told["layerType"])
+        == "FullyConnected"
+    ):
         weight = operation.input_value(1).get_element_type().get_type_name()
         kinds[weight] = kinds.get(weight, 0) + 1
 pipe = openvino_genai.LLMPipeline(folder, "CPU", **exact)
 encoded = pipe.get_tokenizer().encode(prompt)
 ids = encoded.input_ids.data
-chosen = openvino_genai.GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, ignore_eos=True)
+chosen = openvino_genai.GenerationConfig(
+    max_new_tokens=new, min_new_tokens=new, do_sample=False, ignore_eos=True
+)
 tokens = pipe.generate(encoded, chosen).tokens[0]
 text = pipe.generate(prompt, chosen)
 request, length, parts = compiled.create_infer_request(), 0, []
 request.reset_state()
 for piece in [ids, *(np.array([[token]]) for token in tokens)]:
     start, length = length, length + piece.shape[1]
-    request.infer({
-        "input_ids": piece.astype(np.int64), "attention_mask": np.ones((1, length), dtype=np.int64),
-        "position_ids": np.arange(start, length)[None], "beam_idx": np.zeros(1, dtype=np.int32),
-    })
+    request.infer(
+        {
+            "input_ids": piece.astype(np.int64),
+            "attention_mask": np.ones((1, length), dtype=np.int64),
+            "position_ids": np.arange(start, length)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+    )
     parts.append(request.get_tensor("logits").data.copy())
 save_file({**found, "logits": np.concatenate(parts, axis=1)}, output)
-print("RESULT", json.dumps({"ids": ids.tolist(), "tokens": list(tokens), "text": str(text), "kinds": kinds}))
+print(
+    "RESULT",
+    json.dumps({"ids": ids.tolist(), "tokens": list(tokens), "text": str(text), "kinds": kinds}),
+)
 """
 pytestmark = [
     pytest.mark.slow,

@@ -1,4 +1,4 @@
-"""A folder as gpt-oss is published, with MXFP4 experts in stacks: through the verbs, and beside transformers."""
+"""A folder as gpt-oss is published, MXFP4 experts in stacks: the verbs, beside transformers."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def published(llama, tmp_path_factory):
-    """Return the folder; its codes are every byte, its scales small enough for the model to stay finite."""
+    """The folder; its codes are every byte, its scales small enough for a finite model."""
     folder = tmp_path_factory.mktemp("published") / "gpt-oss"
     draw = torch.Generator().manual_seed(7)
     model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES), dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def published(llama, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(published):
-    """Return transformers' model of it, dequantized."""
+    """transformers' model of it, dequantized."""
     words = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(
         published, quantization_config=words, dtype=torch.float32

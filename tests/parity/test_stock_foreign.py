@@ -1,7 +1,9 @@
-"""Stock transformers on folders in GPTQ's, AWQ's and FP8's layouts, and GPTQModel's own act-order folder in this runtime.
+"""Stock transformers on folders in GPTQ's, AWQ's and FP8's layouts.
 
-For GPTQ and AWQ it needs optimum and gptqmodel, which have an environment of their own, named by GPTQMODEL_ENV (transformers
-5.23, optimum 2.3, gptqmodel 7.6 or 7.7); without it those tests are skipped. FP8 it dequantizes by itself without a GPU.
+GPTQModel's own act-order folder runs here too. For GPTQ and AWQ transformers needs optimum and
+gptqmodel, which have an environment of their own, named by GPTQMODEL_ENV (transformers 5.23,
+optimum 2.3, gptqmodel 7.6 or 7.7); without it those tests are skipped. FP8 it dequantizes by itself
+without a GPU.
 """
 
 import json
@@ -27,19 +29,34 @@ TEXTS = """
 import json, sys, torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AwqConfig, GPTQConfig
+
 prompt, new, *folders = json.loads(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 ids = torch.tensor([prompt])
 for folder in folders:
     kind = AutoConfig.from_pretrained(folder).quantization_config["quant_method"]
-    torch_alone = AwqConfig(backend="torch_awq") if kind == "awq" else GPTQConfig(bits=4, backend="torch")  # on every CPU
-    told = {"dtype": torch.float32, "device_map": "cpu", "output_loading_info": True, "quantization_config": torch_alone}
+    torch_alone = (
+        AwqConfig(backend="torch_awq") if kind == "awq" else GPTQConfig(bits=4, backend="torch")
+    )  # on every CPU
+    told = {
+        "dtype": torch.float32,
+        "device_map": "cpu",
+        "output_loading_info": True,
+        "quantization_config": torch_alone,
+    }
     model, report = AutoModelForCausalLM.from_pretrained(folder, **told)
     assert not any(report.values()), report
     with torch.no_grad():
         logits = model(ids).logits.float()
-    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-    tokens = model.generate(ids, **asked)[0, len(prompt):]
-    save_file({"logits": logits.contiguous(), "tokens": tokens.contiguous()}, f"{folder}.safetensors")
+    asked = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": new,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+    tokens = model.generate(ids, **asked)[0, len(prompt) :]
+    save_file(
+        {"logits": logits.contiguous(), "tokens": tokens.contiguous()}, f"{folder}.safetensors"
+    )
 """
 QUANTIZE = """
 import sys

@@ -1,4 +1,6 @@
-"""What stock transformers with compressed-tensors makes of artifacts with experts: it dequantizes them, or it does not load.
+"""Stock transformers with compressed-tensors on artifacts with experts.
+
+It dequantizes them, or it does not load.
 
 Pinned, because the model card says so: a version that does better fails here.
 """
@@ -89,7 +91,10 @@ def test_stock_transformers_does_not_load_int8_experts_or_zero_points(
 def test_an_expert_has_the_names_that_vllm_looks_for(
     family_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """vLLM makes one parameter of all experts from `experts.<number>.<projection>.<suffix>`, with one scheme for a layer."""
+    """vLLM makes one parameter of all experts, with one scheme for a layer.
+
+    Their names are `experts.<number>.<projection>.<suffix>`.
+    """
     model = family_model("mixtral")
     stored = load_file(make(model, tmp_path, **W4A16) / "model.safetensors")
     for layer, number, projection in itertools.product(range(2), range(4), ("w1", "w2", "w3")):

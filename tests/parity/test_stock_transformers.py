@@ -1,4 +1,4 @@
-"""Stock transformers, without quantflow, loads the artifacts and computes what our runtime computes: the same bits.
+"""Stock transformers, without quantflow, loads the artifacts and computes the same bits.
 
 Both dequantize the weight in float32, quantize and dequantize the input by the same formula, and
 multiply with torch's float32 GEMM on one thread, so no difference at all is expected, for static
@@ -157,7 +157,10 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the layers, an
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example model with its embedding as its head, as `tie_word_embeddings` has it: other logits, and one tensor."""
+    """The example model with its embedding as its head (`tie_word_embeddings`).
+
+    It has other logits, and one tensor of both.
+    """
     folder = tmp_path_factory.mktemp("tied") / "model"
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
     model.config.tie_word_embeddings = True

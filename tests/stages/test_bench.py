@@ -11,7 +11,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
 SMALL = ("--shape", "48x64,16x128", "--tokens", "1,3", "--rounds", "2")
-OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+OURS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None
 
 
 def run(*arguments):

@@ -19,7 +19,7 @@ from quantflow.files.verify import verify
 from quantflow.formats import compressed_tensors
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.planning import forecast
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.plan_job import PlanJob

@@ -1,6 +1,7 @@
 """`generate`: where prompts come from, which way they are continued, and what is printed."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_without_an_end_there_are_exactly_as_many_tokens_as_asked_for(generate):
     result = generate(*given(), "--max-new-tokens", 7, "--batch-size", 3, "--ignore-eos")
     assert [len(output["tokens"]) for output in result["outputs"]] == [7, 7, 7]
     assert result["timing"]["tokens"] == 21
+
+
+def test_an_end_token_ends_a_text_unless_it_is_ignored(llama, tmp_path, capsys):
+    model = shutil.copytree(llama, tmp_path / "model")
+    line = ("generate", model, "--prompt", PROMPTS[0], "--max-new-tokens", 7, "--json", "-q")
+
+    def tokens(*more):
+        assert run(*line, *more) == 0
+        return json.loads(capsys.readouterr().out)["outputs"][0]["tokens"]
+
+    whole = tokens("--ignore-eos")
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).exists():
+            values = json.loads((model / name).read_text()) | {"eos_token_id": whole[3]}
+            (model / name).write_text(json.dumps(values))
+    assert tokens() == whole[: whole.index(whole[3]) + 1]
+    assert tokens("--ignore-eos") == whole and len(whole) == 7
 
 
 def test_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all(artifact, generate):

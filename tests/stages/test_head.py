@@ -18,7 +18,7 @@ from quantflow.files.manifest import build_manifest, read_manifest, write_manife
 from quantflow.files.verify import verify
 from quantflow.formats.llama_cpp import gguf
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.head import head_of
 from quantflow.planning.recipe import HeadSettings, Quantize

@@ -59,7 +59,7 @@ def batch(rows: int) -> dict:
         "next_token": spread,
         "decode_token": spread,
         "decode_total": spread,
-        "prefill_per_second": rates,
+        "prefill_per_second": {name: 2 * value for name, value in rates.items()},
         "decode_per_second": rates,
         "produced_per_second": 100.0,
         "requested_per_second": 133.333,
@@ -128,8 +128,12 @@ Throughput: 100.00 produced tokens/second, 133.33 requested"""
     assert latencies in told
     rates = """| Step    | Batch Size | Average             | Lowest              | Highest             |
 |---------|------------|---------------------|---------------------|---------------------|
-| Prefill | 1          | 2000.00 tokens/secs | 1000.00 tokens/secs | 4000.00 tokens/secs |"""
+| Prefill | 1          | 4000.00 tokens/secs | 2000.00 tokens/secs | 8000.00 tokens/secs |"""
     assert rates in told
+    assert (
+        "| Decode  | 1          | 2000.00 tokens/secs | 1000.00 tokens/secs | 4000.00 tokens/secs |"
+        in told
+    )
 
 
 def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import quantflow
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.planning.recipe import Calibration, Export, Quantize, Recipe, SignRound, Validate
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Silent

@@ -9,8 +9,8 @@ import pytest
 from quantflow.measuring import measure
 from quantflow.measuring.job import MeasureJob
 from quantflow.measuring.text import read_documents
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Candidate, Measure, Quantize, Resources

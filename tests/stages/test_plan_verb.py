@@ -12,7 +12,7 @@ from quantflow.core.scheme import preset, with_group_size
 from quantflow.exporting import export as export_stage
 from quantflow.files import checkpoint as checkpoint_module
 from quantflow.models import reading
-from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
 from quantflow.planning.card_splits import cut_columns, obstacles
 from quantflow.planning.forecast import spans
 from quantflow.planning.sizes import ModelSize
@@ -261,7 +261,7 @@ def model_with(heads, kv_heads, rows, columns):
         "head": (0, 0),
     }
     return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(
-        family=FAMILIES["llama"], layers=(layer,)
+        family=UNTRACED["llama"], layers=(layer,)
     )
 
 

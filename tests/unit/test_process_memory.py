@@ -1,4 +1,4 @@
-"""What process_memory does to a process: each test has one of its own."""
+"""The effects of process_memory: each test has a process of its own."""
 
 import subprocess
 import sys
@@ -23,9 +23,9 @@ from quantflow import process_memory
 process_memory.search_seldom()
 seldom = gc.get_threshold()
 from transformers import LlamaConfig
-from quantflow.models.load import skeleton
-size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
-skeleton(LlamaConfig(**size))
+from quantflow.models.skeleton import skeleton
+size = dict(hidden_size=16, intermediate_size=16, vocab_size=16)
+skeleton(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **size))
 print(seldom[0] > usual[0], gc.get_threshold() == usual)
 """
     assert _told(program) == "True True"
@@ -52,7 +52,8 @@ process_memory.give_back_freed()
 process_memory.take_huge_pages()
 import torch
 large = torch.ones(64 << 20, dtype=torch.uint8)
-lines = dict(line.split(":") for line in open("/proc/self/smaps_rollup") if ":" in line and "-" not in line)
+rollup = [line for line in open("/proc/self/smaps_rollup") if ":" in line and "-" not in line]
+lines = dict(line.split(":") for line in rollup)
 print(int(lines["AnonHugePages"].split()[0]) >= 60 << 10)
 """
     assert _told(program) == "True"

@@ -1,23 +1,22 @@
-"""SignRound: learn with the whole decoder layer which way each weight is rounded, and how much of each range is kept.
+"""SignRound: learned rounding of each weight and learned clips of each range, over a whole layer.
 
-What is made small is the squared error of the layer's output: the quantized layer is given what the
-quantized layers before it put out, and its target is what the original layers would have made.
-Weights are
+Minimised is the squared error of the decoder layer's output. The quantized layer's input comes from
+the quantized layers before it; its target is the output of the original layers. Weights are
 
-    scale = stored(range * multiplier),    qvalue = clip(round(weight / scale + offset) + zero_point),
+    scale = stored(range * multiplier),
+    qvalue = clip(round(weight / scale + offset) + zero_point),
 
 with an offset in [-1/2, 1/2] for each weight, 0 at first, and for each scale a multiplier of its
 range in [0, 1], 1 at first: one where scales are symmetric, else one for either end of the range.
 Both follow the sign of their gradient, with a step of 1/iterations that falls to zero in a straight
-line: so an offset can go just as far as its bounds. Gradients pass round() and stored() as if these
-were not there. Steps are taken on a few sequences of the text, in turn; every tenth of the
-iterations the error is taken over sequences that stand for all, and the iterate with the least
-error is kept: the start, if that is it.
+line, so an offset can go just as far as its bounds. Gradients pass round() and stored() as if these
+were not there. Steps are taken on a few sequences of the text, in turn. Every tenth of the
+iterations the error is taken over sequences that stand for all. The iterate with the least error is
+kept, which may be the start.
 
-It goes on from what another algorithm made of the layer's linears: its scales are the ranges, and a
-weight that it did not round to the nearest point (gptq, yaqa) is taken from where it would be, at
-the edge of what is rounded to its point. From rtn, which does not move any, this is the paper's
-algorithm.
+It goes on from another algorithm's result for the layer's linears: its scales are the ranges. A
+weight that it did not round to the nearest point (gptq, yaqa) is moved to the nearest value that
+does round to its point. From rtn, which moves none, this is the paper's algorithm.
 
 Every sum has one order: within a sequence torch's, on one thread, over sequences that of the
 samples. Source: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent for the
@@ -61,33 +60,34 @@ SUPPORTS = Supports(
 )
 
 # Constants, since they are part of the result.
-_CHECKS = 10  # times that the error is taken while it learns
-_CHECKED = 32  # sequences of which it is
+_CHECKS = 10  # times that the error is taken during the iterations
+_CHECKED = 32  # sequences over which the error is taken
 
 
 def working_bytes(weights: int, scales: int, *, widest: int, workers: int = 1) -> int:
-    """Return the most memory that `refine` takes beyond the layer, its runs, what it starts from and results, in bytes.
+    """The most memory that `refine` takes, in bytes.
 
-    Of each weight four float32 (in steps, its offset, as it is rounded, its gradient summed up) and
-    two qvalues (the best ones, and those that take their place); of each scale eight; for each
-    worker the gradients of a sequence, or the units that autograd remembers of some rows.
+    The layer, its runs, the weights that it starts from and the results are not counted. Each
+    weight takes four float32 (in steps, its offset, its rounded value, its summed gradient) and two
+    qvalues (the best ones, and those that take their place); each scale eight; each worker the
+    gradients of a sequence, or the units that autograd remembers of some rows.
 
     Args:
-        weights: of all linears that are quantized.
-        scales: of all of them.
-        widest: in_features, the most of any.
-        workers: how many.
+        weights: number of weights of all quantized linears.
+        scales: number of their scales.
+        widest: largest in_features of any of them.
+        workers: number of workers.
     """
     return 18 * weights + 8 * 4 * scales + workers * max(4 * weights, 3 * groups.unit_bytes(widest))
 
 
 def runs(samples: int, *, iterations: int, sequences: int) -> int:
-    """Return how many sequences `refine` runs through the layer, a way back counted as two.
+    """The number of sequences that `refine` runs through the layer, a backward pass counted as two.
 
     Args:
         samples: sequences of the text.
-        iterations: as `refine` takes them.
-        sequences: likewise.
+        iterations: steps of `refine`.
+        sequences: sequences of each step.
     """
     return 3 * iterations * min(sequences, samples) + (1 + min(_CHECKS, iterations)) * min(
         _CHECKED, samples
@@ -110,13 +110,12 @@ def refine(
     Args:
         block: the layer and its text.
         weights: linear -> [O, I], any float dtype, finite; not modified.
-        starts: linear -> what another algorithm made of it, int, with scales per channel or per
-            group.
-        scale_dtypes: linear -> the dtype in which the layout stores its scales.
+        starts: linear -> another algorithm's result, int, with scales per channel or per group.
+        scale_dtypes: linear -> dtype in which the layout stores its scales.
         iterations: steps, at least 1.
-        sequences: of the text in each step, at least 1.
+        sequences: sequences of the text in each step, at least 1.
         workers: run sequences and units of rows; how many there are changes nothing but the time.
-        tell: is told how far it is.
+        tell: receives a line of progress before each iteration.
 
     Returns:
         name -> the quantized weight; decisions: `iterations`, `best_iteration` (0 is the start),
@@ -145,11 +144,14 @@ def refine(
     }
     for value in values.values():
         value.requires_grad_()
-    order, checked = turns(block.samples, sequences), spread(block.samples, _CHECKED)
+    order = turns(block.samples, sequences)
+    checked = spread(block.samples, _CHECKED)
     every = -(-iterations // _CHECKS)
     _round_all(linears, values, workers)
     power, first = _losses(block, values, checked, workers)
-    best, least, kept = {name: linear.start for name, linear in linears.items()}, first, 0
+    best = {name: linear.start for name, linear in linears.items()}
+    least = first
+    kept = 0
     for iteration in range(iterations):
         tell(f"iteration {iteration + 1} of {iterations}")
         gradients = _gradients(block, values, order[iteration % len(order)], workers)
@@ -161,11 +163,9 @@ def refine(
             continue
         _, loss = _losses(block, values, checked, workers)
         if loss < least:
-            best, least, kept = (
-                {name: linear.made(workers) for name, linear in linears.items()},
-                loss,
-                iteration + 1,
-            )
+            best = {name: linear.made(workers) for name, linear in linears.items()}
+            least = loss
+            kept = iteration + 1
     told: dict[str, Any] = {"iterations": iterations, "best_iteration": kept}
     told |= {"block_loss_start": first / (power or 1.0), "block_loss": least / (power or 1.0)}
     return {
@@ -192,7 +192,7 @@ def _step_all(
 def _round_all(
     linears: Mapping[str, Learned], values: Mapping[str, Tensor], workers: Workers
 ) -> None:
-    """Write every linear's weight, as it is rounded now, into `values`."""
+    """Write every linear's rounded weight into `values`."""
 
     def unit(part: tuple[str, slice]) -> None:
         name, rows = part
@@ -205,13 +205,13 @@ def _round_all(
 def _gradients(
     block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers
 ) -> list[Tensor]:
-    """Return the gradients of the squared error of some sequences, summed in their order, by every weight."""
+    """Gradients of the squared error of some sequences by every weight, summed in their order."""
     leaves = list(values.values())
 
     def one(number: int) -> tuple[Tensor, ...]:
         with torch.enable_grad():
             loss = (run(number) - block.target(number)).square().sum()
-            # zeros of what only chooses, such as an indexer
+            # weights that only choose, such as an indexer's, get a gradient of zeros
             return torch.autograd.grad(loss, leaves, materialize_grads=True)
 
     total: list[Tensor] = []
@@ -228,7 +228,7 @@ def _gradients(
 def _losses(
     block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers
 ) -> tuple[float, float]:
-    """Return the sum of the target's squares over some sequences, and that of the squared error."""
+    """The sum over some sequences of the target's squares, and that of the squared error."""
 
     def one(number: int) -> tuple[float, float]:
         with torch.no_grad():

@@ -1,10 +1,11 @@
-"""What is learned of one linear, and the weight that it stands for, through which gradients flow (SignRound).
+"""Offsets and multipliers of one linear (SignRound), with gradients through its rounded weight.
 
-    scale = stored(range * multiplier),    qvalue = clip(round(weight / scale + offset) + zero_point)
+    scale = stored(range * multiplier),
+    qvalue = clip(round(weight / scale + offset) + zero_point)
 
-An offset for each weight, and for each scale a multiplier of its range, of either end where it is
-not symmetric. Gradients pass round() and stored() as if these were not there. Source: Cheng et al.
-2023, arXiv:2309.05516, equations 2 to 5.
+There is an offset for each weight, and for each scale a multiplier of its range, one for either end
+where the range is not symmetric. Gradients pass round() and stored() as if these were not there.
+Source: Cheng et al. 2023, arXiv:2309.05516, equations 2 to 5.
 """
 
 from dataclasses import dataclass, replace
@@ -18,24 +19,24 @@ from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.errors import SchemeError
 
-_LEAST = 2.0**-6  # of a multiplier: a range of zero has no scale
-# of a step: how far from its point a weight is taken that is not rounded to the nearest
+_LEAST = 2.0**-6  # smallest multiplier: a range of zero has no scale
+# distance from its point, in steps, of a weight that is not rounded to the nearest
 _EDGE = 0.499
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """One linear on its way.
+    """The learned values of one linear.
 
     Attributes:
-        start: what it begins with, int with scales per channel or per group: its scales are the
-            ranges.
-        scale_dtype: the dtype in which the layout stores scales.
+        start: weight before the first step, int with scales per channel or per group: its scales
+            are the ranges.
+        scale_dtype: dtype in which the layout stores scales.
         steps: [O, G, g] float32, the weight in steps of the start's scale; one that was not rounded
             to the nearest point is `_EDGE` from its own.
         offset: [O, G, g] float32.
         high, low: [O, G] float32, the multipliers of either end of the range; `low` is not read
-            where it is symmetric.
+            where the range is symmetric.
     """
 
     start: QTensor
@@ -49,19 +50,19 @@ class Learned:
     def of(
         cls, name: str, weight: Tensor, start: QTensor, *, scale_dtype: torch.dtype
     ) -> "Learned":
-        """Return what is learned of a weight [O, I] before the first step; it stands for `start`, bit by bit.
+        """The learned values of a weight before the first step; they stand for `start`, bit by bit.
 
-        A weight that was not rounded to its nearest point is taken from the edge of what is rounded
-        to the point it has.
+        A weight that was not rounded to its nearest point is moved to the edge of the values that
+        round to the point it has.
 
         Args:
-            name: for messages.
+            name: weight's name, for messages.
             weight: [O, I], any float dtype, finite; not modified.
-            start: what an algorithm made of it.
-            scale_dtype: the dtype in which the layout stores scales.
+            start: an algorithm's result for it.
+            scale_dtype: dtype in which the layout stores scales.
 
         Raises:
-            SchemeError: it is float8, or one scale stands for several rows.
+            SchemeError: the start is float8, or one scale stands for several rows.
         """
         scheme = start.scheme
         if scheme.kind != "int" or scheme.granularity not in ("per_channel", "per_group"):
@@ -95,31 +96,34 @@ class Learned:
 
     @property
     def units(self) -> list[slice]:
-        """Rows that are worked on at once."""
+        """Rows that are processed at once."""
         return groups.row_units(self.start.qvalue)
 
     def rounded(self, rows: slice, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return qvalue [R, G, g], scale [R, G] and zero_point of some rows, all float32, through which gradients flow.
+        """Rounded rows through which gradients flow, all float32.
 
         Args:
-            rows: which.
+            rows: rows of the weight.
             learned: their offset, high and low.
+
+        Returns:
+            qvalue: [R, G, g]; scale: [R, G]; zero_point: [R, G], None when symmetric.
         """
         offset, high, low = learned
-        scheme, start = self.start.scheme, self.start.rows(rows)
+        scheme = self.start.scheme
+        start = self.start.rows(rows)
         share = high
         if start.zero_point is not None:
-            # the range, in steps
-            above, below = (
-                scheme.qmax - start.zero_point.float(),
-                scheme.qmin - start.zero_point.float(),
-            )
+            # the range's ends, in steps
+            above = scheme.qmax - start.zero_point.float()
+            below = scheme.qmin - start.zero_point.float()
             share = (high * above - low * below) / (scheme.qmax - scheme.qmin)
         exact = start.scale * share
         scale = _passing(affine.stored(exact.detach(), self.scale_dtype), exact)
         ratio = start.scale / scale
         scaled = self.steps[rows] * ratio[..., None] + offset
-        qvalue, zero_point = _passing(scaled.detach().round(), scaled), None
+        qvalue = _passing(scaled.detach().round(), scaled)
+        zero_point = None
         if start.zero_point is not None:
             place = scheme.qmin - low * below * ratio
             zero_point = _passing(place.detach().round().clamp_(scheme.qmin, scheme.qmax), place)
@@ -127,21 +131,21 @@ class Learned:
         return qvalue.clamp(scheme.qmin, scheme.qmax), scale, zero_point
 
     def real(self, rows: slice, *learned: Tensor) -> Tensor:
-        """Return some rows as a loader will see them, [R, I] float32."""
+        """Some rows as a loader will see them, [R, I] float32."""
         qvalue, scale, zero_point = self.rounded(rows, *learned)
         points = qvalue if zero_point is None else qvalue - zero_point[..., None]
         return (points * scale[..., None]).flatten(1)
 
     def learned(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return offset, high and low of some rows, as views."""
+        """Offset, high and low of some rows, as views."""
         return self.offset[rows], self.high[rows], self.low[rows]
 
     def step_(self, rows: slice, gradient: Tensor, *, rate: float) -> None:
-        """Follow the signs of the gradients by what is learned of some rows.
+        """Follow the signs of the gradients by the learned values of some rows.
 
         Args:
-            rows: which.
-            gradient: by the rounded weights, [R, I].
+            rows: rows of the weight.
+            gradient: gradient by the rounded weights, [R, I].
             rate: length of the step.
         """
         views = self.learned(rows)
@@ -153,14 +157,15 @@ class Learned:
         for view, slope, (least, most) in zip(
             views, found, ((-0.5, 0.5), (_LEAST, 1.0), (_LEAST, 1.0)), strict=True
         ):
-            if slope is not None:  # a symmetric range has no end of its own below
+            if slope is not None:  # `low` of a symmetric range has no gradient
                 view.sub_(slope.sign_(), alpha=rate).clamp_(least, most)
 
     def made(self, workers: Workers) -> QTensor:
-        """Return the weight as it is rounded now."""
+        """The weight, rounded with its present offsets and multipliers."""
         scheme = self.start.scheme
         qvalue = torch.empty_like(self.start.qvalue)
-        scale, zero_point = torch.empty_like(self.start.scale), self.start.zero_point
+        scale = torch.empty_like(self.start.scale)
+        zero_point = self.start.zero_point
         zero_point = None if zero_point is None else torch.empty_like(zero_point)
 
         def unit(rows: slice) -> None:
@@ -175,7 +180,10 @@ class Learned:
 
 
 class _Passing(torch.autograd.Function):
-    """A value, with the gradient of another; a sum and a difference would not give the value's own bits."""
+    """A value with the gradient of another tensor.
+
+    A sum and a difference would not keep the value's own bits.
+    """
 
     @staticmethod
     def forward(_ctx: Any, value: Tensor, _instead: Tensor) -> Tensor:

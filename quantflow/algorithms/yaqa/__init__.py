@@ -1,30 +1,31 @@
-"""YAQA: round so that the model's own output changes least, with error feedback over the columns and over the rows.
+"""YAQA: round so that the model's own output changes least, with feedback over columns and rows.
 
-GPTQ makes the error of one linear's output small, every output counting alike. What counts is how
-far the output of the whole model moves, and near the original model that is its KL divergence
+GPTQ makes the error of one linear's output small and counts every output alike. But the aim is that
+the output of the whole model moves least. Near the original model that is its KL divergence
 
-    1/2 sum_t g_t^T E x_t x_t^T E^T g_t  ~  1/2 tr(G E H E^T),    G = mean over t of g_t g_t^T,    H = sum over t of x_t x_t^T
+    1/2 sum_t g_t^T E x_t x_t^T E^T g_t  ~  1/2 tr(G E H E^T),
+    G = mean over t of g_t g_t^T,    H = sum over t of x_t x_t^T
 
-with g_t the gradient of the model's own loss by the linear's output
-(quantflow/measuring/backward.py) and E = W - Q. The outputs of queries and keys, and what is
-written to the residual stream, are far from alike: an error in one of them can make up for that in
-another, as one of a column can for that of another in GPTQ.
+with x_t the linear's input at token t, g_t the gradient of the model's own loss by its output
+(quantflow/measuring/backward.py), and E = W - Q. The outputs of queries and keys, and those written
+to the residual stream, are far from alike: an error in one of them can make up for that in another,
+as one of a column can for that of another in GPTQ.
 
 Two steps:
 
-1. Feedback on both sides (quantflow/algorithms/yaqa/wavefront.py). With G = (I + M) D' (I + M)^T by blocks of rows, as H in
-GPTQ by
-   columns, rows still to be rounded aim at w - (what the errors of rounded rows make of them), and GPTQ rounds them for that.
-   Rows within a block of 8 do not make up for each other.
-2. Descent (quantflow/algorithms/yaqa/descent.py), in `_SWEEPS` sweeps: scales are fitted to the qvalues by least squares, then
-weights
-   are moved by steps, one at a time, as long as that makes tr(G E H E^T) smaller. The best of all sweeps is kept, and the
-   first step's result where none is better.
+1. Feedback on both sides (quantflow/algorithms/yaqa/wavefront.py). With G = (I + M)^T D' (I + M) by
+   blocks of rows, as H by columns in GPTQ, rows still to be rounded aim at w plus what the errors
+   of rounded rows add to it, and are rounded by GPTQ for that aim. Rows within a block of 8 do not
+   make up for each other.
+2. Descent (quantflow/algorithms/yaqa/descent.py), in `_SWEEPS` sweeps: scales are fitted to the
+   qvalues by least squares, then weights are moved by steps, one at a time, as long as that makes
+   tr(G E H E^T) smaller. The best of all sweeps is kept, and the first step's result where none is
+   better.
 
-Values of e2m1 are worked with as integers, in halves (quantflow/algorithms/yaqa/points.py).
+Values of e2m1 are represented by integers, in halves (quantflow/algorithms/yaqa/points.py).
 
-Both use damped G and H. G is known in blocks of at most 2048 outputs
-(quantflow/numerics/output_blocks.py); between blocks it is zero, so their rows are rounded by
+Both use damped G and H. G is measured in blocks of at most 2048 outputs
+(quantflow/numerics/output_blocks.py). Between blocks it is zero, so their rows are rounded by
 themselves, and each block of each linear is a unit that workers run. Sources: Tseng, Sun, De Sa
 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, for the objective and the feedback on
 both sides; Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent, there with G = 1.
@@ -54,11 +55,11 @@ from quantflow.core.support import SHARED_SCALE, Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 from quantflow.numerics import output_blocks, output_errors
 from quantflow.numerics.cholesky import mirror_
-from quantflow.numerics.feedback import DAMPINGS, checked_hessian, feedback_of
+from quantflow.numerics.feedback import DAMPINGS, feedback_of
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
 from quantflow.numerics.statistics import COUNT
 from quantflow.observers.gradient import GRADIENT_SUM
-from quantflow.observers.hessian import HESSIAN_SUM
+from quantflow.observers.hessian import HESSIAN_SUM, checked_hessian
 
 NAME: str = "yaqa"
 NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name, GRADIENT_SUM.name)
@@ -80,23 +81,24 @@ SUPPORTS = Supports(
 )
 
 # Constants, since they order the sums and so are part of the result.
-_ROWS = 8  # of a block, rounded side by side
+_ROWS = 8  # rows of a block, rounded side by side
 _SWEEPS = 2
-# a gradient counts for one draw of a label: its sum is noisier than an input's
+# Larger than gptq's: a gradient stands for one draw of a label, and its sum is noisier than the
+# inputs'.
 _GRADIENT_DAMPINGS = (0.03, 0.3, 3.0)
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
-    """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
+    """The most memory that `quantize_group` takes, in bytes.
 
-    4 I^2 for the factor of the group's Hessian. For each worker a block of outputs, O of at most
-    2048: the factor of its G and a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues twice,
-    and what either step takes.
+    Weights, statistics and results are not counted. 4 I^2 for the factor of the group's Hessian.
+    For each worker a block of outputs, O of at most 2048: the factor of its G and a part of it (4
+    O^2 + 4 O R with R = 8 rows), its qvalues twice, and the memory of either step.
 
     Args:
         features: I, in_features of the group.
         rows: out_features of the group, all linears together; one may have nearly all of them.
-        workers: how many.
+        workers: number of workers.
         in_place: not read: the Hessian is read again after it was factored.
     """
     del in_place
@@ -124,14 +126,14 @@ def quantize_group(
         weights: name -> [O, I], any float dtype; not modified.
         scheme: its `weights` are int or e2m1, per channel or per group.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count`
-            [], how many rows; and for every weight `<name>|gradient_sum` [O, W], the sum of g^T g
-            over the gradients of the loss by its output, in blocks.
-        scale_dtype: the dtype in which the layout stores scales.
+            [], the number of these rows; and for every weight `<name>|gradient_sum` [O, W], the sum
+            of g^T g over the gradients of the loss by its output, in blocks.
+        scale_dtype: dtype in which the layout stores scales.
         workers: run blocks of outputs; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: those of gptq, `gradient_damping` as `damping`, of
+        name -> the quantized weight; decisions: those of gptq; `gradient_damping`, the damping of
         G, the largest of its blocks; `sweeps` (how many are in the result, at most), `moved`
         (weights that they changed), and `loss_start` and `loss` (tr(G E H E^T) after the first step
         and in the end, over tr(G W H W^T)).
@@ -173,7 +175,10 @@ def quantize_group(
     )
     size = points.unit(scheme.weights)
     in_points = {name: replace(grid, scale=grid.scale / size) for name, grid in grids.items()}
-    columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
+    columns = feedback_of(
+        hessian_sum, name=next(iter(weights)), statistic=HESSIAN_SUM.name, workers=workers
+    )
+    # the factor's lower half goes above the diagonal too, where `round_rows` reads it
     mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
@@ -249,7 +254,13 @@ def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What became of a block of outputs, and what it cost: if all were zeros, after the first step, in the end."""
+    """A rounded block of outputs, with its losses.
+
+    Attributes:
+        whole: loss if all qvalues were zero.
+        first: loss after the first step.
+        least: loss in the end.
+    """
 
     qvalue: Tensor
     scale: Tensor
@@ -263,9 +274,14 @@ class _Found:
 
 
 def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
-    """Return the best of the start and what sweeps of descent make of it.  qvalue: [O, I] int8, modified."""
+    """The best of the start and the sweeps of descent.
+
+    qvalue is [O, I] int8, modified.
+    """
     start = kept = qvalue.clone()
-    best, least, sweeps = problem, loss_of(problem, qvalue), 0
+    best = problem
+    least = loss_of(problem, qvalue)
+    sweeps = 0
     first = least
     for sweep in range(1, _SWEEPS + 1):
         problem = rescaled(problem, qvalue)
@@ -273,7 +289,10 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
         loss = loss_of(problem, qvalue)
         if not loss < least:
             break
-        best, kept, least, sweeps = problem, qvalue.clone(), loss, sweep
+        best = problem
+        kept = qvalue.clone()
+        least = loss
+        sweeps = sweep
     return _Found(
         qvalue=kept,
         scale=best.grid.scale,
@@ -290,7 +309,7 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
 def _joined(
     found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: Mapping[str, JSON]
 ) -> GroupResult:
-    """Return what became of a linear, from what did of its blocks."""
+    """The result of a linear, merged from those of its blocks."""
     whole = sum(part.whole for part in found) or 1.0
     decisions = {
         "gradient_damping": max(part.damping for part in found),

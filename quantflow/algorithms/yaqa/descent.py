@@ -1,8 +1,8 @@
-"""Descent from a rounded weight to a better one: steps of single weights, and scales that fit, under a loss with two sides.
+"""Descent from a rounded weight to a better one: steps of single weights, and fitted scales.
 
 The loss of errors E = W - Q, [O, I], is tr(G E H E^T) with G [O, O] and H [I, I] symmetric and
-positive: how much an error is felt depends on those in the other rows and in the other columns.
-Half its gradient by Q is -G E H.
+positive: the cost of an error depends on those in the other rows and in the other columns. Half its
+gradient by Q is -G E H.
 
 Rows are taken in blocks (`apart`) whose gradient is computed once and kept exact while they change.
 Source: Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent by columns, there with G
@@ -23,36 +23,36 @@ from quantflow.core.scheme import TensorScheme
 from quantflow.numerics.feedback import per_row
 from quantflow.numerics.grid import Grid
 
-_ROWS = 128  # of a block; part of the result, because it orders what is done
-_COLUMNS = 64  # whose changes reach the gradient of the columns after them in one product; likewise
+# Both are part of the result, because they order the sums.
+_ROWS = 128  # rows of a block
+_COLUMNS = 64  # columns whose changes reach the gradient of later columns in one product
 Row = NDArray[np.float32]
-# a scale that would grow or shrink by more is left: its weights are too few to say what it should
-# be
+# A scale that would grow or shrink by more stays: its weights are too few to determine it.
 _FARTHEST = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A damped sum of x^T x, whose damping is not in it but beside it.  matrix: [K, K] float32."""
+    """A damped sum of x^T x, [K, K] float32, with the damping beside the matrix."""
 
     matrix: Tensor
     damping: float
 
     def times(self, x: Tensor) -> Tensor:
-        """Return (matrix + damping) @ x.  x: [K, n]."""
+        """Product (matrix + damping) @ x, for x [K, n]."""
         return (self.matrix @ x).add_(x, alpha=self.damping)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be rounded, onto what, and how errors count.
+    """A weight, the points it is rounded to, and the cost of errors.
 
     Attributes:
         weight: [O, I], any float dtype.
-        grid: the scales of its points and zero points, one scale or more for each row.
-        scheme: of points that are known (quantflow/algorithms/yaqa/points.py), which qvalues here
-            are.
-        scale_dtype: the dtype in which the layout stores scales.
+        grid: scales of its points and zero points, one scale or more for each row.
+        scheme: scheme of small-integer points (quantflow/algorithms/yaqa/points.py); qvalues here
+            are these points.
+        scale_dtype: dtype in which the layout stores scales.
         outputs: G.
         inputs: H.
     """
@@ -66,27 +66,30 @@ class Problem:
 
 
 def working_bytes_of(features: int, rows: int) -> int:
-    """Return the most memory that any function here takes beyond its arguments, in bytes.
+    """The most memory that any function here takes beyond its arguments, in bytes.
 
-    Errors (4 O I); of a block of R <= 128 rows its part of G, and six tensors as large as its
-    weights, and the equations for at most one scale per 32 columns (4 R (I / 32)^2, twice).
+    Errors (4 O I); for a block of R <= 128 rows its part of G, six tensors as large as its weights,
+    and the equations for at most one scale per 32 columns (4 R (I / 32)^2, twice).
     """
     block = min(rows, _ROWS)
     return 4 * (rows * features + block * (rows + 6 * features + 2 * (features // 32 + 1) ** 2))
 
 
 def apart(rows: int, length: int) -> list[Tensor]:
-    """Cut rows into blocks of at most `length` that lie as far apart as they can, int64 each.
+    """Rows in blocks of at most `length` that lie as far apart as they can, int64 each.
 
-    Neighbours are the features of a head, whose gradients go together; those at equal distances are
-    of different heads.
+    Neighbours are the features of a head, whose gradients go together; rows at equal distances
+    belong to different heads.
     """
     count = -(-rows // length)
     return [torch.arange(first, rows, count) for first in range(count)]
 
 
 def of_rows(grid: Grid, members: Tensor) -> Grid:
-    """Return the grid of some rows.  members: [R] int64."""
+    """The grid of some rows.
+
+    members is [R] int64.
+    """
     zero_point = None if grid.zero_point is None else grid.zero_point[members]
     return Grid(
         scale=grid.scale[members],
@@ -97,8 +100,15 @@ def of_rows(grid: Grid, members: Tensor) -> Grid:
 
 
 def errors_of(problem: Problem, qvalue: Tensor, members: Tensor) -> Tensor:
-    """Return weight - rounded weight of some rows, [R, I] float32.  qvalue: theirs, members: [R] int64."""
-    grid, columns = of_rows(problem.grid, members), qvalue.shape[1]
+    """Errors weight - rounded weight of some rows, [R, I] float32.
+
+    Args:
+        problem: weight and grid of all rows.
+        qvalue: qvalues of these rows, [R, I].
+        members: the rows, [R] int64.
+    """
+    grid = of_rows(problem.grid, members)
+    columns = qvalue.shape[1]
     zero_point = None if grid.zero_point is None else groups.expand(grid.zero_point, columns)
     return problem.weight[members].float() - affine.dequantize(
         qvalue, groups.expand(grid.scale, columns), zero_point
@@ -106,7 +116,7 @@ def errors_of(problem: Problem, qvalue: Tensor, members: Tensor) -> Tensor:
 
 
 def all_errors(problem: Problem, qvalue: Tensor) -> Tensor:
-    """Return weight - rounded weight, [O, I] float32.  qvalue: [O, I]."""
+    """Errors weight - rounded weight, [O, I] float32, for qvalue [O, I]."""
     errors = torch.empty(qvalue.shape)
     for rows in groups.spans(len(qvalue), _ROWS):
         errors[rows] = errors_of(problem, qvalue[rows], torch.arange(rows.start, rows.stop))
@@ -114,7 +124,7 @@ def all_errors(problem: Problem, qvalue: Tensor) -> Tensor:
 
 
 def loss_of(problem: Problem, qvalue: Tensor | None) -> float:
-    """Return the loss of rounding to `qvalue` [O, I]; of None that of rounding everything to zero."""
+    """The loss of rounding to `qvalue` [O, I]; None stands for rounding everything to zero."""
     errors = problem.weight.float() if qvalue is None else all_errors(problem, qvalue)
     loss = 0.0
     for rows in groups.spans(len(errors), _ROWS):
@@ -127,12 +137,13 @@ def loss_of(problem: Problem, qvalue: Tensor | None) -> float:
 
 
 def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
-    """Return the problem with the scales for which the loss of `qvalue` [O, I] is smallest, as their layout stores them.
+    """The problem with the scales that make the loss of `qvalue` [O, I] smallest, as stored.
 
-    The rows of a block are fitted each by itself, by least squares; a block whose loss grows with
-    that, because its rows are felt together or its scales were rounded, keeps its own.
+    The rows of a block are fitted each by itself, by least squares. Their errors act together and
+    their scales are rounded, so the loss of a block may grow; such a block keeps its own scales.
     """
-    scale, zero_point = problem.grid.scale.clone(), problem.grid.zero_point
+    scale = problem.grid.scale.clone()
+    zero_point = problem.grid.zero_point
     if zero_point is not None and problem.scheme.minima:
         zero_point = zero_point.clone()
     errors = all_errors(problem, qvalue)
@@ -153,7 +164,7 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
         fits = (growth > 1 / _FARTHEST) & (growth < _FARTHEST)
         new = _stored(torch.where(fits, moved, scale[rows]), problem)
         change = points * groups.expand(new - scale[rows], points.shape[1])
-        # they move with their scales, and are stored
+        # minima are stored, so their zero points move with the scales
         if zero_point is not None and problem.scheme.minima:
             new_zero = affine.moved_zero_point(zero_point[rows], new, problem.scheme)
             change -= groups.expand(new * (new_zero - zero_point[rows]), points.shape[1])
@@ -167,8 +178,9 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
 
 
 def _stored(scale: Tensor, problem: Problem) -> Tensor:
-    """Return the scales of points as their layout stores them, [R, G]."""
-    size, global_scale = unit(problem.scheme), problem.grid.global_scale
+    """The scales of points as their layout stores them, [R, G]."""
+    size = unit(problem.scheme)
+    global_scale = problem.grid.global_scale
     return (
         affine.stored_scale(
             scale * size, problem.scheme, problem.scale_dtype, global_scale=global_scale
@@ -178,7 +190,10 @@ def _stored(scale: Tensor, problem: Problem) -> Tensor:
 
 
 def _moments(inputs: Side, split: Tensor) -> Tensor:
-    """Return how the scales of a row bear on each other, d H d^T, [R, G, G].  split: d, qvalues less zero points, [R, G, g]."""
+    """The second derivatives d H d^T of a row's loss by its scales, [R, G, G].
+
+    split is d, qvalues less zero points, [R, G, g].
+    """
     rows, count, size = split.shape
     found = torch.empty(rows, count, count)
     for index, columns in enumerate(groups.spans(count * size, size)):
@@ -187,12 +202,15 @@ def _moments(inputs: Side, split: Tensor) -> Tensor:
         found[:, index, index] += inputs.damping * split[:, index].square().sum(dim=-1)
     diagonal = found.diagonal(dim1=1, dim2=2)
     diagonal += 1e-6 * diagonal.mean(dim=1, keepdim=True)
-    diagonal += (diagonal == 0).float()  # groups of zeros say nothing of their scale
+    diagonal += (diagonal == 0).float()  # groups of zeros do not determine their scale
     return found
 
 
 def _gradient(problem: Problem, rows: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return damped G among a block's rows, [R, R], and G E H of them, transposed: [I, R], so that a column is contiguous."""
+    """Damped G among a block's rows, [R, R], and their G E H transposed, [I, R].
+
+    Transposed, the gradient of a column is contiguous.
+    """
     outputs = problem.outputs
     coupling = outputs.matrix[rows][:, rows]
     coupling.diagonal().add_(outputs.damping)
@@ -201,16 +219,16 @@ def _gradient(problem: Problem, rows: Tensor, errors: Tensor) -> tuple[Tensor, T
 
 
 def descend_(problem: Problem, qvalue: Tensor) -> None:
-    """Move weights by steps while that makes the loss smaller: each block of rows once, column by column.
+    """Move weights by steps while that lowers the loss: each block of rows once, column by column.
 
     Args:
-        problem: its grid is the one of `qvalue`.
+        problem: weight and the grid of `qvalue`.
         qvalue: [O, I] int8, modified.
     """
     errors = all_errors(problem, qvalue)
     for rows in apart(qvalue.shape[0], _ROWS):
         coupling, gradient = _gradient(problem, rows, errors)
-        # a step is a step wherever zero lies
+        # zero points are not needed: the length of a step does not depend on them
         scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])
         now = qvalue[rows].T.float().contiguous()  # [I, R]
         curves = (problem.inputs.matrix.diagonal() + problem.inputs.damping).tolist()
@@ -237,13 +255,14 @@ def _moves_(
     curves: Sequence[float],
     scheme: TensorScheme,
 ) -> Tensor:
-    """Move the qvalues `now` [I, R] of a block, and return what that adds to the rounded weights, [I, R].
+    """Move the qvalues `now` [I, R] of a block; return the change of the rounded weights, [I, R].
 
-    In a column the weight moves whose move gains most, then the next, until none gains. The
-    gradient [I, R] by that column is kept exact meanwhile, that by the others follows before they
-    are looked at.
+    In a column the weight whose move gains most moves, then the next, until none gains. Meanwhile
+    the gradient [I, R] by that column is kept exact; that by the other columns follows before they
+    are processed.
     """
-    change, group_size = torch.zeros_like(now), len(now) // len(scales)
+    change = torch.zeros_like(now)
+    group_size = len(now) // len(scales)
     for columns in groups.spans(len(now), _COLUMNS):
         felt = torch.zeros(columns.stop - columns.start, now.shape[1])
         for i in range(columns.start, columns.stop):
@@ -271,22 +290,26 @@ def _move_column_(
     curve: float,
     scheme: TensorScheme,
 ) -> bool:
-    """Move the weight of a column whose move gains most, then the next, until none gains; return whether one moved.
+    """Move the weight of a column whose move gains most, then the next, until none gains.
 
     In numpy, whose calls take a fifth of torch's time on so few numbers, and give the same bits.
 
     Args:
-        at: [R], its qvalues, modified.
-        left: [R], the gradient by it; overwritten.
+        at: [R], qvalues of the column, modified.
+        left: [R], gradient by the column; overwritten.
         scale: [R].
-        change: [R], what is added to the rounded weights, likewise.
-        coupling: [R, R].
-        curve: of the column.
-        scheme: of the weight.
+        change: [R], change of the rounded weights, modified.
+        coupling: [R, R], damped G among the rows.
+        curve: damped diagonal element of H for the column.
+        scheme: scheme of the weight.
+
+    Returns:
+        Whether a weight moved.
     """
-    curvature = coupling.diagonal() * scale * np.float32(curve)  # of a step
+    curvature = coupling.diagonal() * scale * np.float32(curve)  # curvature of a step
     moved = False
-    with np.errstate(all="ignore"):  # what is too small to move divides by zero, and gains nothing
+    # A curvature of zero divides by zero, and its weight gains nothing.
+    with np.errstate(all="ignore"):
         for _ in range(len(at)):
             steps = left / curvature
             steps += at

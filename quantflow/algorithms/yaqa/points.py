@@ -1,8 +1,8 @@
-"""The points that a weight is rounded to, as small integers: of integers they are the qvalues, of e2m1 twice the values.
+"""The points that a weight is rounded to, as small integers: qvalues, or twice the values of e2m1.
 
-The halves of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives; the scale of a half is half the
-scale. Both steps of YAQA work with int8 and with steps between points, which of e2m1 are wider
-further out.
+Twice the values of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives, and their scale is half
+the scale. Both steps of YAQA work with int8 and with the distances of points, which in e2m1 grow
+with the value.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ from quantflow.core import affine
 from quantflow.core.qtensor import qvalue_dtype
 from quantflow.core.scheme import FLOAT4, TensorScheme
 
-_HALVES = 2
+_HALVES = 2  # integers per unit of e2m1
 
 
 def known(scheme: TensorScheme) -> bool:
-    """Return whether the points of a scheme are small integers."""
+    """Whether the points of a scheme are small integers."""
     return scheme.kind == "int" or scheme.float8 == FLOAT4
 
 
 def unit(scheme: TensorScheme) -> int:
-    """Return the integer that stands for a qvalue of 1."""
+    """The integer that stands for a qvalue of 1."""
     return 1 if scheme.kind == "int" else _HALVES
 
 
@@ -31,9 +31,9 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
     """Replace x / scale by the nearest point, as a float32; return it.
 
     Args:
-        scaled: x / scale, the scale being that of an integer here.
-        zero_point: as of `affine.round_`.
-        scheme: of the weight.
+        scaled: x / scale, with the scale of an integer here.
+        zero_point: zero point for `affine.round_`.
+        scheme: scheme of the weight.
     """
     if scheme.kind == "int":
         return affine.round_(scaled, zero_point, scheme)
@@ -41,7 +41,7 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
 
 
 def nearest_(values: NDArray[np.float32], scheme: TensorScheme) -> None:
-    """Replace values by their nearest points, as `round_` does but for ties."""
+    """Replace values by their nearest points, as `round_` does except for ties."""
     if scheme.block is not None and scheme.block.points:
         points = np.array(scheme.block.points, dtype=np.float32)
         values[...] = points[np.searchsorted((points[1:] + points[:-1]) / 2, values, side="right")]
@@ -60,7 +60,7 @@ def nearest_(values: NDArray[np.float32], scheme: TensorScheme) -> None:
 
 
 def qvalues(points: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the qvalues of points, in the scheme's dtype.  points: int8, any shape."""
+    """The qvalues of int8 points of any shape, in the scheme's dtype."""
     if scheme.kind == "int":
         return points
     return (points.to(torch.float32) / _HALVES).to(qvalue_dtype(scheme))

@@ -1,15 +1,20 @@
-"""Error feedback over columns and rows at once: rows make up for other rows too, and many weights are rounded side by side.
+"""Error feedback over columns and rows at once, with many weights rounded side by side.
 
-With G = (I + M)^T D (I + M) by rows as H by columns (quantflow/numerics/feedback.py), M strictly
-lower triangular where the last row is rounded first, and F = E + M E, which holds of every row what
-the errors of those rounded before it leave it with,
+Rows and columns are numbered in the order in which they are rounded, and E = W - Q. H = (I + U) D
+(I + U)^T with U strictly upper triangular (quantflow/numerics/feedback.py), and G = (I + M)^T D'
+(I + M) with M strictly lower triangular. Let F = E + M E: row i of F is the error of row i with the
+share of the rows rounded before it. Then
 
-    tr(G E H E^T) = sum_ij D_i D'_j * |F_ij + sum_{k before j} F_ik U_kj|^2.
+    tr(G E H E^T) = sum_ij D'_i D_j * |F_ij + sum_{k<j} F_ik U_kj|^2.
 
-So a row aims at w plus what it is owed, and is rounded column by column for that. A weight waits
-for the same column of the rows before it and for the columns before it of its own row, for nothing
-else: blocks of rows and of columns make tiles, and all tiles on a diagonal are rounded together.
-There are as many steps as blocks of rows and columns together, not times each other.
+So row i aims at w_i + sum_{k<i} M_ik e_k, and is rounded column by column for that aim. (This is
+the form for blocks of one row. Rows of a larger block do not make up for each other: M is zero
+within it.)
+
+A weight waits for the same column of the rows before it and for the columns before it of its own
+row, for nothing else. So blocks of rows and of columns make tiles, and all tiles on a diagonal are
+rounded together. There are as many steps as blocks of rows and columns together, not times each
+other.
 """
 
 from collections.abc import Sequence
@@ -22,20 +27,20 @@ from quantflow.core.scheme import TensorScheme
 from quantflow.numerics.feedback import Feedback
 from quantflow.numerics.grid import Grid
 
-_COLUMNS = 32  # of a tile; part of the result, because it orders the sums
+_COLUMNS = 32  # columns of a tile; part of the result, because it orders the sums
 Tile = tuple[slice, slice]  # places of its rows, places of its columns
 
 
 def working_bytes_of(features: int, rows: int, *, length: int) -> int:
-    """Return the most memory that `round_rows` takes beyond its arguments and its result, in bytes.
+    """The most memory that `round_rows` takes beyond its arguments and its result, in bytes.
 
-    Errors twice, qvalues, and on a diagonal of tiles eight tensors as large as these, and what
-    their columns pass on.
+    Errors twice, qvalues, and on a diagonal of tiles eight tensors as large as these, and the
+    factors that carry errors between their columns.
 
     Args:
         features: columns of the weight.
-        rows: of the weight.
-        length: rows of a block, at most.
+        rows: rows of the weight.
+        length: most rows of a block.
     """
     tiles = min(-(-rows // length), -(-features // _COLUMNS))
     return (2 * 4 + 1) * features * rows + 4 * tiles * _COLUMNS * (8 * length + _COLUMNS)
@@ -50,17 +55,17 @@ def round_rows(
     parts: Sequence[Tensor],
     columns: Feedback,
 ) -> Tensor:
-    """Round a weight, each column making up for the errors of those before it and each row for those of the rows before it.
+    """Round a weight with feedback over columns and rows.
 
     Args:
         weight: [O, I], any float dtype.
-        grid: the scales of its points and zero points, one or more for each row.
-        scheme: of the weight.
-        rows: of the outputs, in the order of `parts`; its factor is overwritten.
-        parts: the rows in blocks, int64 each, from the last to be rounded to the first; in a block
-            none makes up for another.
-        columns: of the inputs, with what is below its factor's diagonal above it too (`mirror_`):
-            there a column's part is contiguous.
+        grid: scales of its points and zero points, one or more for each row.
+        scheme: scheme of the weight.
+        rows: factor of G, in the order of `parts`; overwritten.
+        parts: rows in blocks, int64 each, from the last to be rounded to the first; rows of a block
+            do not make up for each other.
+        columns: factor of H, with the part below its diagonal above it too (`mirror_`): there a
+            column's part is contiguous.
 
     Returns:
         The points (quantflow/algorithms/yaqa/points.py), [O, I] int8.
@@ -78,11 +83,13 @@ def round_rows(
 
 
 class _Wave:
-    """A weight that is being rounded, rows and columns in their places: the last place is rounded first.
+    """A weight that is being rounded, with rows and columns in reverse order of rounding.
+
+    The last place is rounded first.
 
     Attributes:
-        down, across: the places of the blocks of rows and of columns, in the order in which they
-            are rounded.
+        down, across: places of the blocks of rows and of columns, in the order in which they are
+            rounded.
         qvalue: [O, I] int8, in places.
     """
 
@@ -112,7 +119,7 @@ class _Wave:
         )
         self._groups = columns.order // (inputs // grid.scale.shape[1])  # [I]
         self._errors = torch.empty(inputs, outputs)
-        # the weights, then what is left of what they aimed at
+        # the weights; once rounded, what rounding left of their aims (F)
         self._left = torch.empty(outputs, inputs)
         for block, part in zip(self.down[::-1], parts, strict=True):
             self._left[block] = weight[part].index_select(1, columns.order).float()
@@ -124,7 +131,7 @@ class _Wave:
         real, wanted, target = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
         scales, points = torch.ones(shape), torch.zeros(shape)
         zero_points = None if self._zero_points is None else torch.zeros(shape)
-        # how the error of a column reaches another
+        # factors by which the error of a column reaches another
         reach = torch.zeros(_COLUMNS, _COLUMNS, 1, len(tiles))
         for index, tile in enumerate(tiles):
             (rows, columns), (at, to) = tile, _inside(tile)
@@ -149,7 +156,8 @@ class _Wave:
             wanted[i] -= step * scales[i]
             target[:i].addcmul_(reach[i, :i], wanted[i])
         steps = points if zero_points is None else points - zero_points
-        errors, qvalue = real - steps * scales, points.to(torch.int8)
+        errors = real - steps * scales
+        qvalue = points.to(torch.int8)
         for index, tile in enumerate(tiles):
             (rows, columns), (at, to) = tile, _inside(tile)
             self._left[rows, columns] = wanted[at, to, index].T
@@ -158,7 +166,7 @@ class _Wave:
 
 
 def _inside(tile: Tile) -> Tile:
-    """Return which columns and rows of a tile of full size a tile has."""
+    """The columns and rows that a tile fills of a tile of full size."""
     rows, columns = tile
     return slice(_COLUMNS - (columns.stop - columns.start), _COLUMNS), slice(
         0, rows.stop - rows.start
@@ -166,7 +174,11 @@ def _inside(tile: Tile) -> Tile:
 
 
 def _owed_(lower: Tensor, blocks: Sequence[slice]) -> Tensor:
-    """Put what each block of rows is owed of the errors of those after it, its own part made 1, above a factor's diagonal."""
+    """Write I + M above the diagonal of the factor of G, without the blocks' own parts.
+
+    A block's columns are divided by the factor of the block itself, so that rows within it do not
+    make up for each other.
+    """
     for block in blocks:
         within = lower[block, block].tril(-1) + torch.eye(block.stop - block.start)
         part = lower[block.stop :, block]

@@ -1,10 +1,15 @@
-"""Names of the files that Gaudi's toolkit keeps its statistics in, taken apart and put together exactly.
+"""Names of the files of Gaudi's toolkit, taken apart and put together exactly.
 
-    P_hooks_O[_S][_R_W].npz             P the prefix, O the observer, S the scale method of a file of scales,
-    P_hooks_O[_S][_R_W].json            R_W the rank and the world size; a single process has none
-    P_hooks_O[_R_W]_mod_list.json       every module that the toolkit looked at
+| name                              | content                                    |
+|-----------------------------------|--------------------------------------------|
+| `P_hooks_O[_S][_R_W].npz`         | statistics, or scales of the method S      |
+| `P_hooks_O[_S][_R_W].json`        | the same for people                        |
+| `P_hooks_O[_R_W]_mod_list.json`   | every module that the toolkit looked at    |
 
-A name is matched as a whole. Card 1 of 16 is `_1_16` at its end, and never a part of `_11_16`.
+P is the prefix, O the observer, S the scale method of a file of scales, R the rank and W the world
+size; a single process has neither. A name is matched as a whole: card 1 of 16 is `_1_16` at its
+end, and never a part of `_11_16`.
+
 Source: neural_compressor.torch.algorithms.fp8_quant, and optimum-habana's unify_measurements.py.
 """
 
@@ -21,19 +26,23 @@ GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
 _NAME = re.compile(
     r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
-    r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?(?P<ending>_mod_list\.json|\.json|\.npz)"
+    r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?"
+    r"(?P<ending>_mod_list\.json|\.json|\.npz)"
 )
-_MEASURE = "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of its dump_stats_path"
+_MEASURE = (
+    "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of "
+    "its dump_stats_path"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileName:
-    """The parts of a name that a file's `.npz`, `.json` and `_mod_list.json` share.
+    """The parts of a name that a rank's `.npz`, `.json` and `_mod_list.json` share.
 
     Attributes:
-        prefix: the last component of dump_stats_path.
-        method: the scale method in capitals, of a file of scales; None of a measurement.
-        rank, world: both None when one process measured.
+        prefix: last component of dump_stats_path.
+        method: scale method in capitals of a file of scales; None for a measurement.
+        rank, world: number of the rank and of ranks; both None when one process measured.
     """
 
     prefix: str
@@ -61,7 +70,7 @@ class TripleFiles:
 
 
 def parse_name(text: str) -> tuple[FileName, str] | None:
-    """Return the parts of a file's name and its ending, or None when it is not one of the toolkit's."""
+    """Parts of a file's name and its ending; None for a name that is not the toolkit's."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -77,40 +86,43 @@ def parse_name(text: str) -> tuple[FileName, str] | None:
 
 
 def holds_triples(path: Path) -> bool:
-    """Return whether a folder, or folder/prefix, names files of Gaudi's toolkit, be it scales or module lists alone."""
+    """Whether a folder, or folder/prefix, names files of Gaudi's toolkit.
+
+    Scales or module lists alone count too.
+    """
     return bool(_named(path))
 
 
 def find_triples(
     path: Path, *, method: str | None = None, partial: bool = False
 ) -> dict[int, TripleFiles]:
-    """Return rank -> its files, complete and in order; files of other names are left alone.
+    """Files of each rank, complete and in order; files of other names are left alone.
 
     Args:
-        path: a folder with the files of one prefix, or folder/prefix as dump_stats_path spells it.
-        method: a scale method in capitals for its files of scales; None for measurements.
+        path: folder with the files of one prefix, or folder/prefix in the form of dump_stats_path.
+        method: scale method in capitals for its files of scales; None for measurements.
         partial: whether ranks may be missing.
 
     Raises:
         InputError: none are there; two prefixes, observers or world sizes; a rank is missing or
             beyond the world size.
     """
-    found = _found(path, method=method)
-    if not found:
-        what = "measurement" if method is None else f"scales of {method}"
+    names = _files_by_name(path, method=method)
+    if not names:
+        wanted = "measurement" if method is None else f"scales of {method}"
         scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
         beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
         raise InputError(
-            f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}",
+            f"{path}: holds no {wanted} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}",
             _MEASURE,
         )
     for what, values in (
-        ("prefixes", {name.prefix for name in found}),
-        ("observers", {name.observer for name in found}),
-        ("world sizes", {1 if name.world is None else name.world for name in found}),
+        ("prefixes", {name.prefix for name in names}),
+        ("observers", {name.observer for name in names}),
+        ("world sizes", {1 if name.world is None else name.world for name in names}),
         (
             "kinds of names, with and without ranks,",
-            {"_R_W" if name.rank is not None else "no rank" for name in found},
+            {"_R_W" if name.rank is not None else "no rank" for name in names},
         ),
     ):
         if len(values) > 1:
@@ -119,12 +131,12 @@ def find_triples(
                 f"{path}: files of {len(values)} {what} {listed}",
                 "give folder/prefix, or a folder of one run",
             )
-    (world,) = {1 if name.world is None else name.world for name in found}
+    (world,) = {1 if name.world is None else name.world for name in names}
     if world > MOST_RANKS:
         raise InputError(
             f"{path}: files of a world of {world} ranks, {MOST_RANKS} are the most", _MEASURE
         )
-    ranks = {name.rank or 0: files for name, files in found.items()}
+    ranks = {name.rank or 0: files for name, files in names.items()}
     beyond = sorted(rank for rank in ranks if rank >= world)
     missing = [] if partial else sorted(set(range(world)) - set(ranks))
     if beyond or missing:
@@ -138,24 +150,27 @@ def find_triples(
 
 
 def device_folder(path: Path) -> Path:
-    """Return the folder g2 or g3 of a folder that has none of the files itself, as vLLM's calibration of a model; else `path`.
+    """Folder g2 or g3 inside a folder that has none of the files itself; else `path`.
+
+    vLLM's calibration of a model writes such folders.
 
     Raises:
-        InputError: both are there with files.
+        InputError: both folders have files.
     """
     if not path.is_dir() or _inside(path):
         return path
-    found = [path / name for name in GENERATIONS.values() if _inside(path / name)]
-    if len(found) > 1:
+    folders = [path / name for name in GENERATIONS.values() if _inside(path / name)]
+    if len(folders) > 1:
         raise InputError(
-            f"{path}: holds measurements of two devices, {' and '.join(one.name for one in found)}",
+            f"{path}: holds measurements of two devices, "
+            f"{' and '.join(one.name for one in folders)}",
             "give one",
         )
-    return found[0] if found else path
+    return folders[0] if folders else path
 
 
 def _named(path: Path) -> list[tuple[FileName, str, Path]]:
-    """Return (name, ending, path) of every file of a folder, or of those of one prefix, that is named as the toolkit's."""
+    """(name, ending, path) of the toolkit's files in a folder, or of those of one prefix."""
     return _inside(device_folder(path))
 
 
@@ -165,15 +180,15 @@ def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
         return []
     parsed = [(parse_name(entry.name), entry) for entry in sorted(folder.iterdir())]
     return [
-        (*found, entry)
-        for found, entry in parsed
-        if found is not None
-        and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+        (*names, entry)
+        for names, entry in parsed
+        if names is not None
+        and (names[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
     ]
 
 
-def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
-    """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
+def _files_by_name(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
+    """Measurements, or scales of a method, in a folder or of one prefix."""
     files: dict[FileName, dict[str, Path]] = {}
     for name, ending, entry in _named(path):
         if name.method == method and name.observer != "shape":
@@ -191,7 +206,10 @@ def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
 
 
 def _is_original(entry: Path, folder: Path) -> bool:
-    """Return whether a file is what the toolkit's postprocessing kept of one that is there: `orig_` and its name."""
+    """Whether a file is `orig_` and the name of a file beside it.
+
+    The toolkit's postprocessing keeps such copies.
+    """
     return entry.name.startswith("orig_") and (folder / entry.name.removeprefix("orig_")).exists()
 
 

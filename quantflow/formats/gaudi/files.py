@@ -1,4 +1,4 @@
-"""Gaudi's files in the layouts of its runtimes: which folder, which prefix, which names, and the QUANT_CONFIG beside them."""
+"""Gaudi's files where its runtimes look: folders, prefixes, names, and the QUANT_CONFIG."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ HEADS = ("lm_head", "embed_out")
 
 @dataclass(frozen=True, kw_only=True)
 class GaudiFiles:
-    """What is written for every runtime.
+    """Contents that are written for every runtime.
 
     Attributes:
-        name: of the QUANT_CONFIG, without `.json`.
-        device: that runs the model.
-        target: whose scales are derived; another one with device_for_scales.
-        read_weight: return the weight of a node; None where no model is given.
+        name: name of the QUANT_CONFIG, without `.json`.
+        device: device that runs the model.
+        target: device whose scales are derived; another one with device_for_scales.
+        read_weight: function from a node to its weight; None where no model is given.
     """
 
     config: QuantConfig
@@ -40,14 +40,14 @@ class GaudiFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class GaudiLayout:
-    """Where a runtime looks.
+    """Places where a runtime looks for the files.
 
     Attributes:
-        base: the folder in which it runs.
-        data: the folder of the measurement, relative to base.
-        prefix: of the files in it.
-        config: the QUANT_CONFIG, relative to base.
-        numbered: even a single rank has its number in the names.
+        base: folder in which the runtime runs.
+        data: folder of the measurement, relative to base.
+        prefix: prefix of the files in it.
+        config: path of the QUANT_CONFIG, relative to base.
+        numbered: whether even a single rank has its number in the names.
         unmeasured: modules that the runtime patches and that no measurement of ours has.
     """
 
@@ -60,7 +60,10 @@ class GaudiLayout:
 
 
 def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
-    """Write what `quantflow measure` saw, for optimum-habana and TGI, and for vLLM, whose row-parallel linears have outputs."""
+    """Write our measurement for optimum-habana and TGI, and for vLLM.
+
+    vLLM's row-parallel linears have outputs.
+    """
     excluded = files.config.measure_exclude in ("OUTPUT", "ALL")
 
     def nodes(triple: Triple, *, but: Sequence[str] = ()) -> Mapping[str, Node]:
@@ -92,7 +95,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
 def write_theirs(
     root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, observer: str, keep_originals: bool
 ) -> None:
-    """Write what Gaudi's toolkit measured, with attention's inputs postprocessed and scales."""
+    """Write a measurement of Gaudi's toolkit, with attention's inputs postprocessed and scales."""
     layout = replace(
         _optimum_habana(root, files, ()), numbered=gaudi_nodes.are_vllms(ranks[0].nodes)
     )
@@ -162,10 +165,10 @@ def _write(
 
 
 def has_scales(config: QuantConfig, *, ranks: int) -> bool:
-    """Return whether the toolkit reads scales from files that can be written here.
+    """Whether the toolkit reads scales from files that can be written here.
 
-    It derives them itself when told so, and reads no file where all scales are fixed; of several
-    ranks each has a part of the channels.
+    It derives them itself with recalc_scales, and reads no file where all scales are fixed. Of
+    several ranks each has a part of the channels.
     """
     measured = any(method.needs_measurement for method in config.scale_method.methods)
     return (
@@ -176,12 +179,12 @@ def has_scales(config: QuantConfig, *, ranks: int) -> bool:
 
 
 def needs_weights(config: QuantConfig) -> bool:
-    """Return whether any scale method looks at weights, not at their maxima alone."""
+    """Whether any scale method looks at weights, not at their maxima alone."""
     return any(method.needs_weights for method in config.scale_method.methods)
 
 
 def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> dict[str, Node]:
-    """Return the nodes that are quantized."""
+    """The nodes that are quantized."""
     return {
         name: node
         for name, node in nodes.items()
@@ -192,17 +195,17 @@ def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> d
 def config_table(
     config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs"
 ) -> dict[str, Any]:
-    """Return the QUANT_CONFIG: what was given, with the path and the blocklist of these files."""
-    given = {
+    """The QUANT_CONFIG: the keys of the file, with the path and the blocklist of these files."""
+    table = {
         key: getattr(config, key)
         for key in config.given - {"allowlist", "blocklist", "scale_method"}
     }
     if config.effective_scale_format != config.scale_format:
-        # what the toolkit makes of it, with a warning
-        given["scale_format"] = config.effective_scale_format
+        # the toolkit changes it so itself, with a warning
+        table["scale_format"] = config.effective_scale_format
     return {
         **config.unknown,
-        **given,
+        **table,
         "method": "HOOKS",
         "mode": "QUANTIZE",
         "observer": observer,
@@ -214,7 +217,10 @@ def config_table(
 
 
 def _blocked(config: QuantConfig, nodes: Mapping[str, Node], layout: GaudiLayout) -> ModuleList:
-    """Return the blocklist with what was not measured: the toolkit replaces such modules by ones that fail when called."""
+    """The blocklist, and on it every module that was not measured.
+
+    The toolkit replaces such modules by ones that fail when called.
+    """
     heads = tuple(head for head in HEADS if head not in nodes) if layout.unmeasured else ()
     missing = gaudi_nodes.unmeasured(nodes) if layout.unmeasured else ()
     names = dict.fromkeys((*config.blocklist.names, *heads, *missing, *layout.unmeasured))

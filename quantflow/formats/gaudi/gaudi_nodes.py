@@ -1,16 +1,19 @@
-"""Between our statistics and Gaudi's nodes: names, what attention's inputs are, and the scales of every node.
+"""Between our statistics and Gaudi's nodes: names, attention's inputs, and what scales are made of.
 
-| ours                        | optimum-habana, TGI                     | vLLM                                              |
-|-----------------------------|-----------------------------------------|---------------------------------------------------|
-| A.q_proj, A.k_proj, A.v_proj| the same names                          | A.qkv_proj                                        |
-| M.gate_proj, M.up_proj      | the same names                          | M.gate_up_proj                                    |
-| A (k_cache)                 | A.k_cache input 0, A.matmul_qk input 1  | A.attn.impl.k_cache, A.attn.impl.matmul_qk        |
-| A (v_cache)                 | A.v_cache input 0, A.matmul_av input 1  | A.attn.impl.v_cache, A.attn.impl.matmul_av        |
-| A (query)                   | A.matmul_qk input 0                     | A.attn.impl.matmul_qk                             |
+| ours                         | optimum-habana, TGI                    | vLLM                     |
+|------------------------------|----------------------------------------|--------------------------|
+| A.q_proj, A.k_proj, A.v_proj | the same names                         | A.qkv_proj               |
+| M.gate_proj, M.up_proj       | the same names                         | M.gate_up_proj           |
+| A (k_cache)                  | A.k_cache input 0, A.matmul_qk input 1 | A.attn.impl.k_cache,     |
+|                              |                                        | A.attn.impl.matmul_qk    |
+| A (v_cache)                  | A.v_cache input 0, A.matmul_av input 1 | A.attn.impl.v_cache,     |
+|                              |                                        | A.attn.impl.matmul_av    |
+| A (query)                    | A.matmul_qk input 0                    | A.attn.impl.matmul_qk    |
 
 The first input of matmul_av are probabilities. Their maximum is 1, exactly: the first token of a
-sequence attends to itself alone. The second inputs of both products are set to what the caches saw,
+sequence attends to itself alone. The second inputs of both products get the maxima of the caches,
 so that no value is rescaled on its way out of a cache (the toolkit's postprocessing does the same).
+
 Source: optimum-habana's modelling files and unify scripts, vllm-gaudi's attention layer; names
 only.
 """
@@ -51,25 +54,27 @@ _TYPES = {
     FUSED_ATTENTION: ATTENTION,
     **dict.fromkeys(("batch2block_matmul", "block2batch_matmul"), BLOCKS),
 }
-# (inputs, outputs) of a module without weights -> its class: of those with one or two inputs the
-# others have outputs.
+# (number of inputs, of outputs) of a module without weights -> its class. Other modules with one or
+# two inputs have outputs.
 _BY_COUNTS = {(1, 0): CACHE, (2, 0): MATMUL, (3, 2): ATTENTION}
 
 
 def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
-    """Return the nodes of optimum-habana's model, from what we measured; linears with the maxima of their outputs.
+    """Nodes of optimum-habana's model from our statistics.
+
+    Linears have the maxima of their outputs too.
 
     Args:
-        statistics: `<source name>|<site>|amax`, others are not read; amax is [] float32.
+        statistics: `<source name>|<site>|amax` -> float32 []; other keys are not read.
 
     Raises:
         StatisticsError: a linear without the amax of its input or weight.
     """
     nodes: dict[str, Node] = {}
     sites: dict[str, dict[str, Tensor]] = {}
-    for (name, site), found in by_site(statistics).items():
-        if AMAX.name in found:
-            sites.setdefault(name, {})[site] = found[AMAX.name].reshape(1, 1)
+    for (name, site), by_statistic in by_site(statistics).items():
+        if AMAX.name in by_statistic:
+            sites.setdefault(name, {})[site] = by_statistic[AMAX.name].reshape(1, 1)
     for name, seen in sites.items():
         if "k_cache" in seen or "v_cache" in seen:
             nodes |= _attention(name, seen)
@@ -86,7 +91,7 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
 
 
 def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
-    """Return the caches of an attention module, and its two products where their inputs are known."""
+    """Caches of an attention module, and its two products where their inputs are known."""
     nodes = {
         f"{name}.{site}": Node(inputs=(seen[site],))
         for site in ("k_cache", "v_cache")
@@ -100,9 +105,9 @@ def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
 
 
 def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return `<source name>|<site>|amax` for what our stages know of, and the names of the nodes that they do not.
+    """`<source name>|<site>|amax` of known nodes, and the names of the other nodes.
 
-    Channels give `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts
+    Channels have `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts
     the one input; the maximum of its weights belongs to none of them.
     """
     statistics: dict[str, Tensor] = {}
@@ -130,19 +135,19 @@ def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple
 
 
 def _maxima(name: str, site: str, value: Tensor) -> dict[str, Tensor]:
-    found = {str(Key(name, site, AMAX.name)): value.max()}
+    maxima = {str(Key(name, site, AMAX.name)): value.max()}
     if len(value) > 1 and site == "input":
-        found[str(Key(name, site, CHANNEL_AMAX.name))] = value.flatten()
-    return found
+        maxima[str(Key(name, site, CHANNEL_AMAX.name))] = value.flatten()
+    return maxima
 
 
 def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
-    """Return the nodes with the caches' maxima as the second inputs of attention's two products.
+    """The nodes with the caches' maxima as the second inputs of attention's two products.
 
     Raises:
         StatisticsError: a product has fewer than two inputs.
     """
-    found = dict(nodes)
+    completed = dict(nodes)
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
         cache = nodes.get(f"{owner}.{_CACHES[leaf]}") if leaf in _CACHES else None
@@ -152,16 +157,16 @@ def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
             raise StatisticsError(
                 f"{name}: {len(node.inputs)} inputs, a product has two", "measure again"
             )
-        found[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
-    return found
+        completed[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
+    return completed
 
 
 def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> dict[str, Node]:
-    """Return the nodes as a measurement that excludes outputs has them.
+    """The nodes of a measurement that excludes outputs.
 
     Args:
-        nodes: what was measured.
-        but: last parts of the names of nodes that keep theirs.
+        nodes: the measured nodes.
+        but: last parts of the names of nodes that keep their outputs.
     """
     kept = tuple(but)
     return {
@@ -171,20 +176,23 @@ def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> di
 
 
 def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
-    """Return the nodes under the names of vLLM's model, which runs q, k and v, and gate and up, as one linear each."""
-    found: dict[str, Node] = {}
+    """The nodes under the names of vLLM's model.
+
+    vLLM runs q, k and v as one linear, and gate and up as another.
+    """
+    renamed: dict[str, Node] = {}
     for name, node in nodes.items():
         owner, _, leaf = name.rpartition(".")
         if leaf in (*_CACHES, *_CACHES.values()):
-            found[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
+            renamed[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
         elif leaf in _PART_OF:
             whole = f"{owner}.{_PART_OF[leaf]}"
-            found[whole] = _larger(found[whole], node) if whole in found else node
+            renamed[whole] = _larger(renamed[whole], node) if whole in renamed else node
         elif leaf in ROW_PARALLEL and node.outputs:  # before and after the sum over cards
-            found[name] = replace(node, outputs=(node.outputs[0], node.outputs[0]))
+            renamed[name] = replace(node, outputs=(node.outputs[0], node.outputs[0]))
         else:
-            found[name] = node
-    return found
+            renamed[name] = node
+    return renamed
 
 
 def _larger(left: Node, right: Node) -> Node:
@@ -200,18 +208,24 @@ def _larger(left: Node, right: Node) -> Node:
 
 
 def are_vllms(nodes: Iterable[str]) -> bool:
-    """Return whether names are of vLLM's model, whose files are numbered even where one rank is all there is."""
+    """Whether names are of vLLM's model, whose files are numbered even where there is one rank."""
     return any(_INSIDE_VLLM in node or node.rpartition(".")[2] in _FUSED for node in nodes)
 
 
 def parts_of(node: str) -> tuple[str, ...]:
-    """Return the linears whose weights, one below the other, are the weight of a node; itself unless vLLM runs it fused."""
+    """Linears whose weights, one below the other, are the weight of a node.
+
+    That is the node itself unless vLLM runs it fused.
+    """
     owner, _, leaf = node.rpartition(".")
     return tuple(f"{owner}.{part}" for part in _FUSED[leaf]) if leaf in _FUSED else (node,)
 
 
 def layer_type(name: str, node: Node) -> str:
-    """Return the class of a node's module in optimum-habana's models; an empty text where its name and values do not say it."""
+    """Class of a node's module in optimum-habana's models; "" where nothing says it.
+
+    Its name says it, or whether it has a weight and how many inputs and outputs.
+    """
     leaf = name.rpartition(".")[2]
     if leaf in _TYPES:
         return _TYPES[leaf]
@@ -223,11 +237,11 @@ def layer_type(name: str, node: Node) -> str:
 
 
 def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
-    """Return the maxima that the scales of a module's inputs are made of, none of a softmax; None of an unknown module.
+    """Maxima that the scales of a module's inputs are made of; None for an unknown module.
 
-    Some are of outputs: the last input of fused attention is the softmax inside it, and what is
-    multiplied by a matrix of zeros and ones holds numbers that nobody reads. Of a mixture
-    (`dynamic_moe`) the files do not say how many experts a card has.
+    A softmax has none. Some are of outputs: the last input of fused attention is the softmax inside
+    it, and what is multiplied by a matrix of zeros and ones holds numbers that nobody reads. Of a
+    mixture (`dynamic_moe`) the files do not say how many experts a card has.
     """
     kind, inputs, outputs = layer_type(name, node), node.inputs, node.outputs
     if (
@@ -248,11 +262,14 @@ def maxima_of_inputs(name: str, node: Node) -> tuple[Tensor, ...] | None:
 
 
 def is_row_parallel(node: str) -> bool:
-    """Return whether a node is a linear that is cut along its inputs, so that each card has a summand of its output."""
+    """Whether a node is a linear that is cut along its inputs.
+
+    Each card has a summand of its output then.
+    """
     return node.rpartition(".")[2] in ROW_PARALLEL
 
 
 def unmeasured(nodes: Iterable[str]) -> tuple[str, ...]:
-    """Return the last parts of names that attention has and that `nodes` lacks; the toolkit must not look for them."""
+    """Last parts of attention's names that `nodes` lacks; the toolkit must not look for them."""
     present = {node.rpartition(".")[2] for node in nodes}
     return tuple(leaf for leaf in (*_CACHES, *_CACHES.values()) if leaf not in present)

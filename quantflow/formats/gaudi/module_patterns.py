@@ -1,8 +1,8 @@
-"""Which modules a QUANT_CONFIG quantizes: its allow and block lists, with patterns that are explained before they are used.
+"""The modules that a QUANT_CONFIG quantizes: its allowlist and blocklist, with checked patterns.
 
-An empty allowlist takes every module; else a module is taken when its class is among `types` or any
-pattern of `names` is found in its path. The blocklist is asked afterwards in the same way, so it
-wins.
+An empty allowlist takes every module. Else a module is taken when its class is among `types`, or
+any pattern of `names` matches somewhere in its path. The blocklist is asked afterwards in the same
+way, so it wins. A pattern that means something else than it looks like is refused and explained.
 """
 
 import re
@@ -23,7 +23,7 @@ class ModuleList:
     """An allowlist or a blocklist.
 
     Attributes:
-        names: regular expressions, found anywhere in a module's path.
+        names: regular expressions that match anywhere in a module's path.
         types: class names.
     """
 
@@ -31,11 +31,11 @@ class ModuleList:
     types: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Return whether it lists anything."""
+        """Whether it lists anything."""
         return bool(self.names or self.types)
 
     def holds(self, path: str, layer_type: str) -> bool:
-        """Return whether a module is on the list."""
+        """Whether a module is on the list."""
         return layer_type in self.types or any(pattern.search(path) for pattern in self._patterns)
 
     @cached_property
@@ -47,8 +47,8 @@ def module_list(key: str, value: object) -> ModuleList:
     """Read `allowlist` or `blocklist`.
 
     Raises:
-        UsageError: it is no table of `names` and `types`, or a pattern says something else than it
-            looks like.
+        UsageError: the value is no table of `names` and `types`, or a pattern means something else
+            than it looks like.
     """
     if not isinstance(value, Mapping):
         raise UsageError(f"{key}: {value!r} is no table", 'write {"types": [], "names": []}')
@@ -68,22 +68,24 @@ def module_list(key: str, value: object) -> ModuleList:
 
 
 def selected(path: str, layer_type: str, *, allow: ModuleList, block: ModuleList) -> bool:
-    """Return whether a module is quantized."""
+    """Whether a module is quantized."""
     return (not allow or allow.holds(path, layer_type)) and not block.holds(path, layer_type)
 
 
 def _check_pattern(key: str, pattern: str) -> None:
-    """Refuse what is no regular expression, and square brackets around numbers, which do not mean those numbers.
+    """Refuse a text that is no regular expression, and square brackets around numbers.
+
+    Such brackets do not mean those numbers.
 
     Raises:
-        UsageError: with the pattern that was meant.
+        UsageError: one of the two; the message has the pattern that was meant.
     """
-    for found in _CLASS_OF_NUMBERS.finditer(pattern):
-        if max(len(found[1]), len(found[2])) > 1:
+    for match in _CLASS_OF_NUMBERS.finditer(pattern):
+        if max(len(match[1]), len(match[2])) > 1:
             raise UsageError(
-                f"{key}.names: pattern {pattern!r}: {found[0]} is one character, not a number: "
-                f"{_characters(found)}",
-                f"write {_meant(pattern, found)!r}",
+                f"{key}.names: pattern {pattern!r}: {match[0]} is one character, not a number: "
+                f"{_characters(match)}",
+                f"write {_meant(pattern, match)!r}",
             )
     try:
         Pattern(pattern)
@@ -91,27 +93,27 @@ def _check_pattern(key: str, pattern: str) -> None:
         raise UsageError(f"{key}.names: {error.cause}", error.remedy) from error
 
 
-def _characters(found: "re.Match[str]") -> str:
-    """Say which characters a class such as [29-31] matches."""
-    first, last = found[1], found[2]
+def _characters(match: "re.Match[str]") -> str:
+    """Description of the characters that a class such as [29-31] matches."""
+    first, last = match[1], match[2]
     single = [*dict.fromkeys(first[:-1] + last[1:])]
     low, high = first[-1], last[0]
-    words = [f"{character!r}" for character in single]
+    listed = [f"{character!r}" for character in single]
     if low > high:
-        return f"{', '.join(words)} and the range {low}-{high}, which runs backwards"
-    return ", ".join([*words, f"and {low!r} to {high!r}" if low < high else repr(low)])
+        return f"{', '.join(listed)} and the range {low}-{high}, which runs backwards"
+    return ", ".join([*listed, f"and {low!r} to {high!r}" if low < high else repr(low)])
 
 
-def _meant(pattern: str, found: "re.Match[str]") -> str:
-    """Return the pattern with the numbers written out."""
-    first, last = sorted((int(found[1]), int(found[2])))
+def _meant(pattern: str, match: "re.Match[str]") -> str:
+    """The pattern with the numbers written out."""
+    first, last = sorted((int(match[1]), int(match[2])))
     if last - first >= _LONGEST:
-        return pattern.replace(found[0], r"\d+")
+        return pattern.replace(match[0], r"\d+")
     numbers = "|".join(str(number) for number in range(first, last + 1))
-    return pattern.replace(found[0], f"({numbers})")
+    return pattern.replace(match[0], f"({numbers})")
 
 
 def as_table(modules: ModuleList) -> dict[str, Any]:
-    """Return the list as QUANT_CONFIG spells it."""
+    """The list in QUANT_CONFIG's words."""
     names: Sequence[str] = modules.names
     return {"types": list(modules.types), "names": list(names)}

@@ -1,10 +1,13 @@
-"""QUANT_CONFIG: the JSON that says how Gaudi's toolkit measures and quantizes, every key with its default.
+"""QUANT_CONFIG: the JSON that says how Gaudi's toolkit measures and quantizes.
 
-Words are matched without regard to case, booleans may be the texts "True" and "False", `whitelist`
-and `blacklist` are the old names of the lists, and keys that nobody knows are kept and reported. A
-mistake is told in the toolkit's own words, so that it can be looked up. What a key means for
-quantflow stands in `Use`; what means nothing here is said in one line. Source:
-neural_compressor.torch.algorithms.fp8_quant._quant_common.quant_config, release 3.10.
+1. Every key has its default here. Words are matched in any case, and booleans may be the texts
+   "True" and "False".
+2. `whitelist` and `blacklist` are the old names of the lists.
+3. Unknown keys are kept and reported.
+4. A mistake is reported in the toolkit's own words, so that it can be looked up.
+5. `USED` says which keys mean something to a verb. The others are reported in one line.
+
+Source: neural_compressor.torch.algorithms.fp8_quant._quant_common.quant_config, release 3.10.
 """
 
 from collections.abc import Mapping
@@ -42,48 +45,26 @@ VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
     "measure": ("mode", "observer", "measure_exclude", "dump_stats_path"),
     "quantize": (
-        *(
-            "mode",
-            "fp8_config",
-            "allowlist",
-            "blocklist",
-            "scale_method",
-            "hp_dtype",
-            "device_for_scales",
-            "dump_stats_path",
-        ),
-        "ignore_modules_wo_measures",
+        "mode", "fp8_config", "allowlist", "blocklist", "scale_method", "hp_dtype",
+        "device_for_scales", "dump_stats_path", "ignore_modules_wo_measures",
     ),
     "export": (
-        *(
-            "mode",
-            "observer",
-            "measure_exclude",
-            "allowlist",
-            "blocklist",
-            "scale_method",
-            "fp8_config",
-            "hp_dtype",
-        ),
-        *(
-            "device_for_scales",
-            "dump_stats_path",
-            "recalc_scales",
-            "scale_format",
-            "use_qdq",
-            "fake_quant",
-        ),
-        *("dynamic_quantization", "ignore_modules_wo_measures", "seperate_measure_files"),
+        "mode", "observer", "measure_exclude", "allowlist", "blocklist", "scale_method",
+        "fp8_config", "hp_dtype", "device_for_scales", "dump_stats_path", "recalc_scales",
+        "scale_format", "use_qdq", "fake_quant", "dynamic_quantization",
+        "ignore_modules_wo_measures", "seperate_measure_files",
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """A QUANT_CONFIG with its defaults; names and meanings are the toolkit's, its spelling of `seperate` among them.
+    """A QUANT_CONFIG with its defaults.
+
+    Names and meanings are the toolkit's, its spelling of `seperate` among them.
 
     Attributes:
-        given: the keys that the file names, under their present names.
+        given: keys that the file names, under their present names.
         unknown: keys that the toolkit stores and does not read.
     """
 
@@ -116,7 +97,7 @@ class QuantConfig:
         """Refuse keys that contradict each other.
 
         Raises:
-            UsageError: naming them.
+            UsageError: two keys contradict each other; they are named.
         """
         if self.mod_dict:
             raise UsageError(
@@ -165,16 +146,19 @@ class QuantConfig:
 
     @property
     def spelled_scale_method(self) -> Any:
-        """The method as QUANT_CONFIG spells it: its name, or the dictionary form."""
+        """The method in QUANT_CONFIG's words: its name, or the dictionary form."""
         return spelled(self.scale_method)
 
     @property
     def effective_recalc_scales(self) -> bool:
-        """Whether the toolkit derives scales even where a file has them; the dictionary form of scale_method forces it."""
+        """Whether the toolkit derives scales even where a file has them.
+
+        The dictionary form of scale_method forces it.
+        """
         return self.recalc_scales or not self.scale_method.plain
 
     def scale_device(self, device: str) -> str:
-        """Return the device whose scales are derived, for one that runs them.
+        """Device whose scales are derived for a device that runs them.
 
         Raises:
             UsageError: another device than GAUDI2 on gaudi3 with maxabs_hw.
@@ -214,7 +198,7 @@ def read_quant_config(path: Path) -> QuantConfig:
 
 
 def find_quant_config(name: str) -> Path:
-    """Return the file that `name` stands for: a path, or a shipped preset by its name, with or without `.json`.
+    """File of a path, or of a shipped preset by its name, with or without `.json`.
 
     Raises:
         UsageError: neither exists.
@@ -222,23 +206,23 @@ def find_quant_config(name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     shipped = {path.stem: path for path in sorted((SHIPPED / "gaudi").glob("*.json"))}
-    found = shipped.get(name.removesuffix(".json"))
-    if found is None:
+    preset = shipped.get(name.removesuffix(".json"))
+    if preset is None:
         word = nearest(Path(name).stem, list(shipped))
         raise UsageError(
             f"QUANT_CONFIG: Can't open {name}! No such file, and no shipped preset of that name",
             word,
         )
-    return found
+    return preset
 
 
 def quant_config(table: Mapping[str, Any]) -> QuantConfig:
-    """Return what a table says, over the defaults.
+    """Configuration of a table, over the defaults.
 
     Raises:
-        UsageError: naming the key, the value and what is valid.
+        UsageError: a key or a value is wrong; the message has both and what is valid.
     """
-    known = {item.name for item in fields(QuantConfig)} - {"given", "unknown"}
+    names = {item.name for item in fields(QuantConfig)} - {"given", "unknown"}
     values: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
     for old, key in LEGACY.items():
@@ -246,7 +230,7 @@ def quant_config(table: Mapping[str, Any]) -> QuantConfig:
             raise UsageError(f"{old} and {key} are the same key", f"keep {key}")
     for original, value in table.items():
         key = LEGACY.get(original, original)
-        if key in known:
+        if key in names:
             values[key] = _value(key, value)
         elif key not in FILLED_IN:
             unknown[key] = value
@@ -254,7 +238,7 @@ def quant_config(table: Mapping[str, Any]) -> QuantConfig:
 
 
 def _value(key: str, value: Any) -> Any:
-    """Return a key's value, checked."""
+    """Checked value of a key."""
     if key in WORDS:
         return _word(key, value)
     if key in ("allowlist", "blocklist"):
@@ -297,10 +281,12 @@ def _invalid(key: str, value: Any, valid: "list[str] | tuple[str, ...]") -> Usag
 
 
 def require_mode(config: QuantConfig, verb: str) -> None:
-    """Refuse a configuration that was written for another verb; the verb decides what is done, not the file.
+    """Refuse a configuration that was written for another verb.
+
+    The verb decides what is done, not the file.
 
     Raises:
-        UsageError: the mode is another one's.
+        UsageError: the mode is another verb's.
         UnsupportedError: measure with an observer that keeps tensors or shapes instead of maxima.
     """
     if config.mode not in (VERBS[verb], "AUTO"):
@@ -320,7 +306,10 @@ def require_mode(config: QuantConfig, verb: str) -> None:
 
 
 def without_meaning(config: QuantConfig, verb: str) -> list[str]:
-    """Return the keys of a file that `verb` does not use, where their values are not the defaults, and unknown ones."""
+    """Keys of a file that `verb` does not use, and unknown ones.
+
+    A key counts where its value is not the default.
+    """
     defaults = QuantConfig()
     unused = [
         key
@@ -332,7 +321,10 @@ def without_meaning(config: QuantConfig, verb: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenConfig:
-    """The QUANT_CONFIG of a command line; a quiet one is not spoken of."""
+    """The QUANT_CONFIG of a command line.
+
+    Nothing is reported of a quiet one.
+    """
 
     config: QuantConfig
     path: Path

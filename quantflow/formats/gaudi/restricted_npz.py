@@ -1,12 +1,13 @@
-"""Gaudi's npz files without unpickling: a reader that can build tables, lists, numbers, text and arrays, and nothing else.
+"""Gaudi's npz files without unpickling: a reader of tables, lists, numbers, text and arrays alone.
 
 Such a file is a zip with one member, `arr_0.npy`: a zero-dimensional object array, that is, a
 pickled dictionary of arrays. A pickle is a program for a small machine that may call any Python
 function. Here the machine gets six names, none of which is numpy's or codecs' own: each stands for
 a few lines of this file that take plain data apart. A pickle that asks for anything else is refused
-before anything was called. What is written is emitted opcode by opcode, so that equal content has
-equal bytes whatever the versions of Python and numpy are; the old spelling `numpy.core` loads in
-all of them.
+before anything was called.
+
+The writer emits opcode by opcode, so that equal content has equal bytes whatever the versions of
+Python and numpy are. The old spelling `numpy.core` loads in all of them.
 """
 
 import io
@@ -41,11 +42,14 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
 
 
 class _Refused(Exception):
-    """What a pickle asked for and does not get."""
+    """A request of a pickle that is not granted."""
 
 
 class _Dtype:
-    """Stands for numpy.dtype: `dtype('f4', False, True)`, then (3, '<', None, None, None, -1, -1, 0)."""
+    """Stand-in for numpy.dtype.
+
+    Its call is `dtype('f4', False, True)`, its state (3, '<', None, None, None, -1, -1, 0).
+    """
 
     def __init__(self, code: object, *_flags: object) -> None:
         self.code = code
@@ -62,7 +66,7 @@ class _Dtype:
         self.order = state[1]
 
     def resolve(self) -> np.dtype[Any] | None:
-        """Return the dtype; None for objects."""
+        """The dtype; None for objects."""
         if not isinstance(self.code, str):
             raise _Refused(f"the dtype {self.code!r}")
         if self.code in ("O", "O8"):
@@ -76,7 +80,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray: (1, shape, dtype, column-major, bytes or list of objects)."""
+    """Stand-in for numpy.ndarray: (1, shape, dtype, column-major, bytes or list of objects)."""
 
     def __init__(self) -> None:
         self.state: tuple[Any, ...] = ()
@@ -87,7 +91,7 @@ class _Array:
         self.state = state
 
     def resolve(self, resolved: Callable[[Any], Any]) -> Any:
-        """Return the array; of a zero-dimensional object array its one object, `resolved`."""
+        """The array; of a zero-dimensional object array its one object, `resolved`."""
         if not self.state:
             raise _Refused("an array without content")
         _, shape, dtype, column_major, data = self.state
@@ -112,7 +116,7 @@ class _Array:
 
 
 class _Call:
-    """Stands for a function; a pickle can call it, and cannot change it."""
+    """Stand-in for a function; a pickle can call it, and cannot change it."""
 
     __slots__ = ("function",)
 
@@ -149,8 +153,11 @@ def _encode(text: object, codec: object) -> bytes:
 
 
 def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
-    """Return what stands for a global of a pickle, or None; the two spellings are numpy's before and since release 2."""
-    known: dict[tuple[str, str], Callable[..., Any]] = {
+    """Stand-in for a global of a pickle; None for a name that is refused.
+
+    The two spellings are numpy's before and since release 2.
+    """
+    stand_ins: dict[tuple[str, str], Callable[..., Any]] = {
         ("numpy.multiarray", "_reconstruct"): _reconstruct,
         ("numpy.multiarray", "scalar"): _scalar,
         ("numpy", "ndarray"): _ndarray,
@@ -161,16 +168,16 @@ def _stand_in(module: str, name: str) -> Callable[..., Any] | None:
         "numpy.core.multiarray": "numpy.multiarray",
         "numpy._core.multiarray": "numpy.multiarray",
     }
-    return known.get((spelled.get(module, module), name))
+    return stand_ins.get((spelled.get(module, module), name))
 
 
 class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a global, or refuse it; nothing is imported."""
-        found = _stand_in(module, name)
-        if found is None:
+        """Stand-in for a global, or a refusal; nothing is imported."""
+        function = _stand_in(module, name)
+        if function is None:
             raise _Refused(f"the name {module}.{name}")
-        return _Call(found)
+        return _Call(function)
 
     def persistent_load(self, pid: object) -> Any:
         """Refuse references to things outside the file."""
@@ -178,7 +185,7 @@ class _Restricted(pickle.Unpickler):
 
 
 class _Resolver:
-    """Replaces every stand-in by what it stands for; nothing but plain data and arrays is left."""
+    """Replaces every stand-in by its value; nothing but plain data and arrays is left."""
 
     def __init__(self) -> None:
         self.left = MAX_VALUES
@@ -200,14 +207,14 @@ class _Resolver:
 
 
 def loads(data: bytes, *, name: str) -> Any:
-    """Return the plain data that a pickle holds.
+    """The plain data that a pickle holds.
 
     Args:
         data: the pickle.
-        name: the file, for messages.
+        name: name of the file, for messages.
 
     Raises:
-        InputError: it asks for anything but plain data and arrays, or is no pickle.
+        InputError: the pickle asks for anything but plain data and arrays, or is none.
     """
     try:
         scan(data, _Refused)
@@ -223,7 +230,7 @@ def loads(data: bytes, *, name: str) -> Any:
 
 
 def read_npz(path: Path) -> Any:
-    """Return the dictionary in a file of Gaudi's toolkit.
+    """The dictionary in a file of Gaudi's toolkit.
 
     Raises:
         InputError: the file cannot be read, is no such archive, or its pickle is refused.
@@ -257,9 +264,8 @@ def read_npz(path: Path) -> Any:
         layout: Any = np.lib.format
         readers = {(1, 0): layout.read_array_header_1_0, (2, 0): layout.read_array_header_2_0}
         shape, _, dtype = readers[layout.read_magic(stream)](stream)
-    except (
-        Exception
-    ) as error:  # numpy evaluates the header, which fails in any way that Python text can
+    # numpy evaluates the header, which fails in any way that Python text can
+    except Exception as error:
         raise InputError(f"{path}: {MEMBER} is no array ({error})", _REMEDY) from error
     if shape != () or dtype != np.dtype(object):
         raise InputError(f"{path}: {MEMBER} is {dtype} {list(shape)}, a table is expected", _REMEDY)
@@ -284,7 +290,9 @@ def _refuse_directory(file: BinaryIO, path: Path) -> None:
 
 
 def npz_bytes(table: Mapping[str, Any]) -> bytes:
-    """Return the file that `numpy.load(..., allow_pickle=True)["arr_0"].item()` reads as `table`; equal tables, equal bytes.
+    """The file that `numpy.load(..., allow_pickle=True)["arr_0"].item()` reads as `table`.
+
+    Equal tables have equal bytes.
 
     Args:
         table: dictionaries with text or whole numbers as keys, lists, None, booleans, numbers, text
@@ -305,7 +313,7 @@ def npz_bytes(table: Mapping[str, Any]) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """Return the pickle (protocol 3) of a zero-dimensional object array that holds `value`."""
+    """The pickle (protocol 3) of a zero-dimensional object array that holds `value`."""
     state = (
         b"("
         + _emit(1)
@@ -324,13 +332,13 @@ _RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x
 
 
 def _dtype(code: str, order: str, flags: int) -> bytes:
-    """Return the opcodes of a dtype: the call, and the state that gives it its byte order."""
+    """Opcodes of a dtype: the call, and the state that sets its byte order."""
     state = b"(" + _emit(3) + _emit(order) + b"NNN" + _emit(-1) + _emit(-1) + _emit(flags) + b"t"
     return b"cnumpy\ndtype\n" + _emit(code) + b"\x89\x88\x87R" + state + b"b"
 
 
 def _emit(value: Any) -> bytes:
-    """Return the opcodes that push one value."""
+    """Opcodes that push one value."""
     match value:
         case None:
             return b"N"

@@ -1,8 +1,10 @@
 """`scale_method` of a QUANT_CONFIG: a method by its name, or the dictionary form that mixes them.
 
-The dictionary form names a method for single nodes, decoder layers and module types; the most
+The dictionary form names a method for single nodes, decoder layers and module types. The most
 particular one that fits is taken: nodes, layers, layer_types, default. The methods are rows of
-quantflow/core/scale_rules.py. Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
+quantflow/core/scale_rules.py.
+
+Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
 import re
@@ -34,14 +36,14 @@ DEFAULT_METHOD = "maxabs_hw"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Which method each node has.
+    """The scale method of each node.
 
     Attributes:
-        default: where nothing more particular fits.
+        default: method where nothing more particular fits.
         nodes: module path -> method.
         layers: number of the decoder layer -> method.
         layer_types: class name of the module -> method.
-        plain: the configuration was one name; only then are scales kept in files.
+        plain: whether the configuration was one name; only then are scales kept in files.
     """
 
     default: ScaleMethod
@@ -61,12 +63,12 @@ class MethodConfig:
         )
 
     def method(self, node: str, layer_type: str) -> ScaleMethod:
-        """Return the method of a node: its own, its layer's, its type's, or the default."""
+        """Method of a node: its own, its layer's, its type's, or the default."""
         if node in self.nodes:
             return self.nodes[node]
-        found = _LAYER.search(node)
-        if found is not None and int(found[1]) in self.layers:
-            return self.layers[int(found[1])]
+        layer = _LAYER.search(node)
+        if layer is not None and int(layer[1]) in self.layers:
+            return self.layers[int(layer[1])]
         return self.layer_types.get(layer_type, self.default)
 
 
@@ -105,21 +107,21 @@ def method_config(value: object) -> MethodConfig:
                     "use the number of the decoder layer",
                 )
     default = _combined(value["default"], "default")
-    made = {
+    methods = {
         key: {name: _combined(item, f"{key}.{name}", default) for name, item in table.items()}
         for key, table in tables.items()
     }
     return MethodConfig(
         default=default,
-        nodes=made["nodes"],
-        layers={int(name): method for name, method in made["layers"].items()},
-        layer_types=made["layer_types"],
+        nodes=methods["nodes"],
+        layers={int(name): method for name, method in methods["layers"].items()},
+        layer_types=methods["layer_types"],
         plain=False,
     )
 
 
 def spelled(config: MethodConfig) -> Any:
-    """Return what `method_config` reads as `config`."""
+    """The value that `method_config` reads as `config`."""
     if config.plain:
         return config.default.name
     tables: dict[str, Mapping[Any, ScaleMethod]] = {
@@ -127,12 +129,12 @@ def spelled(config: MethodConfig) -> Any:
         "layers": config.layers,
         "layer_types": config.layer_types,
     }
-    made = {
+    spelled_tables = {
         key: {str(name): _parts(method) for name, method in table.items()}
         for key, table in tables.items()
         if table
     }
-    return {"default": _parts(config.default), **made}
+    return {"default": _parts(config.default), **spelled_tables}
 
 
 def _parts(method: ScaleMethod) -> dict[str, dict[str, Any]]:
@@ -158,7 +160,10 @@ def _names() -> str:
 
 
 def _combined(value: object, where: str, default: ScaleMethod | None = None) -> ScaleMethod:
-    """Return the method whose row has these two parts, with the back-offs given; what is missing is the default's."""
+    """Method whose row has these two parts, with their back-offs.
+
+    A part that is missing is the default's.
+    """
     if not isinstance(value, Mapping) or set(value) - set(_PARTS):
         raise UsageError(
             f"scale_method.{where}: {value!r}", "give a table with `weight` and `activation`"
@@ -171,8 +176,8 @@ def _combined(value: object, where: str, default: ScaleMethod | None = None) -> 
     for method in SCALE_METHODS.values():
         rules = {"weight": method.weight, "activation": method.activation}
         if all(_spelled(rules[part]) == wanted[part][0] for part in _PARTS):
-            made = {part: replace(rules[part], backoff=wanted[part][1]) for part in _PARTS}
-            return replace(method, weight=made["weight"], activation=made["activation"])
+            by_part = {part: replace(rules[part], backoff=wanted[part][1]) for part in _PARTS}
+            return replace(method, weight=by_part["weight"], activation=by_part["activation"])
     spelled_parts = "; ".join(f"{part}: {' '.join(words)}" for part, (words, _) in wanted.items())
     raise UsageError(
         f"Unsupported config: scale method config for {where} = {spelled_parts} is not supported",
@@ -181,7 +186,10 @@ def _combined(value: object, where: str, default: ScaleMethod | None = None) -> 
 
 
 def _part(part: object, where: str, base: Rule) -> tuple[tuple[str, ...], float]:
-    """Return ((granularity, scale_value_type, rounding_method), backoff) of one part, checked; missing ones are `base`'s."""
+    """((granularity, scale_value_type, rounding_method), backoff) of one part, checked.
+
+    A field that is missing is `base`'s.
+    """
     if not isinstance(part, Mapping):
         raise UsageError(
             f"scale_method.{where}: {part!r} is no table", f"give {', '.join(_FIELDS)}"
@@ -197,7 +205,7 @@ def _part(part: object, where: str, base: Rule) -> tuple[tuple[str, ...], float]
             f"scale_method.{where}: params {part['params']!r} are not known here",
             "leave them out: each method has its own",
         )
-    words = []
+    parts = []
     for (key, (kind, valid)), usual in zip(_FIELDS.items(), _spelled(base), strict=True):
         word = str(part.get(key, usual)).upper()
         if word not in valid:
@@ -205,13 +213,13 @@ def _part(part: object, where: str, base: Rule) -> tuple[tuple[str, ...], float]
                 f"Invalid input '{part[key]}' for {kind}. Enter one of {list(valid)}",
                 f"mend scale_method.{where}.{key}",
             )
-        words.append(word)
+        parts.append(word)
     backoff = part.get("backoff", base.backoff)
     if isinstance(backoff, bool) or not isinstance(backoff, int | float) or not 0 < backoff <= 1:
         raise UsageError(
             f"scale_method.{where}: backoff {backoff!r}", "give a number above 0, at most 1"
         )
-    return tuple(words), float(backoff)
+    return tuple(parts), float(backoff)
 
 
 def _spelled(rule: Rule) -> tuple[str, ...]:

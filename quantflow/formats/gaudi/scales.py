@@ -1,11 +1,18 @@
-"""The scales of Gaudi's nodes: those of their inputs (`gaudi_nodes.maxima_of_inputs`), of a weight, and of the output.
+"""The scales of Gaudi's nodes: of their inputs, of a weight, and of the output.
 
-linear             outputs [input scale * weight scale]; of a row-parallel one with two measured outputs [the first one's]
-matmul             outputs [input 0's * input 1's], with matrices of zeros and ones too
-cache              outputs [its input's]
-softmax            outputs [the output's], no inputs
-fused attention    outputs [output 0's]
-Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10, `_core/scale_methods/ops_quantizer.py`.
+The scales of inputs are made of `gaudi_nodes.maxima_of_inputs`. Those of the output are
+
+| node                                    | scale of the output                                |
+|-----------------------------------------|----------------------------------------------------|
+| linear                                  | input scale * weight scale                         |
+| row-parallel linear, outputs measured   | the first output's                                 |
+| matmul, and with matrices of 0 and 1    | input 0's * input 1's                              |
+| cache                                   | its input's                                        |
+| softmax                                 | the output's; there are no inputs                  |
+| fused attention                         | output 0's                                         |
+
+Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10,
+`_core/scale_methods/ops_quantizer.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,23 +42,23 @@ def scales_from(
     arithmetic: str,
     read_weight: Callable[[str], Tensor] | None = None,
 ) -> dict[str, Node]:
-    """Return the scales of every node whose kind is known; a runtime derives those of the others itself.
+    """Scales of every node of a known kind; a runtime derives those of the others itself.
 
     Args:
-        nodes: what was measured.
-        methods: which method each node has.
+        nodes: the measured nodes.
+        methods: method of each node.
         target: the device.
         arithmetic: a key of quantflow.core.device_scales.ARITHMETICS.
-        read_weight: return the weight of a linear, [O, I]; called where a method needs more than a
-            maximum.
+        read_weight: function from a linear to its weight, [O, I]; called where a method needs more
+            than a maximum.
 
     Raises:
-        StatisticsError: a maximum that is no maximum; names the node.
+        StatisticsError: a maximum that is no maximum; the node is named.
         UsageError: a dynamic method, whose scales no file holds.
         InputError: a method needs weights, and there is no `read_weight`.
         UnsupportedError: hardware scales for a device without them.
     """
-    found = {}
+    scaled = {}
     for name, node in nodes.items():
         method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if method.dynamic:
@@ -62,7 +69,7 @@ def scales_from(
         if maxima is None:
             continue
         try:
-            found[name] = _scales(
+            scaled[name] = _scales(
                 name,
                 node,
                 maxima,
@@ -73,7 +80,7 @@ def scales_from(
             )
         except StatisticsError as error:
             raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
-    return found
+    return scaled
 
 
 def _scales(
@@ -120,12 +127,12 @@ def _scales(
 def near_steps(
     nodes: Mapping[str, Node], methods: MethodConfig, *, target: Target, within: float = 0.05
 ) -> list[str]:
-    """Return nodes whose input maximum is at most `within` above a step of its scale.
+    """Nodes whose input maximum is at most `within` above a step of its scale.
 
     A maximum of 61 instead of 60 takes Gaudi2's scale from 1 to 16: a slightly tighter maximum,
     from other text or another clipping, would keep four binades of small values.
     """
-    found = []
+    near = []
     for name, node in nodes.items():
         method, maxima = methods.method(name, layer_type(name, node)), maxima_of_inputs(name, node)
         if not method.needs_measurement or not maxima:
@@ -138,5 +145,5 @@ def near_steps(
         except QuantflowError:
             continue
         if method.activation.rounding != "IDENTITY" and below < here:
-            found.append(name)
-    return found
+            near.append(name)
+    return near

@@ -1,15 +1,18 @@
-"""What Gaudi's toolkit measured, and the scales it derived: read strictly, written so that equal content has equal bytes.
+"""Measurements of Gaudi's toolkit, and the scales that it derived, as files.
 
-One rank has three files (see inc_names.py). The npz is what the toolkit reads back, the json says
-the same to people, the mod_list names every module that was looked at:
+They are read strictly, and written so that equal content has equal bytes. One rank has three files
+(see file_names.py). The npz is what the toolkit reads back, the json says the same to people, the
+mod_list names every module that was looked at:
 
     {"GlobalRank": null, "LocalRank": 3, "Mode": "DynamicRange", "NumSamples"?: 16,
-     "Nodes": {module path: {"inputs": [[C, 1], ...], "outputs"?: [...], "params"?: {"weight": [C, 1]}}}}
+     "Nodes": {module path: {"inputs": [[C, 1], ...], "outputs"?: [...],
+                             "params"?: {"weight": [C, 1]}}}}
 
-In a measurement every array holds absolute maxima, [1, 1] of a whole tensor or [C, 1] per channel.
-In a file of scales (Mode "Scale") inputs and outputs are numbers, and the weight is a number or
-{"0": [O], "1": [I]}, of output and input channels. `input` and `output` are accepted for `inputs`
-and `outputs`, and one array for a list of one.
+1. In a measurement every array holds absolute maxima, [1, 1] of a whole tensor or [C, 1] per
+   channel.
+2. In a file of scales (Mode "Scale") inputs and outputs are numbers. The weight is a number, or
+   {"0": [O], "1": [I]} of output and input channels.
+3. `input` and `output` are accepted for `inputs` and `outputs`, and one array for a list of one.
 """
 
 from collections.abc import Mapping
@@ -37,9 +40,9 @@ class Node:
     """One module.
 
     Attributes:
-        inputs, outputs: per tensor [C, 1] in a measurement; [] or per channel [C] among scales.
-            float32.
-        weight: likewise, [C, 1]; among scales [] or [O].
+        inputs, outputs: values of each tensor, float32: [C, 1] in a measurement; [] or per channel
+            [C] among scales.
+        weight: value of the weight, float32: [C, 1] in a measurement; [] or [O] among scales.
         weight_inputs: scale of each input channel [I], where scales are per channel.
     """
 
@@ -51,10 +54,10 @@ class Node:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every value with the words that name it: `input 0`, `output 1`, `weight`."""
-        found = {f"input {index}": value for index, value in enumerate(self.inputs)}
-        found |= {f"output {index}": value for index, value in enumerate(self.outputs)}
-        found |= {} if self.weight is None else {"weight": self.weight}
-        return found | (
+        named = {f"input {index}": value for index, value in enumerate(self.inputs)}
+        named |= {f"output {index}": value for index, value in enumerate(self.outputs)}
+        named |= {} if self.weight is None else {"weight": self.weight}
+        return named | (
             {} if self.weight_inputs is None else {"weight of input channels": self.weight_inputs}
         )
 
@@ -64,10 +67,11 @@ class Triple:
     """One rank's files.
 
     Attributes:
-        nodes: module path -> what was seen or derived.
+        nodes: module path -> measured or derived values.
         mode: MEASUREMENT or SCALES.
-        local_rank: None for a single process, -1 for a merge of all ranks into one.
-        samples: NumSamples, where the toolkit kept it.
+        local_rank: number of the rank; None for a single process, -1 for a merge of all ranks into
+            one.
+        samples: NumSamples; None where the toolkit did not keep it.
         modules: the mod_list; empty where there is none.
     """
 
@@ -84,10 +88,10 @@ def read_triple(files: TripleFiles) -> Triple:
     The npz counts; a json beside it has to say the same, or one of the two was changed.
 
     Raises:
-        InputError: a file is damaged, its pickle asks for more than arrays, the files contradict
+        InputError: a file is damaged, its pickle asks for more than arrays, or the files contradict
             each other or their names.
-        StatisticsError: a value is NaN, infinite or negative, or a scale that is not positive;
-            names the node.
+        StatisticsError: a value is NaN, infinite or negative, or a scale is not positive; the node
+            is named.
     """
     triples = []
     for path, read in ((files.npz, read_npz), (files.json, read_json)):
@@ -143,7 +147,10 @@ def write_triple(folder: Path, name: FileName, triple: Triple) -> None:
 
 
 def _table(node: Node, *, arrays: bool) -> dict[str, Any]:
-    """Return a node as the toolkit spells it: arrays and numbered channels in an npz, lists and text in a json."""
+    """A node in the toolkit's words.
+
+    An npz has arrays and numbered channels, a json lists and text.
+    """
 
     def spelled(value: Tensor) -> Any:
         return value.numpy() if arrays else value.tolist()
@@ -212,7 +219,7 @@ def _node(content: Any, *, mode: str, where: str) -> Node:
 
 
 def _list(value: Any, *, mode: str, where: str) -> tuple[Tensor, ...]:
-    """Return the tensors of a list, or the one tensor that stands where a list should."""
+    """Tensors of a list, or the one tensor that stands where a list should."""
     one, alone = (_maxima, 2) if mode == MEASUREMENT else (_scale, 0)
     if value is None:
         return ()
@@ -232,7 +239,7 @@ def _depth(value: Any) -> int:
 
 
 def _maxima(value: Any, where: str) -> Tensor:
-    """Return absolute maxima, [C, 1]."""
+    """Absolute maxima, [C, 1]."""
     array = _numbers(value, where)
     if array.ndim != 2 or array.shape[1] != 1 or not len(array):
         raise InputError(
@@ -242,7 +249,7 @@ def _maxima(value: Any, where: str) -> Tensor:
 
 
 def _scale(value: Any, where: str) -> Tensor:
-    """Return a scale [], or those of channels [C]."""
+    """A scale [], or those of channels [C]."""
     array = _numbers(value, where)
     if not array.size:
         raise InputError(f"{where}: an empty array", _AGAIN)
@@ -280,17 +287,17 @@ def _modules(path: Path) -> tuple[str, ...]:
 
 
 def _refuse_disagreement(path: Path, triple: Triple, other_path: Path, other: Triple) -> None:
-    what = f"{path} and {other_path.name}"
+    both = f"{path} and {other_path.name}"
     heads = [(one.mode, one.local_rank) for one in (triple, other)]
     if heads[0] != heads[1]:
         raise InputError(
-            f"{what}: Mode and LocalRank are {heads[0]} and {heads[1]}",
+            f"{both}: Mode and LocalRank are {heads[0]} and {heads[1]}",
             "remove the one that is wrong",
         )
     for node in sorted({*triple.nodes, *other.nodes}):
         if node not in triple.nodes or node not in other.nodes:
             raise InputError(
-                f"{what}: node {node} is in one of them alone", "remove the one that is wrong"
+                f"{both}: node {node} is in one of them alone", "remove the one that is wrong"
             )
         ours, theirs = triple.nodes[node].tensors, other.nodes[node].tensors
         differing = [
@@ -298,7 +305,7 @@ def _refuse_disagreement(path: Path, triple: Triple, other_path: Path, other: Tr
         ]
         if differing:
             raise InputError(
-                f"{what}: {node}: {differing[0]} differs", "remove the one that is wrong"
+                f"{both}: {node}: {differing[0]} differs", "remove the one that is wrong"
             )
 
 

@@ -1,15 +1,16 @@
 """AutoRound's own format: GPTQ's tensors without g_idx, and a scheme for each linear.
 
-config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has what
-differs of some: their bits, group size and symmetry, or 16 bits where they are not quantized.
-`block_name_to_quantize` names the decoder layers, so that a head counts only where `extra_config`
-names it. The end of `packing_format` says how zero points are stored:
+config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has the
+exceptions: other bits, group size and symmetry, or 16 bits for a linear that is not quantized.
+`block_name_to_quantize` names the decoder layers, so a head counts only where `extra_config` names
+it. The end of `packing_format` says how zero points are stored:
 
-| `packing_format`     | zero points are stored           | written here for                                               |
-|----------------------|----------------------------------|----------------------------------------------------------------|
-| auto_round:auto_gptq | less one, as in GPTQ's version 1 | symmetric weights; vLLM reads it too                           |
-| auto_round:gptqmodel | as they are, as in its version 2 | other weights: AutoRound reads auto_gptq as symmetric on a CPU |
-| auto_round:auto_awq  | as AWQ's layout has them         | nothing; quantflow/formats/awq.py reads it                     |
+| `packing_format`     | zero points are stored           | written here for                       |
+|----------------------|----------------------------------|----------------------------------------|
+| auto_round:auto_gptq | less one, as in GPTQ's version 1 | symmetric weights; vLLM reads it too   |
+| auto_round:gptqmodel | unchanged, as in its version 2   | other weights, since AutoRound reads   |
+|                      |                                  | auto_gptq as symmetric on a CPU        |
+| auto_round:auto_awq  | as in AWQ's layout               | nothing; formats/awq.py reads it       |
 
 Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and
 `inference/backend.py`.
@@ -31,7 +32,7 @@ from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import AUTO_ROUND, SAME_NAMES, Infos
 
 NAME = "auto_round"
-# the end of `packing_format` -> what zero points are stored less
+# the end of `packing_format` -> number that zero points are stored less
 _LESS = {"auto_gptq": 1, "gptqmodel": 0}
 _PLAIN = {"bits": 16, "data_type": "float"}  # the rule of a linear that is not quantized
 
@@ -51,36 +52,36 @@ class AutoRoundLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME
 
     @property
     def reordered(self) -> bool:
-        """Whether groups may be of inputs that do not stand together: never."""
+        """Whether groups may be of inputs that lie apart: never."""
         return False
 
     def with_order(self) -> "AutoRoundLayout":
-        """Return the layout itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         return self._tensors(scheme).why_not(scheme, shape)
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         return self._tensors(scheme).tensor_names(name, scheme)
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         return self._tensors(linear.scheme).encode(name, linear, scale_dtype=scale_dtype)
 
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         return self._tensors(scheme).decode(name, tensors, scheme)
 
     def quantization_config(
@@ -91,12 +92,15 @@ class AutoRoundLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
         packings = {_packing(scheme.weights): name for name, scheme in schemes.items()}
         if len(packings) > 1:
             first, second = packings.values()
-            cause = f"{first} and {second}: one has zero points, the other none; {NAME} stores those of all linears in one way"
+            cause = (
+                f"{first} and {second}: one has zero points, the other none; {NAME} stores those "
+                "of all linears in one way"
+            )
             raise UnsupportedError(
                 cause, "keep it as compressed-tensors, or quantize all linears symmetric"
             )
@@ -123,7 +127,7 @@ class AutoRoundLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         return GPTQLayout(stored_less=0).schemes(config, shapes, infos, modules)
 
     def _tensors(self, scheme: LinearScheme) -> GPTQLayout:
@@ -145,17 +149,13 @@ def _rule(weights: TensorScheme) -> dict[str, Any]:
 
 
 def _block(name: str) -> str | None:
-    """Return what the decoder layers of a linear are called, `model.layers`; None of a linear outside of them."""
-    return found[1] if (found := re.match(r"(.+?)\.\d+\.", name)) else None
+    """Prefix of the decoder layers in a linear's name, `model.layers`; None outside of them."""
+    match = re.match(r"(.+?)\.\d+\.", name)
+    return match[1] if match else None
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> AutoRoundLayout | None:
-    """Return the layout if a quantization_config names it; None for another method, or another packing of AutoRound's.
-
-    Args:
-        config: of config.json.
-        infos: headers of all tensors.
-    """
+    """The layout if a quantization_config names it; None for another method or packing."""
     _, colon, packing = str(config.get("packing_format") or config.get("backend") or "").rpartition(
         ":"
     )

@@ -1,26 +1,28 @@
-"""GPTQ's layout, as AutoGPTQ and GPTQModel write it and vLLM, TGI and transformers read it.
+"""GPTQ's layout, which AutoGPTQ and GPTQModel write and vLLM, TGI and transformers read.
 
 AutoRound has the same tensors in another configuration (quantflow/formats/gptq/auto_round.py).
 
 A linear called NAME, of bits b and G = I / group_size groups, is stored as
 
-| tensor       | dtype, shape             | content                                                                          |
-|--------------|--------------------------|----------------------------------------------------------------------------------|
-| NAME.qweight | int32 [I * b / 32, O]    | qvalue + 2 ** (b - 1); of a column the bits of one input after another           |
-| NAME.qzeros  | int32 [G, O * b / 32]    | zero_point + 2 ** (b - 1), in version 1 less one; of a row output after output   |
-| NAME.scales  | [G, O]                   | scale                                                                            |
-| NAME.g_idx   | int32 [I]                | the group of each input                                                          |
+| tensor       | dtype, shape          | content                                               |
+|--------------|-----------------------|-------------------------------------------------------|
+| NAME.qweight | int32 [I * b / 32, O] | qvalue + 2 ** (b - 1); a column has input after input |
+| NAME.qzeros  | int32 [G, O * b / 32] | zero_point + 2 ** (b - 1), in version 1 less one;     |
+|              |                       | a row has output after output                         |
+| NAME.scales  | [G, O]                | scale                                                 |
+| NAME.g_idx   | int32 [I]             | the group of each input                               |
 
-Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words. Version
-1 (`checkpoint_format` gptq) stores zero points less one, and so holds no zero point of the lowest
-code: programs that mask read 2 ** b - 1 as 0, the others as 2 ** b. Such a tensor is refused, both
-ways. Version 2 (gptq_v2) stores them as they are. Symmetric weights have zero points in the middle,
-and qzeros say so.
+1. Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words.
+2. Version 1 (`checkpoint_format` gptq) stores zero points less one. It holds no zero point of the
+   lowest code, since programs that mask read 2 ** b - 1 as 0 and the others as 2 ** b. Such a
+   tensor is refused, both ways. Version 2 (gptq_v2) stores zero points unchanged.
+3. Symmetric weights have zero points in the middle, and qzeros say so.
+4. With `desc_act` (act-order) groups are of inputs that lie apart. They are decoded side by side,
+   in the order of their groups, and `QuantizedLinear.order` is the order of inputs. A linear of
+   several groups without g_idx is refused then.
 
-With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in
-the order of their groups, and `QuantizedLinear.order` is the order in which inputs come. A linear
-of several groups without g_idx is refused then. Source: github.com/ModelCloud/GPTQModel,
-`gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
+Source: github.com/ModelCloud/GPTQModel, `gptqmodel/nn_modules/qlinear/`, release 5;
+github.com/AutoGPTQ/AutoGPTQ 0.7.
 """
 
 import re
@@ -43,6 +45,7 @@ from quantflow.formats.weight_layout import (
     checked,
     flag,
     integers,
+    matrix,
     number,
     only_scheme,
     order_of,
@@ -50,6 +53,7 @@ from quantflow.formats.weight_layout import (
     stored_scales,
     tensor,
     why_not_integers,
+    zero_point_of,
 )
 
 NAME = "gptq"
@@ -65,9 +69,9 @@ class GPTQLayout:
     """A version of the layout.
 
     Attributes:
-        stored_less: what zero points are stored less: 1 in version 1, 0 in version 2.
+        stored_less: number that zero points are stored less: 1 in version 1, 0 in version 2.
         has_order: whether files have g_idx; AutoRound's have none.
-        reordered: whether groups may be of inputs that do not stand together (`desc_act`).
+        reordered: whether groups may be of inputs that lie apart (`desc_act`).
     """
 
     stored_less: int
@@ -76,48 +80,37 @@ class GPTQLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return NAME if self.stored_less else NAME_V2
 
     def with_order(self) -> "GPTQLayout":
-        """Return the layout as it is written where groups may be of inputs that do not stand together."""
+        """The layout as it is written where groups may be of inputs that lie apart."""
         return replace(self, reordered=True)
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
-        weights = scheme.weights
-        if (reason := why_not_integers(scheme)) is not None:
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
+        held = "the layout holds integers of 2, 3, 4 or 8 bits per group"
+        if (reason := why_not_integers(scheme, BITS, held)) is not None:
             return reason
-        if (
-            weights.kind != "int"
-            or weights.num_bits not in BITS
-            or weights.granularity not in ("per_group", "per_channel")
-        ):
-            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
-            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 or 8 bits per group"
-        whole = packing.elements_of_whole_words(weights.num_bits)
+        whole = packing.elements_of_whole_words(scheme.weights.num_bits)
         for axis, size in zip(("out_features", "in_features"), shape, strict=True):
             if size % whole:
                 return f"{axis}={size}, whole words hold multiples of {whole}"
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         del scheme
         return tuple(f"{name}.{part}" for part in (_PARTS if self.has_order else _PARTS[:-1]))
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         weight, bits = linear.weight, linear.weight.scheme.num_bits
         weight.validate(name)
         columns, groups = weight.qvalue.shape[1], weight.scale.shape[1]
-        zero_point = (
-            torch.zeros_like(weight.scale, dtype=torch.int8)
-            if weight.zero_point is None
-            else weight.zero_point
-        )
+        zero_point = zero_point_of(weight)
         low = zero_point == weight.scheme.qmin
         if self.stored_less and low.any():
             row, group = low.nonzero()[0].tolist()
@@ -135,7 +128,7 @@ class GPTQLayout:
                 "keep it in a layout with g_idx and desc_act",
             )
         if linear.order is not None:
-            natural = torch.argsort(linear.order)  # where each input stands
+            natural = torch.argsort(linear.order)  # input -> its column among groups side by side
             qvalue, group_of = qvalue[:, natural], group_of[natural].contiguous()
         tensors = {
             f"{name}.qweight": packing.pack(qvalue, bits).T.contiguous(),
@@ -148,25 +141,19 @@ class GPTQLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
-        weights, words = scheme.weights, torch.int32
+        """The linear; see `TensorLayout.decode`."""
+        weights, word_dtype = scheme.weights, torch.int32
         bits = weights.num_bits
-        packed = tensors.get(f"{name}.qweight")
-        if packed is None or packed.ndim != 2:
-            shape = "missing" if packed is None else f"is {list(packed.shape)}"
-            raise InputError(
-                f"{name}.qweight: {shape}, [words, out_features] is needed",
-                "download the folder again",
-            )
+        packed = matrix(tensors, f"{name}.qweight", "[words, out_features]")
         rows, columns = packed.shape[1], packed.shape[0] * 32 // bits
-        packed = tensor(tensors, f"{name}.qweight", (words,), (columns * bits // 32, rows))
+        packed = tensor(tensors, f"{name}.qweight", (word_dtype,), (columns * bits // 32, rows))
         try:
             groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
         except SchemeError as error:
             raise InputError(error.cause, "check bits and group_size in config.json") from error
         qvalue = packing.unpack(packed.T.contiguous(), bits, columns)
         scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
-        stored = tensor(tensors, f"{name}.qzeros", (words,), (groups, rows * bits // 32))
+        stored = tensor(tensors, f"{name}.qzeros", (word_dtype,), (groups, rows * bits // 32))
         zero_point = self._zero_point(
             f"{name}.qzeros", packing.unpack(stored, bits, rows).T.contiguous(), weights
         )
@@ -189,19 +176,28 @@ class GPTQLayout:
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=order)
 
     def _zero_point(self, key: str, stored: Tensor, weights: TensorScheme) -> Tensor | None:
-        """Return the zero points of asymmetric weights, int8 [O, G]; None for those of symmetric ones.  stored: so too."""
+        """Zero points of asymmetric weights, int8 [O, G]; None for symmetric ones.
+
+        `stored` are those of the file, int8 [O, G].
+        """
         if weights.symmetric:
             middle = -self.stored_less
             if (other := stored[stored != middle]).numel():
                 half = 1 << (weights.num_bits - 1)
-                cause = f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                cause = (
+                    f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym "
+                    f"true, which is {middle + half}"
+                )
                 raise InputError(
                     cause, "set sym and checkpoint_format as the program that wrote the folder did"
                 )
             return None
         if self.stored_less and (stored == weights.qmax).any():
             largest = 2**weights.num_bits - 1
-            cause = f"{key}: zero point {largest} is stored less one: some programs read {largest + 1} there, others 0"
+            cause = (
+                f"{key}: zero point {largest} is stored less one: some programs read {largest + 1} "
+                "there, others 0"
+            )
             raise InputError(cause, f"make the folder again with checkpoint_format {NAME_V2}")
         return stored + self.stored_less
 
@@ -213,7 +209,7 @@ class GPTQLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type, modules
         weights = only_scheme(schemes, NAME).weights
         head = [name for name in schemes if name in ("lm_head", "embed_out")]
@@ -242,24 +238,22 @@ class GPTQLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        bits, group_size = (
-            number(config, "bits", "w_bit"),
-            number(config, "group_size", "q_group_size"),
-        )
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
         base = {
-            "bits": bits,
-            "group_size": group_size,
+            "bits": number(config, "bits", "w_bit"),
+            "group_size": number(config, "group_size", "q_group_size"),
             "sym": flag(config, "sym", default=True),
         }
-        found, patterns = {}, _patterns(config)
+        by_name, patterns = {}, _patterns(config)
         for name in shapes:
             if f"{name}.qweight" not in infos:
                 continue
-            told = _rule(config, patterns, name) or _rule(config, patterns, modules.get(name, name))
-            rule = {**base, **told}
+            own_rule = _rule(config, patterns, name) or _rule(
+                config, patterns, modules.get(name, name)
+            )
+            rule = {**base, **own_rule}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
-            found[name] = named(weights, None, "pack-quantized")
+            by_name[name] = named(weights, None, "pack-quantized")
             several = weights.group_size is not None and weights.group_size < shapes[name][1]
             if self.reordered and several and f"{name}.g_idx" not in infos:
                 raise InputError(
@@ -267,32 +261,34 @@ class GPTQLayout:
                     "download the folder again; or set desc_act to false if its groups are of "
                     "inputs that stand together",
                 )
-        return found
+        return by_name
 
 
 def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]:
-    """Return GPTQModel's `dynamic`, patterns of names and what is said of those linears; of those left out nothing is said.
+    """Rules of GPTQModel's `dynamic`: a pattern of names, and the settings of those linears.
+
+    Linears that it leaves out have no rule.
 
     Raises:
-        InputError: it is no table of tables, or a pattern is no regular expression.
+        InputError: `dynamic` is no table of tables, or a pattern is no regular expression.
     """
-    found = []
+    rules = []
     for pattern, rule in _table(config.get("dynamic"), "dynamic").items():
         if not pattern.startswith("-:"):
             try:
-                found.append(
+                rules.append(
                     (Pattern(pattern.removeprefix("+:")), _table(rule, f"dynamic: {pattern}"))
                 )
             except InputError as error:
                 raise InputError(f"config.json: dynamic: {error.cause}", error.remedy) from error
-    return found
+    return rules
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
-    """Return a table of the configuration, an empty one where there is none.
+    """A table of the configuration; an empty one where there is none.
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is no table.
     """
     if value is not None and not isinstance(value, dict):
         raise InputError(
@@ -304,37 +300,33 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 def _rule(
     config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str, Any]]], name: str
 ) -> dict[str, Any]:
-    """Return what the configuration says of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
+    """Settings of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
 
     Args:
         config: the configuration.
-        patterns: its `_patterns`.
-        name: of the linear.
+        patterns: rules of `dynamic`, from `_patterns`.
+        name: name of the linear.
 
     Raises:
-        UnsupportedError: a key of it that changes values and is not known here.
+        UnsupportedError: a key that changes values and is not known here.
         InputError: a value of another kind, or a pattern that takes too long.
     """
-    found = next((rule for pattern, rule in patterns if pattern.match(name)), {})
-    found = found or _table(
+    own_rule = next((rule for pattern, rule in patterns if pattern.match(name)), {})
+    own_rule = own_rule or _table(
         _table(config.get("extra_config"), "extra_config").get(name), f"extra_config: {name}"
     )
-    words = {key: value for key, value in found.items() if key in _KNOWN_RULE}
-    for key, value in words.items():
+    settings = {key: value for key, value in own_rule.items() if key in _KNOWN_RULE}
+    for key, value in settings.items():
         if type(value) is not (bool if key == "sym" else int):
             raise InputError(
                 f"config.json: {name}: {key} is {value!r}",
                 "repair it, or download the folder again",
             )
-    return words
+    return settings
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:
-    """Return the version that a quantization_config names; None for one of another method.
-
-    Args:
-        config: of config.json.
-        infos: headers of all tensors.
+    """The version that a quantization_config names; None for one of another method.
 
     Raises:
         UnsupportedError: a packing of this method that is not known here.

@@ -1,7 +1,7 @@
-"""Tensors that a GGUF file stores in blocks of few bits, as real numbers: `gguf`, llama.cpp's own package, knows each type.
+"""Tensors that a GGUF file stores in blocks of few bits, as real numbers.
 
-A block is so many neighbouring elements of a row; rows are read and dequantized by themselves, so
-that memory holds some rows.
+llama.cpp's own package, `gguf`, knows each type. A block is a number of neighbouring elements of a
+row. Rows are read and dequantized by themselves, so that memory holds some rows only.
 """
 
 import functools
@@ -22,16 +22,16 @@ from quantflow.models.reading import check_finite, read_into
 
 @functools.cache
 def readable() -> Mapping[int, Type]:
-    """Return every type that can be read: number -> type. F32, F16 and BF16 come first."""
-    found = dict(PLAIN)
+    """Every type that can be read: number -> type. F32, F16 and BF16 come first."""
+    types = dict(PLAIN)
     for kind, (elements, nbytes) in GGML_QUANT_SIZES.items():
         if elements > 1 and _dequantizes(kind, nbytes):
-            found[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
-    return found
+            types[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
+    return types
 
 
 def _dequantizes(kind: GGMLQuantizationType, nbytes: int) -> bool:
-    """Return whether `gguf` makes numbers of a type; it has no list of those that it does."""
+    """Whether `gguf` dequantizes a type; it has no list of those that it does."""
     try:
         dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
     except NotImplementedError:
@@ -40,11 +40,11 @@ def _dequantizes(kind: GGMLQuantizationType, nbytes: int) -> bool:
 
 
 def read_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
-    """Read rows of a tensor: in its own dtype where it is stored plainly, else dequantized, in float32.
+    """Rows of a tensor: in its own dtype where it is stored plainly, else dequantized, float32.
 
     Args:
         path: the file.
-        info: a tensor of a header that was read with the types of `readable`.
+        info: tensor of a header that was read with the types of `readable`.
         start: first row, of its first dimension.
         stop: last row + 1.
 

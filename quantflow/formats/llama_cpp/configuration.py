@@ -1,13 +1,13 @@
-"""What a GGUF file says of a model's architecture, as config.json: the way back from quantflow.formats.llama_cpp.metadata.
+"""config.json from the fields of a GGUF file: the inverse of quantflow.formats.llama_cpp.metadata.
 
-Every field of the architecture is understood or the file is refused by the field's name: one that
-was passed over could be another rotation or another mask, and nothing would say so.
+Every field of the architecture is understood, or the file is refused by the field's name. A field
+that was passed over could be another rotary embedding or another mask, and nothing would say so.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,37 +16,21 @@ from torch import Tensor
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats.llama_cpp.gguf import Header
-from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, rope_factors
+from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, epsilon_field, rope_factors
+from quantflow.models.family import FAMILIES, DecoderDesign, FamilyRow, GgufDesign
 
 ARCHITECTURE = "general.architecture"
 _CONVERT = "give the model's Hugging Face folder, or convert it with transformers"
 _DAMAGED = "download the file again"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """How transformers calls an architecture of llama.cpp's, and its epsilon."""
-
-    model_type: str
-    architecture: str
-    epsilon: tuple[str, str]  # field -> key of config.json
-
-
-_RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-FAMILIES: Mapping[str, _Family] = MappingProxyType(
-    {
-        "llama": _Family(model_type="llama", architecture="LlamaForCausalLM", epsilon=_RMS),
-        "qwen2": _Family(model_type="qwen2", architecture="Qwen2ForCausalLM", epsilon=_RMS),
-        "qwen3": _Family(model_type="qwen3", architecture="Qwen3ForCausalLM", epsilon=_RMS),
-        "gptneox": _Family(
-            model_type="gpt_neox",
-            architecture="GPTNeoXForCausalLM",
-            epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        ),
-    }
-)
-# Read below, or without a meaning for the numbers.
-_KNOWN = {
+# Values of `general.architecture` -> the families that llama.cpp has under that name.
+ARCHITECTURES: dict[str, list[FamilyRow]] = {}
+for _row in FAMILIES.values():
+    if _row.gguf is not None:
+        ARCHITECTURES.setdefault(_row.gguf.architecture, []).append(_row)
+# Fields that are read below, or that change no number of a forward.
+_UNDERSTOOD = {
     "context_length",
     "embedding_length",
     "block_count",
@@ -70,29 +54,33 @@ _KNOWN = {
     "expert_count",
     "expert_used_count",
 }
-# Llama 3.1's and 3.2's: factor, low_freq_factor, high_freq_factor,
+# Llama 3.1's and 3.2's factor, low_freq_factor, high_freq_factor and
 # original_max_position_embeddings.
 _LLAMA3 = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
 def config_from(header: Header, path: Path, *, factors: Tensor | None = None) -> dict[str, Any]:
-    """Return config.json of the model in a file, without a dtype.
+    """config.json of the model in a file, without a dtype.
 
     Args:
-        header: of the file.
-        path: for messages.
-        factors: what the tensor `rope_freqs.weight` holds, float32; None where there is none.
+        header: header of the file.
+        path: path of the file, for messages.
+        factors: tensor `rope_freqs.weight`, float32; None where there is none.
 
     Raises:
         InputError: a field is missing, or contradicts another.
         UnsupportedError: an architecture, a field or a rotary embedding that is not understood.
     """
     name = header.metadata.get(ARCHITECTURE, ("string", None))[1]
-    family = FAMILIES.get(name)
-    if family is None:
-        cause = f"{path}: general.architecture {name!r}, read from GGUF are {', '.join(FAMILIES)}"
-        raise UnsupportedError(cause, _CONVERT)
+    if name not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{path}: general.architecture {name!r}, read from GGUF are {', '.join(ARCHITECTURES)}",
+            _CONVERT,
+        )
     fields = _Fields(path=path, values=_fields_of(header, name, path))
+    row = _row_of(name, fields)
+    gguf, design = row.gguf, row.decoder
+    assert gguf is not None and design is not None  # every row of ARCHITECTURES has both
     for count in ("expert_count", "expert_used_count"):
         if experts := fields.get(count, 0):
             raise UnsupportedError(
@@ -100,46 +88,46 @@ def config_from(header: Header, path: Path, *, factors: Tensor | None = None) ->
             )
     heads, hidden = fields.count("attention.head_count"), fields.count("embedding_length")
     size = fields.count("attention.key_length", hidden // heads)
-    if fields.count("attention.value_length", size) != size:
-        cause = f"{path}: keys of {size} features and values of {fields.count('attention.value_length')}"
-        raise UnsupportedError(cause, _CONVERT)
+    value_size = fields.count("attention.value_length", size)
+    if value_size != size:
+        raise UnsupportedError(
+            f"{path}: keys of {size} features and values of {value_size}", _CONVERT
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise InputError(f"{path}: no tensor 'token_embd.weight'", _DAMAGED)
-    tied = family.model_type != "gpt_neox" and "output.weight" not in header.tensors
+    tied = gguf.may_be_tied and "output.weight" not in header.tensors
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
+        "architectures": [row.architecture],
+        "model_type": row.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": fields.count("feed_forward_length"),
         "num_hidden_layers": fields.count("block_count"),
         "num_attention_heads": heads,
         "max_position_embeddings": fields.count("context_length"),
-        family.epsilon[1]: fields.real(family.epsilon[0]),
+        design.eps_key: fields.real(epsilon_field(row.model_type)),
         "tie_word_embeddings": tied,
     }
     rotated = fields.count("rope.dimension_count", size)
     rope = _rope(fields, factors)
-    if family.model_type == "gpt_neox":
-        config |= {
-            "hidden_act": "gelu",
-            "use_parallel_residual": bool(fields.get("use_parallel_residual", True)),
-        }
+    if design.partial_rope:
         rope["partial_rotary_factor"] = rotated / size
     elif rotated != size:
         raise UnsupportedError(
             f"{path}: {rotated} of {size} features of a head are rotated", _CONVERT
         )
-    else:
-        config |= {
-            "hidden_act": "silu",
-            "num_key_value_heads": fields.count("attention.head_count_kv", heads),
-        }
-        config |= (
-            {"head_dim": size} if size * heads != hidden or family.model_type == "qwen3" else {}
-        )
-        config |= _variant(header, fields, family)
+    config[design.activation_key] = gguf.activations[0]
+    if isinstance(design.parallel_residual, str):
+        parallel = bool(fields.get("use_parallel_residual", True))
+        config[design.parallel_residual] = parallel
+    if not row.by_head:
+        config["num_key_value_heads"] = fields.count("attention.head_count_kv", heads)
+        if size * heads != hidden or "head_dim" in design.defaults:
+            config["head_dim"] = size
+    if design.windows is not None and (window := fields.get("attention.sliding_window", 0)):
+        config["sliding_window"] = int(window)
+    config |= _biases(gguf, design, header)
     config["rope_parameters"] = rope
     if factors is not None:
         config["rope_parameters"] |= _llama3(config, size, factors, path)
@@ -147,47 +135,57 @@ def config_from(header: Header, path: Path, *, factors: Tensor | None = None) ->
 
 
 def _fields_of(header: Header, architecture: str, path: Path) -> dict[str, Any]:
-    """Return the architecture's fields by their names without it.
+    """The architecture's fields, by their names without the architecture.
 
     Raises:
         UnsupportedError: one is not known here.
     """
     prefix = f"{architecture}."
-    found = {
+    fields = {
         key.removeprefix(prefix): value
         for key, (_, value) in header.metadata.items()
         if key.startswith(prefix)
     }
-    for key, value in found.items():
-        if key not in _KNOWN:
+    for key, value in fields.items():
+        if key not in _UNDERSTOOD:
             raise UnsupportedError(
                 f"{path}: field {prefix}{key} = {str(value)[:60]!r} is not understood", _CONVERT
             )
-    return found
+    return fields
 
 
-def _variant(header: Header, fields: "_Fields", family: _Family) -> dict[str, Any]:
-    """Return what tells a Mistral from a Llama, and the biases that there are."""
+def _row_of(architecture: str, fields: "_Fields") -> FamilyRow:
+    """The family of a file: of those of an architecture, a sliding window tells Mistral from Llama.
+
+    Raises:
+        UnsupportedError: a sliding window in an architecture of a single family.
+    """
+    rows = ARCHITECTURES[architecture]
     window = fields.get("attention.sliding_window", 0)
-    if family.model_type != "llama":
-        if window:
-            cause = f"{fields.path}: attention.sliding_window {window} of a {family.model_type}"
-            raise UnsupportedError(cause, _CONVERT)
-        return {}
-    if window:
-        return {
-            "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"],
-            "sliding_window": int(window),
-        }
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
-    }
+    if len(rows) == 1 and window:
+        raise UnsupportedError(
+            f"{fields.path}: attention.sliding_window {window} of a {rows[0].model_type}", _CONVERT
+        )
+    has_window = {row.decoder is not None and row.decoder.windows is not None: row for row in rows}
+    return rows[0] if len(rows) == 1 else has_window[bool(window)]
+
+
+def _biases(gguf: GgufDesign, design: DecoderDesign, header: Header) -> dict[str, bool]:
+    """Keys of config.json that say which linears have a bias, where llama.cpp runs both."""
+    keys: dict[str, bool] = {}
+    for role, flag, linear in (
+        ("qkv", design.qkv_bias, gguf.names.qkv[0]),
+        ("output", design.output_bias, gguf.names.output),
+        ("up", design.mlp_bias, gguf.names.up[-1]),
+    ):
+        if role in gguf.may_be_biased and isinstance(flag, tuple):
+            # one key may stand for several linears: the first of them says it
+            keys.setdefault(flag[0], f"{gguf.names.layers}.0.{linear}.bias" in header.tensors)
+    return keys
 
 
 def _rope(fields: "_Fields", factors: Tensor | None) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding but for Llama 3's.
+    """The parameters of the rotary embedding but for Llama 3's.
 
     Raises:
         UnsupportedError: a scaling that is not read.
@@ -209,10 +207,10 @@ def _rope(fields: "_Fields", factors: Tensor | None) -> dict[str, Any]:
 
 
 def _llama3(config: Mapping[str, Any], size: int, factors: Tensor, path: Path) -> dict[str, Any]:
-    """Return the parameters whose factors are those of a file, which holds the factors alone.
+    """The parameters whose factors a file holds, since it holds the factors alone.
 
     Raises:
-        UnsupportedError: no released model's.
+        UnsupportedError: no released model has these factors.
     """
     for factor, low, high, original in _LLAMA3:
         rope = {
@@ -222,22 +220,25 @@ def _llama3(config: Mapping[str, Any], size: int, factors: Tensor, path: Path) -
             "high_freq_factor": high,
         }
         rope |= {"original_max_position_embeddings": original}
-        words = {**config, "num_key_value_heads": None, "head_dim": size}
-        words["rope_parameters"] = {**config["rope_parameters"], **rope}
-        expected = rope_factors(SimpleNamespace(**words))
+        candidate = {**config, "num_key_value_heads": None, "head_dim": size}
+        candidate["rope_parameters"] = {**config["rope_parameters"], **rope}
+        expected = rope_factors(SimpleNamespace(**candidate))
         if (
             expected is not None
             and expected.shape == factors.shape
             and torch.allclose(expected, factors, rtol=1e-5, atol=0)
         ):
             return rope
-    cause = f"{path}: {ROPE_FACTORS} {factors[:3].tolist()} ... {factors[-1].item():.6g} is no Llama 3's"
-    raise UnsupportedError(cause, _CONVERT)
+    raise UnsupportedError(
+        f"{path}: {ROPE_FACTORS} {factors[:3].tolist()} ... {factors[-1].item():.6g} is no Llama "
+        "3's",
+        _CONVERT,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fields:
-    """Fields of the architecture, whose absence or kind is refused by name."""
+    """Fields of the architecture; one that is absent or of another kind is refused by name."""
 
     path: Path
     values: Mapping[str, Any]
@@ -255,7 +256,7 @@ class _Fields:
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """Return a float32 as the shortest decimal number that is it: 1e-05, not 9.999999747378752e-06."""
+        """A float32 as the shortest decimal that is it: 1e-05, not 9.999999747378752e-06."""
         value = self.values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(

@@ -1,4 +1,4 @@
-"""What a model's configuration is in llama.cpp's words: sizes, norms and rotary embedding."""
+"""A model's configuration in llama.cpp's words: sizes, norms and rotary embedding."""
 
 import math
 from typing import Any
@@ -8,19 +8,22 @@ from torch import Tensor
 
 from quantflow.errors import UnsupportedError
 from quantflow.formats.llama_cpp.tensors import architecture_for, sizes_of
+from quantflow.models.family import FAMILIES
 
-# what each rotation's frequency is divided by; F32 [half of a head]
+# Divisor of each frequency of the rotary embedding; F32 [half of a head].
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 def metadata(config: Any) -> dict[str, tuple[str, Any]]:
-    """Return what llama.cpp has to know of the architecture: name -> (kind, value), as `gguf` writes it.
+    """Fields of the architecture that llama.cpp needs: name -> (kind, value), as `gguf` has them.
 
     Raises:
         UnsupportedError: the family, its activation, or a kind of rotary embedding that is not
             written here.
     """
     architecture, sizes, rope = architecture_for(config), sizes_of(config), _rope(config)
+    design = FAMILIES[config.model_type].decoder
+    assert design is not None  # a family of GGUF has one
     window = getattr(config, "sliding_window", None)
     context = (
         config.max_position_embeddings
@@ -40,11 +43,11 @@ def metadata(config: Any) -> dict[str, tuple[str, Any]]:
         "rope.freq_base": ("f32", float(rope["rope_theta"])),
         "vocab_size": ("u32", config.vocab_size),
     }
-    if architecture.name == "gptneox":
-        values["attention.layer_norm_epsilon"] = ("f32", float(config.layer_norm_eps))
-        values["use_parallel_residual"] = ("bool", bool(config.use_parallel_residual))
-    else:
-        values["attention.layer_norm_rms_epsilon"] = ("f32", float(config.rms_norm_eps))
+    epsilon = float(getattr(config, design.eps_key))
+    values[epsilon_field(config.model_type)] = ("f32", epsilon)
+    if isinstance(design.parallel_residual, str):
+        parallel = bool(getattr(config, design.parallel_residual))
+        values["use_parallel_residual"] = ("bool", parallel)
     if rope["rope_type"] == "linear":
         values["rope.scaling.type"] = ("string", "linear")
         values["rope.scaling.factor"] = ("f32", float(rope["factor"]))
@@ -52,8 +55,14 @@ def metadata(config: Any) -> dict[str, tuple[str, Any]]:
     return {"general.architecture": ("string", architecture.name), **named}
 
 
+def epsilon_field(model_type: str) -> str:
+    """llama.cpp's name of the norms' epsilon: LayerNorm's, or RMSNorm's."""
+    centered = FAMILIES[model_type].centered
+    return "attention.layer_norm_epsilon" if centered else "attention.layer_norm_rms_epsilon"
+
+
 def rope_factors(config: Any) -> Tensor | None:
-    """Return what llama.cpp divides each frequency by, float32 [half of a head]; None where all are 1.
+    """llama.cpp's divisor of each frequency, float32 [half of a head]; None where all are 1.
 
     Llama 3.1's rule: long waves are slowed down by `factor`, short ones are left alone, those
     between are blended.
@@ -70,7 +79,7 @@ def rope_factors(config: Any) -> Tensor | None:
     original = float(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
     factors = []
     for position in range(0, size, 2):
-        # in the original context
+        # how often the wave turns in the original context
         turns = original / (2 * math.pi * float(rope["rope_theta"]) ** (position / size))
         blend = min(1.0, max(0.0, (turns - low) / (high - low)))
         factors.append(1 / ((1 - blend) / factor + blend))
@@ -78,7 +87,8 @@ def rope_factors(config: Any) -> Tensor | None:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding."""
+    """The parameters of the rotary embedding."""
+    design = FAMILIES[config.model_type].decoder
     rope = {"rope_type": "default", "partial_rotary_factor": 1.0, **config.rope_parameters}
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         raise UnsupportedError(
@@ -86,7 +96,8 @@ def _rope(config: Any) -> dict[str, Any]:
             "and llama3",
             "convert this model with llama.cpp's own converter",
         )
-    if rope["partial_rotary_factor"] != 1.0 and config.model_type != "gpt_neox":
+    partial = design is not None and design.partial_rope
+    if rope["partial_rotary_factor"] != 1.0 and not partial:
         raise UnsupportedError(
             f"config.json: partial_rotary_factor {rope['partial_rotary_factor']}, llama.cpp "
             "rotates whole heads",

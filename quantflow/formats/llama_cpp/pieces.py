@@ -1,11 +1,15 @@
-"""A tokenizer of sentence pieces as llama.cpp's metadata: BPE over characters, with bytes for what the vocabulary lacks.
+"""A tokenizer of sentence pieces as llama.cpp's metadata.
 
-tokenizer.json ranks merges of two tokens; llama.cpp scores tokens and merges any two whose text is
-one, the best score first. Both do the same when the merges are every way to make a token of two,
-the ways of one token beside each other in rank, as the conversion from SentencePiece writes them;
-this is checked. The score is the rank, negated. One thing differs: llama.cpp puts its space before
-a text that begins with one too, some versions of transformers do not. Source:
-github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, llm_tokenizer_spm.
+It is BPE over characters, with bytes for what the vocabulary lacks. tokenizer.json ranks merges of
+two tokens; llama.cpp scores tokens and merges any two whose text is one, the best score first. Both
+do the same when two things hold, and these are checked: the merges are every way to make a token of
+two, and the ways of one token stand beside each other in rank. The conversion from SentencePiece
+writes them so. The score is the rank, negated.
+
+One thing differs: llama.cpp puts its space before a text that begins with one too, some versions of
+transformers do not.
+
+Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp, llm_tokenizer_spm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,18 +39,18 @@ def pieces(
     around: tuple[Sequence[int], Sequence[int]],
     folder: Path,
 ) -> dict[str, tuple[str, Any]]:
-    """Return a tokenizer with byte fallback as metadata.
+    """A tokenizer with byte fallback as metadata.
 
     Args:
-        table: the content of tokenizer.json.
+        table: content of tokenizer.json.
         size: rows of the embedding; ids beyond the tokenizer's get tokens that no text gives.
         special: bos, eos, unknown, padding -> id.
         around: ids that the tokenizer puts before and after a text.
-        folder: for messages.
+        folder: folder of the model, for messages.
 
     Raises:
         InputError: ids that are taken twice or beyond the embedding, or no end of a text.
-        UnsupportedError: a tokenizer that llama.cpp would not run as transformers does.
+        UnsupportedError: llama.cpp would not run the tokenizer as transformers does.
     """
     prefix = _space_prefix(table, folder=folder)
     texts, types = tokens(table, size=size, folder=folder)
@@ -79,7 +83,7 @@ def _byte(value: int) -> str:
 
 
 def _space_prefix(table: Mapping[str, Any], *, folder: Path) -> bool:
-    """Return whether a space is put before a text.
+    """Whether a space is put before a text.
 
     Raises:
         UnsupportedError: spaces are handled in another way than llama.cpp's, or merges are.
@@ -116,7 +120,7 @@ def _space_prefix(table: Mapping[str, Any], *, folder: Path) -> bool:
 
 
 def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[str, float]:
-    """Return token -> score, from merges by rank.
+    """Score of each token, from merges by rank.
 
     Raises:
         UnsupportedError: the merges are not every way to make their tokens, or not in the order of
@@ -126,17 +130,20 @@ def _scores(merges: Sequence[Any], normal: set[str], *, folder: Path) -> dict[st
     scores: dict[str, float] = {}
     last = None
     for rank, (left, right) in enumerate(pairs):
-        made = left + right
-        if made != last and made in scores:
-            cause = f"{folder}: its tokenizer merges {made!r} at rank {-int(scores[made])} and again at {rank}"
+        merged = left + right
+        if merged != last and merged in scores:
+            cause = (
+                f"{folder}: its tokenizer merges {merged!r} at rank {-int(scores[merged])} and "
+                f"again at {rank}"
+            )
             raise UnsupportedError(f"{cause}, llama.cpp ranks tokens, not merges", ELSEWHERE)
-        scores.setdefault(made, -float(rank))
-        last = made
-    known = set(pairs)
+        scores.setdefault(merged, -float(rank))
+        last = merged
+    merges_by_pair = set(pairs)
     for text in sorted(normal):
         for cut in range(1, len(text)):
             pair = (text[:cut], text[cut:])
-            if pair[0] in normal and pair[1] in normal and pair not in known:
+            if pair[0] in normal and pair[1] in normal and pair not in merges_by_pair:
                 cause = f"{folder}: its tokenizer never merges {pair[0]!r} with {pair[1]!r}"
                 raise UnsupportedError(
                     f"{cause}, llama.cpp would, for {text!r} is a token", ELSEWHERE

@@ -1,9 +1,10 @@
-"""A model in llama.cpp's words: names and order of rows of each family that both sides know.
+"""A model's tensors in a GGUF file: llama.cpp's names, and the order of rows.
 
-llama.cpp rotates neighbouring rows of a head together for its architecture `llama`, transformers
-rows that stand half a head apart; so those of q and k are written in another order. GPT-NeoX keeps
-q, k and v of a head together in one linear, llama.cpp wants all of q, then all of k, then all of v.
-Nothing else is moved. What a configuration asks for and llama.cpp would not do is refused by name.
+The names stand in the rows of the families that both sides know (`quantflow.models.family`). For
+its architecture `llama`, llama.cpp rotates neighbouring rows of a head together where transformers
+rotates rows half a head apart, so rows of q and k are written in another order. GPT-NeoX keeps
+q, k and v of a head together in one linear, where llama.cpp wants all of q, then of k, then of v.
+Nothing else is moved. A configuration that llama.cpp would not compute is refused by name.
 Source: github.com/ggml-org/llama.cpp, the converter's LlamaModel, Qwen2Model and GPTNeoXModel.
 """
 
@@ -16,26 +17,33 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.family import FAMILIES, FamilyRow, GgufDesign
 
 Order = Literal["stored", "rotary", "fused"]
+# A role's modules in the checkpoint, their names in the file, and sizes of their weights.
+_Part = tuple[tuple[str | None, ...], tuple[str | None, ...], tuple[str, ...]]
 _REPAIR = "check that config.json belongs to these weights"
-# Buffers that old checkpoints carry and no side reads.
+# Buffers of old checkpoints, which neither side reads.
 _COMPUTED = re.compile(r".*\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One of llama.cpp's.
+    """An architecture of llama.cpp, for one family.
+
+    Sizes are letters: h hidden, q and k all heads of queries and keys, d one head, f feed-forward,
+    v vocabulary, x all of q, k and v.
 
     Attributes:
-        name: as `general.architecture` has it.
-        layers: where the decoder layers are in the checkpoint.
-        inside, outside: module of the checkpoint, in a layer or in the model -> (llama.cpp's, sizes
-            of its weight).
+        name: value of `general.architecture`.
+        layers: the list of decoder layers in the checkpoint.
+        inside, outside: module of the checkpoint, in a layer or in the model -> (llama.cpp's name,
+            sizes of its weight).
         biased: modules, of both kinds, that have a bias in every model.
-        may_be_biased: modules that llama.cpp runs with and without.
+        may_be_biased: modules that llama.cpp runs with and without a bias.
         orders: module of a layer -> the order of its rows, where it is not the checkpoint's.
-        activation: what `hidden_act` may be.
+        activations: values of `hidden_act` that llama.cpp computes.
+        may_be_tied: llama.cpp takes the embedding for a head that the file does not have.
     """
 
     name: str
@@ -45,7 +53,8 @@ class Architecture:
     biased: frozenset[str] = frozenset()
     may_be_biased: frozenset[str] = frozenset()
     orders: Mapping[str, Order]
-    activation: tuple[str, ...]
+    activations: tuple[str, ...]
+    may_be_tied: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +62,11 @@ class Place:
     """A tensor of the file.
 
     Attributes:
-        name: llama.cpp's.
-        source: the checkpoint's.
-        shape: of both.
-        order: of the file's rows.
-        heads: among which the rows are divided; 0 for the checkpoint's order.
+        name: llama.cpp's name.
+        source: the checkpoint's name.
+        shape: shape in both.
+        order: order of the file's rows.
+        heads: number of heads that the rows are divided among; 0 for the checkpoint's order.
     """
 
     name: str
@@ -67,107 +76,89 @@ class Place:
     heads: int = 0
 
 
-# Sizes: h hidden, q and k all heads of queries and keys, d one head, f feed-forward, v vocabulary,
-# x all of q, k and v.
-_LLAMA = {
-    "input_layernorm": ("attn_norm", "h"),
-    "self_attn.q_proj": ("attn_q", "qh"),
-    "self_attn.k_proj": ("attn_k", "kh"),
-    "self_attn.v_proj": ("attn_v", "kh"),
-    "self_attn.o_proj": ("attn_output", "hq"),
-    "post_attention_layernorm": ("ffn_norm", "h"),
-    "mlp.gate_proj": ("ffn_gate", "fh"),
-    "mlp.up_proj": ("ffn_up", "fh"),
-    "mlp.down_proj": ("ffn_down", "hf"),
-}
-_LLAMA_OUTSIDE = {
-    "model.embed_tokens": ("token_embd", "vh"),
-    "model.norm": ("output_norm", "h"),
-    "lm_head": ("output", "vh"),
-}
-_NEOX = {
-    "input_layernorm": ("attn_norm", "h"),
-    "attention.query_key_value": ("attn_qkv", "xh"),
-    "attention.dense": ("attn_output", "hq"),
-    "post_attention_layernorm": ("ffn_norm", "h"),
-    "mlp.dense_h_to_4h": ("ffn_up", "fh"),
-    "mlp.dense_4h_to_h": ("ffn_down", "hf"),
-}
-_NEOX_OUTSIDE = {
-    "gpt_neox.embed_in": ("token_embd", "vh"),
-    "gpt_neox.final_layer_norm": ("output_norm", "h"),
-    "embed_out": ("output", "vh"),
-}
-_QKV = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
-_LLAMA_ARCHITECTURE = Architecture(
-    name="llama",
-    layers="model.layers",
-    inside=_LLAMA,
-    outside=_LLAMA_OUTSIDE,
-    may_be_biased=frozenset(_LLAMA) - {"input_layernorm", "post_attention_layernorm"},
-    orders={"self_attn.q_proj": "rotary", "self_attn.k_proj": "rotary"},
-    activation=("silu",),
-)
+def _architecture(row: FamilyRow, gguf: GgufDesign) -> Architecture:
+    """llama.cpp's architecture of a family, from the names of its parts in both."""
+    ours, theirs = row.names, gguf.names
+    # role -> (the checkpoint's names, the file's, sizes of each); in the order of a layer's tensors
+    qkv = ("qh", "kh", "kh") if len(ours.qkv) == 3 else ("xh",)
+    inside: dict[str, _Part] = {
+        "attention_norm": ((ours.attention_norm,), (theirs.attention_norm,), ("h",)),
+        "qkv": (ours.qkv, theirs.qkv, qkv),
+        "output": ((ours.output,), (theirs.output,), ("hq",)),
+        "mlp_norm": ((ours.mlp_norm,), (theirs.mlp_norm,), ("h",)),
+        "up": (ours.up, theirs.up, ("fh",) * len(ours.up)),
+        "down": ((ours.down,), (theirs.down,), ("hf",)),
+        "q_norm": ((ours.q_norm,), (theirs.q_norm,), ("d",)),
+        "k_norm": ((ours.k_norm,), (theirs.k_norm,), ("d",)),
+    }
+    outside: dict[str, _Part] = {
+        "embedding": ((ours.embedding,), (theirs.embedding,), ("vh",)),
+        "norm": ((ours.norm,), (theirs.norm,), ("h",)),
+        "head": ((ours.head,), (theirs.head,), ("vh",)),
+    }
+    orders: dict[str, Order] = {}
+    if gguf.rotary_pairs:
+        orders = dict.fromkeys(ours.qkv[:2], "rotary")
+    elif row.by_head:
+        orders = dict.fromkeys(ours.qkv, "fused")
+    return Architecture(
+        name=gguf.architecture,
+        layers=ours.layers,
+        inside=_named(inside),
+        outside=_named(outside),
+        biased=_modules_of(gguf.biased, inside | outside),
+        may_be_biased=_modules_of(gguf.may_be_biased, inside | outside),
+        orders=orders,
+        activations=gguf.activations,
+        may_be_tied=gguf.may_be_tied,
+    )
+
+
+def _named(parts: Mapping[str, _Part]) -> dict[str, tuple[str, str]]:
+    """Module of the checkpoint -> (name in the file, sizes); without what the family has not."""
+    return {
+        module: (name, sizes)
+        for modules, names, all_sizes in parts.values()
+        for module, name, sizes in zip(modules, names, all_sizes, strict=True)
+        if module is not None and name is not None
+    }
+
+
+def _modules_of(roles: frozenset[str], parts: Mapping[str, _Part]) -> frozenset[str]:
+    """The checkpoint's modules of some roles."""
+    return frozenset(module for role in roles for module in parts[role][0] if module is not None)
+
+
+# model_type -> llama.cpp's architecture of it.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _LLAMA_ARCHITECTURE,
-    "mistral": _LLAMA_ARCHITECTURE,
-    "qwen2": Architecture(
-        name="qwen2",
-        layers="model.layers",
-        inside=_LLAMA,
-        outside=_LLAMA_OUTSIDE,
-        biased=_QKV,
-        orders={},
-        activation=("silu",),
-    ),
-    "qwen3": Architecture(
-        name="qwen3",
-        layers="model.layers",
-        inside={
-            **_LLAMA,
-            "self_attn.q_norm": ("attn_q_norm", "d"),
-            "self_attn.k_norm": ("attn_k_norm", "d"),
-        },
-        outside=_LLAMA_OUTSIDE,
-        orders={},
-        activation=("silu",),
-    ),
-    "gpt_neox": Architecture(
-        name="gptneox",
-        layers="gpt_neox.layers",
-        inside=_NEOX,
-        outside=_NEOX_OUTSIDE,
-        biased=frozenset({*_NEOX, "gpt_neox.final_layer_norm"}),
-        orders={"attention.query_key_value": "fused"},
-        activation=("gelu", "gelu_new", "gelu_fast"),
-    ),
+    row.model_type: _architecture(row, row.gguf) for row in FAMILIES.values() if row.gguf
 }
 
 
 def architecture_for(config: Any) -> Architecture:
-    """Return llama.cpp's architecture for a configuration of transformers.
+    """llama.cpp's architecture for a configuration of transformers.
 
     Raises:
         UnsupportedError: the family has none here, or an activation that llama.cpp would not
             compute.
     """
-    found = ARCHITECTURES.get(config.model_type)
-    if found is None:
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
         raise UnsupportedError(
             f"config.json: model_type {config.model_type!r} has no architecture in GGUF here",
             f"use a model of one of {', '.join(ARCHITECTURES)}",
         )
-    if config.hidden_act not in found.activation:
+    if config.hidden_act not in architecture.activations:
         raise UnsupportedError(
             f"config.json: hidden_act {config.hidden_act!r}, llama.cpp computes "
-            f"{found.activation[0]!r} for {found.name}",
+            f"{architecture.activations[0]!r} for {architecture.name}",
             "run this model with transformers",
         )
-    return found
+    return architecture
 
 
 def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, ...]:
-    """Return every tensor of the file that is one of the checkpoint's, in the order of the file.
+    """The tensors of the file that are the checkpoint's, in the order of the file.
 
     Args:
         config: transformers' configuration.
@@ -179,16 +170,13 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
         UnsupportedError: the family, or a bias that llama.cpp's architecture has not.
     """
     architecture, sizes = architecture_for(config), sizes_of(config)
-    found = []
+    tensors = []
     for source, (name, letters, module) in _modules(config).items():
         shape = tuple(sizes[letter] for letter in letters)
         order = architecture.orders.get(module, "stored")
-        heads = (
-            0
-            if order == "stored"
-            else sizes["k" if module.endswith("k_proj") else "q"] // sizes["d"]
-        )
-        found.append(
+        rows = sizes["k" if letters.startswith("k") else "q"]
+        heads = 0 if order == "stored" else rows // sizes["d"]
+        tensors.append(
             Place(
                 name=f"{name}.weight",
                 source=f"{source}.weight",
@@ -200,7 +188,7 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
         if module in architecture.biased or (
             module in architecture.may_be_biased and f"{source}.bias" in shapes
         ):
-            found.append(
+            tensors.append(
                 Place(
                     name=f"{name}.bias",
                     source=f"{source}.bias",
@@ -214,12 +202,12 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
         for module, (name, _) in architecture.outside.items()
         if name == "output" and _tied(config)
     }
-    _check(found, shapes, architecture=architecture, dropped=dropped)
-    return tuple(found)
+    _check(tensors, shapes, architecture=architecture, dropped=dropped)
+    return tuple(tensors)
 
 
 def source_names(config: Any) -> dict[str, str]:
-    """Return the file's name of every weight and bias that there may be -> the checkpoint's.
+    """The file's name of every weight and bias that there may be -> the checkpoint's.
 
     Raises:
         UnsupportedError: the family has no architecture here.
@@ -233,14 +221,12 @@ def source_names(config: Any) -> dict[str, str]:
 
 
 def _tied(config: Any) -> bool:
-    return (
-        bool(getattr(config, "tie_word_embeddings", False))
-        and architecture_for(config).name != "gptneox"
-    )
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return tied and architecture_for(config).may_be_tied
 
 
 def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
-    """Return every module: in the checkpoint -> (in the file, sizes of its weight, module of the family)."""
+    """Module of the checkpoint -> (name in the file, sizes of its weight, module of the family)."""
     architecture = architecture_for(config)
     modules: dict[str, tuple[str, str, str]] = {}
     for module, (name, letters) in architecture.outside.items():
@@ -257,7 +243,7 @@ def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
 
 
 def row_order(place: Place) -> Tensor:
-    """Return which row of the checkpoint each row of the file is, int64 [rows]."""
+    """For each row of the file, its row in the checkpoint, int64 [rows]."""
     rows = torch.arange(place.shape[0])
     if place.order == "rotary":  # a head's first half and second half become neighbours
         rows = rows.view(place.heads, 2, -1).transpose(1, 2)  # [heads, d / 2, 2]
@@ -267,14 +253,14 @@ def row_order(place: Place) -> Tensor:
 
 
 def rows_at_once(place: Place) -> int:
-    """Return how many rows of the file stand close together in the checkpoint: those of a head, or 1 for stored order."""
+    """Number of file rows that stand close together in the checkpoint: a head's, or 1 as stored."""
     if place.order == "stored":
         return 1
     return place.shape[0] // (place.heads * (3 if place.order == "fused" else 1))
 
 
 def sizes_of(config: Any) -> dict[str, int]:
-    """Return what the letters of the tables stand for.
+    """The numbers that the letters of `Architecture` stand for.
 
     Raises:
         UnsupportedError: heads that cannot be rotated in pairs.
@@ -286,7 +272,7 @@ def sizes_of(config: Any) -> dict[str, int]:
             f"config.json: heads of {size}, llama.cpp rotates pairs",
             "run this model with transformers",
         )
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * size
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * size  # all kv heads
     return {
         "h": config.hidden_size,
         "q": heads * size,
@@ -299,14 +285,14 @@ def sizes_of(config: Any) -> dict[str, int]:
 
 
 def _check(
-    found: list[Place],
+    tensors: list[Place],
     shapes: Mapping[str, tuple[int, ...]],
     *,
     architecture: Architecture,
     dropped: set[str],
 ) -> None:
     """Refuse a checkpoint that holds more, less or something else than the file will say."""
-    for place in found:
+    for place in tensors:
         if place.source not in shapes:
             raise InputError(
                 f"{place.source}: not in the checkpoint, {architecture.name} needs it", _REPAIR
@@ -317,7 +303,7 @@ def _check(
                 f"says {list(place.shape)}",
                 _REPAIR,
             )
-    for name in sorted(shapes.keys() - {place.source for place in found} - dropped):
+    for name in sorted(shapes.keys() - {place.source for place in tensors} - dropped):
         if _COMPUTED.fullmatch(name):
             continue
         if name.endswith(".bias"):

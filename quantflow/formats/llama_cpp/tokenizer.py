@@ -1,9 +1,11 @@
-"""A tokenizer as llama.cpp's metadata, by the table of tokenizer.json as transformers loads it; here byte-level BPE.
+"""A tokenizer as llama.cpp's metadata, from the tokenizer.json that transformers loads.
 
-llama.cpp knows pre-tokenizers by name alone, each with its own regular expression. A tokenizer that
-splits text like none of those below is refused: under another's name it would give other tokens,
-and nothing would say so. The one exception is NFC, which llama.cpp does not apply: text that is not
-in it already can differ there. Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
+Here is byte-level BPE; `pieces` has sentence pieces. llama.cpp knows pre-tokenizers by name alone,
+each with its own regular expression. A tokenizer that splits text like none of those below is
+refused: under another's name it would give other tokens, and nothing would say so. The one
+exception is NFC, which llama.cpp does not apply: text that is not in it already can differ there.
+
+Source: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 """
 
 import json
@@ -20,8 +22,8 @@ from quantflow.models.tokenizer import load_tokenizer
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS = "each digit alone"
-# (what splits before the byte level, the byte level's own expression, whole words first) ->
-# llama.cpp's name
+# (expressions that split before the byte level, whether the byte level splits by its own, whether
+# whole words go first) -> llama.cpp's name
 PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool, bool], str] = {
     ((), True, False): "gpt-2",
     ((DIGITS,), True, False): "smollm",
@@ -31,15 +33,15 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool, bool], str] = {
 
 
 def vocabulary(folder: Path, config: Any) -> dict[str, tuple[str, Any]]:
-    """Return a folder's tokenizer as metadata: name -> (kind, value), as quantflow.formats.llama_cpp.gguf writes it.
+    """A folder's tokenizer as metadata of a GGUF file: name -> (kind, value).
 
     Args:
-        folder: with the tokenizer's files.
-        config: transformers' configuration; its vocab_size is how many tokens llama.cpp expects.
+        folder: folder with the tokenizer's files.
+        config: transformers' configuration; llama.cpp expects as many tokens as its vocab_size.
 
     Raises:
-        InputError: no tokenizer, or one that contradicts itself or the model.
-        UnsupportedError: one that llama.cpp would not run as transformers does.
+        InputError: there is no tokenizer, or it contradicts itself or the model.
+        UnsupportedError: llama.cpp would not run the tokenizer as transformers does.
     """
     tokenizer: Any = load_tokenizer(folder)
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -57,13 +59,17 @@ def vocabulary(folder: Path, config: Any) -> dict[str, tuple[str, Any]]:
     )
     table = json.loads(tokenizer.backend_tokenizer.to_str())
     convert = pieces if table["model"].get("byte_fallback") else byte_level
-    found = convert(
+    metadata = convert(
         table, size=config.vocab_size, special=special, around=_around(plain, whole), folder=folder
     )
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    return found if template is None else {**found, "tokenizer.chat_template": ("string", template)}
+    return (
+        metadata
+        if template is None
+        else {**metadata, "tokenizer.chat_template": ("string", template)}
+    )
 
 
 def byte_level(
@@ -74,14 +80,14 @@ def byte_level(
     around: tuple[Sequence[int], Sequence[int]],
     folder: Path,
 ) -> dict[str, tuple[str, Any]]:
-    """Return a byte-level BPE as metadata.
+    """A byte-level BPE as metadata.
 
     Args:
-        table: the content of tokenizer.json.
+        table: content of tokenizer.json.
         size: rows of the embedding; ids beyond the tokenizer's get tokens that no text gives.
         special: bos, eos, unknown, padding -> id.
         around: ids that the tokenizer puts before and after a text.
-        folder: for messages.
+        folder: folder of the model, for messages.
 
     Raises:
         InputError: ids that are taken twice or beyond the embedding, or no end of a text.
@@ -107,16 +113,19 @@ def byte_level(
 
 
 def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
-    """Return llama.cpp's name of what splits a text before the merges.
+    """llama.cpp's name of the rule that splits a text before the merges.
 
     Raises:
-        UnsupportedError: it has none, or the tokenizer is no byte-level BPE.
+        UnsupportedError: llama.cpp has no name for it, or the tokenizer is no byte-level BPE.
     """
     model, pre = table["model"], table["pre_tokenizer"] or {}
     steps = pre.get("pretokenizers", [pre])
     if model.get("type") != "BPE" or not steps or steps[-1].get("type") != "ByteLevel":
-        found = f"{model.get('type')} behind {pre.get('type')}"
-        cause = f"{folder}: its tokenizer is {found}, written to GGUF is BPE at byte level or with byte fallback"
+        description = f"{model.get('type')} behind {pre.get('type')}"
+        cause = (
+            f"{folder}: its tokenizer is {description}, written to GGUF is BPE at byte level or "
+            "with byte fallback"
+        )
         raise UnsupportedError(cause, ELSEWHERE)
     normalizer = table["normalizer"] or {"type": "NFC"}
     odd = [
@@ -136,7 +145,10 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
         bool(model.get("ignore_merges")),
     )
     if key not in PRE_TOKENIZERS:
-        cause = f"{folder}: its tokenizer splits text by {json.dumps(pre)[:200]} (ignore_merges {key[2]})"
+        cause = (
+            f"{folder}: its tokenizer splits text by {json.dumps(pre)[:200]} (ignore_merges "
+            f"{key[2]})"
+        )
         raise UnsupportedError(
             f"{cause}, known are {', '.join(PRE_TOKENIZERS.values())}", ELSEWHERE
         )
@@ -144,7 +156,7 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
 
 
 def _split(step: Mapping[str, Any]) -> str:
-    """Return what a step splits by: a regular expression that keeps its matches, digits, or something unknown."""
+    """The expression that a step splits by and keeps the matches of, digits, or an unknown one."""
     if step.get("type") == "Digits" and step.get("individual_digits"):
         return DIGITS
     if (
@@ -157,7 +169,7 @@ def _split(step: Mapping[str, Any]) -> str:
 
 
 def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return what stands before and after `plain` in `whole`."""
+    """Ids before and after `plain` in `whole`."""
     for start in range(len(whole) - len(plain) + 1):
         if list(whole[start : start + len(plain)]) == list(plain):
             return list(whole[:start]), list(whole[start + len(plain) :])
@@ -165,10 +177,10 @@ def _around(plain: Sequence[int], whole: Sequence[int]) -> tuple[list[int], list
 
 
 def _first(*ids: int | Sequence[int] | None) -> int | None:
-    """Return the first id that is there; of several that one name has, the first."""
-    for found in ids:
-        if isinstance(found, int):
-            return found
-        if found:
-            return found[0]
+    """The first id that is there; the first of several that one name has."""
+    for candidate in ids:
+        if isinstance(candidate, int):
+            return candidate
+        if candidate:
+            return candidate[0]
     return None

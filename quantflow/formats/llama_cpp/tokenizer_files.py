@@ -1,13 +1,12 @@
-"""A GGUF file's tokenizer as Hugging Face's files: the way back from `tokenizer` (byte-level BPE) and `pieces`.
+"""A GGUF file's tokenizer as Hugging Face's files: the way back from `tokenizer` and `pieces`.
 
-llama.cpp names how a text is split before the merges; a name whose expression is not known here is
-refused, since another would give other tokens. Of sentence pieces a GGUF has scores and no merges:
-every way to make a token of two others becomes a merge, the best scores first, as transformers' own
-conversion from SentencePiece does.
+llama.cpp names the rule that splits a text before the merges. A name whose expression is not known
+here is refused, since another would give other tokens. Of sentence pieces a GGUF has scores and no
+merges: every way to make a token of two others becomes a merge, the best scores first.
+transformers' own conversion from SentencePiece does the same.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files import disk
+from quantflow.formats.llama_cpp.gguf import Metadata
 from quantflow.formats.llama_cpp.pieces import SPACE
 from quantflow.formats.llama_cpp.tokenizer import DIGITS, PRE_TOKENIZERS
 from quantflow.formats.llama_cpp.tokens import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -33,24 +33,24 @@ _GIVEN = "tokenizer.ggml"
 _CONVERT = "give the model's Hugging Face folder"
 _DAMAGED = "download the file again"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-_TURNS_END = ("eot", "eom")  # other tokens that end an answer
-# What llama.cpp does where the file does not say whether BOS goes before a text.
+_TURNS_END = ("eot", "eom")  # tokens beside eos that end an answer
+# Whether llama.cpp puts BOS before a text where the file does not say it.
 _BOS_UNLESS_TOLD = {"llama": True, "llama-bpe": True}
-
-Metadata = Mapping[str, tuple[str, Any]]
 
 
 def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json, the chat template and generation_config.json into a folder.
+    """Write a tokenizer's files into a folder.
+
+    These are tokenizer.json, tokenizer_config.json, the chat template and generation_config.json.
 
     Args:
-        metadata: of the file.
-        folder: gets the files.
-        path: of the GGUF file, for messages.
+        metadata: metadata of the file.
+        folder: folder that gets the files.
+        path: the GGUF file, for messages.
         context: positions of the model.
 
     Raises:
-        InputError: a field is missing, or an id that no token has.
+        InputError: a field is missing, or no token has an id.
         UnsupportedError: a tokenizer that is not read.
     """
     texts, types = _field(metadata, "tokens", path), _field(metadata, "token_type", path)
@@ -62,13 +62,14 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
         tokenizer = _byte_level(texts, types, _field(metadata, "merges", path), pre, path)
     elif kind == "llama":
         pre = kind
-        scores, prefix = (
-            _field(metadata, "scores", path),
-            _field(metadata, "add_space_prefix", path, True),
-        )
+        scores = _field(metadata, "scores", path)
+        prefix = _field(metadata, "add_space_prefix", path, True)
         tokenizer = _pieces(texts, types, scores, prefix=bool(prefix), path=path)
     else:
-        cause = f"{path}: tokenizer.ggml.model {kind!r}, read from GGUF are gpt2 (byte-level BPE) and llama (sentence pieces)"
+        cause = (
+            f"{path}: tokenizer.ggml.model {kind!r}, read from GGUF are gpt2 (byte-level BPE) and "
+            "llama (sentence pieces)"
+        )
         raise UnsupportedError(cause, _CONVERT)
     ids = {name: _id(metadata, name, texts, path) for name in (*_SPECIAL, *_TURNS_END)}
     before = (
@@ -78,49 +79,48 @@ def write_tokenizer(metadata: Metadata, folder: Path, path: Path, *, context: in
     )
     after = ids["eos"] if _field(metadata, "add_eos_token", path, False) else None
     tokenizer.post_processor = _around(texts, before, after, byte_level=kind == "gpt2")
-    words = {word: texts[ids[name]] for name, word in _SPECIAL.items() if ids[name] is not None}
-    made = PreTrainedTokenizerFast(
+    special_tokens = {
+        word: texts[ids[name]] for name, word in _SPECIAL.items() if ids[name] is not None
+    }
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
-        **words,
+        **special_tokens,
     )
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
-        made.chat_template = template[1]
-    made.save_pretrained(folder)
+        fast_tokenizer.chat_template = template[1]
+    fast_tokenizer.save_pretrained(folder)
     ends = [ids[name] for name in ("eos", *_TURNS_END) if ids[name] is not None]
     generation = {"bos_token_id": ids["bos"], "eos_token_id": ends if len(ends) > 1 else ids["eos"]}
     generation["pad_token_id"] = ids["padding"]
-    given = {key: value for key, value in generation.items() if value is not None}
-    disk.write_file(folder / "generation_config.json", json.dumps(given, indent=1).encode())
+    named = {key: value for key, value in generation.items() if value is not None}
+    disk.write_file(folder / "generation_config.json", json.dumps(named, indent=1).encode())
 
 
 def special_ids(metadata: Metadata, path: Path) -> dict[str, int]:
-    """Return bos_token_id, eos_token_id and pad_token_id as config.json has them; those that the file names."""
+    """Ids of config.json that the file names: bos_token_id, eos_token_id, pad_token_id."""
     texts = _field(metadata, "tokens", path)
-    found = {
-        f"{key}_token_id": _id(metadata, name, texts, path)
-        for name, key in (("bos", "bos"), ("eos", "eos"))
-    }
-    found["pad_token_id"] = _id(metadata, "padding", texts, path)
-    return {key: value for key, value in found.items() if value is not None}
+    ids = {f"{name}_token_id": _id(metadata, name, texts, path) for name in ("bos", "eos")}
+    ids["pad_token_id"] = _id(metadata, "padding", texts, path)
+    return {key: value for key, value in ids.items() if value is not None}
 
 
 def _byte_level(
     texts: list[str], types: list[int], merges: list[str], pre: str, path: Path
 ) -> Tokenizer:
-    """Return a byte-level BPE that splits text as llama.cpp's `pre` does.
+    """A byte-level BPE that splits text by the rule that llama.cpp calls `pre`.
 
     Raises:
         UnsupportedError: the name's expression is not known here.
     """
-    known = {name: key for key, name in PRE_TOKENIZERS.items()}
-    if pre not in known:
+    keys = {name: key for key, name in PRE_TOKENIZERS.items()}
+    if pre not in keys:
         raise UnsupportedError(
-            f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(known)}", _CONVERT
+            f"{path}: tokenizer.ggml.pre {pre!r}, known are {', '.join(keys)}", _CONVERT
         )
-    splits, own, whole = known[pre]
+    splits, own, whole = keys[pre]
     steps: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
         if expression == DIGITS
@@ -142,7 +142,7 @@ def _byte_level(
 def _pieces(
     texts: list[str], types: list[int], scores: list[float], *, prefix: bool, path: Path
 ) -> Tokenizer:
-    """Return a BPE over characters with bytes for what the vocabulary lacks."""
+    """A BPE over characters, with bytes for what the vocabulary lacks."""
     if len(scores) != len(texts):
         raise InputError(f"{path}: {len(texts)} tokens and {len(scores)} scores", _DAMAGED)
     vocabulary = _vocabulary(texts, types, path)
@@ -178,27 +178,25 @@ def _pieces(
 
 
 def _vocabulary(texts: list[str], types: list[int], path: Path) -> dict[str, int]:
-    """Return token -> id without the ids that only fill the embedding up.
+    """Id of each token, without the ids that only fill the embedding up.
 
     Raises:
         InputError: two ids have one text, or a type is unknown.
     """
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for index, (text, kind) in enumerate(zip(texts, types, strict=True)):
         if kind not in (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE):
             raise InputError(f"{path}: token {index} has the unknown type {kind}", _DAMAGED)
         if kind == UNUSED:
             continue
-        if text in found:
-            raise InputError(
-                f"{path}: tokens {found[text]} and {index} are both {text!r}", _DAMAGED
-            )
-        found[text] = index
-    return found
+        if text in ids:
+            raise InputError(f"{path}: tokens {ids[text]} and {index} are both {text!r}", _DAMAGED)
+        ids[text] = index
+    return ids
 
 
 def _add(tokenizer: Tokenizer, texts: list[str], types: list[int]) -> None:
-    """Let tokens that are not made by merges be found in a text."""
+    """Let a text be searched for tokens that are not made by merges."""
     for text, kind in zip(texts, types, strict=True):
         if kind in (CONTROL, UNKNOWN):
             tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
@@ -207,7 +205,7 @@ def _add(tokenizer: Tokenizer, texts: list[str], types: list[int]) -> None:
 
 
 def _around(texts: list[str], before: int | None, after: int | None, *, byte_level: bool) -> Any:
-    """Return what puts BOS and EOS around a text."""
+    """The step that puts BOS and EOS around a text."""
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
     if before is not None or after is not None:
         head, tail = ([] if index is None else [texts[index]] for index in (before, after))
@@ -233,8 +231,8 @@ _NO = object()
 
 
 def _field(metadata: Metadata, name: str, path: Path, default: Any = _NO) -> Any:
-    if (found := metadata.get(f"{_GIVEN}.{name}")) is not None:
-        return found[1]
+    if (field := metadata.get(f"{_GIVEN}.{name}")) is not None:
+        return field[1]
     if default is _NO:
         raise InputError(
             f"{path}: no field {_GIVEN}.{name}",

@@ -1,4 +1,4 @@
-"""What both of llama.cpp's kinds of tokenizer have: a text and a type for every id, and the tokens around a text."""
+"""What llama.cpp's kinds of tokenizer share: text and type of every id, and the special tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,51 +11,51 @@ ELSEWHERE = "convert this model with llama.cpp's own converter"
 
 
 def tokens(table: Mapping[str, Any], *, size: int, folder: Path) -> tuple[list[str], list[int]]:
-    """Return the text and the type of every id from 0 to size - 1.
+    """Text and type of every id from 0 to size - 1.
 
     Args:
-        table: the content of tokenizer.json.
+        table: content of tokenizer.json.
         size: rows of the embedding; ids beyond the tokenizer's get tokens that no text gives.
-        folder: for messages.
+        folder: folder of the model, for messages.
 
     Raises:
         InputError: ids that are taken twice or beyond the embedding, two ids of one text.
     """
-    known = {index: (text, NORMAL) for text, index in table["model"]["vocab"].items()}
-    if len(known) != len(table["model"]["vocab"]):
+    by_id = {index: (text, NORMAL) for text, index in table["model"]["vocab"].items()}
+    if len(by_id) != len(table["model"]["vocab"]):
         raise InputError(
             f"{folder}: two tokens of its tokenizer have one id", "restore tokenizer.json"
         )
     for entry in table["added_tokens"]:
-        known[entry["id"]] = (entry["content"], CONTROL if entry["special"] else USER_DEFINED)
-    if max(known, default=0) >= size:
+        by_id[entry["id"]] = (entry["content"], CONTROL if entry["special"] else USER_DEFINED)
+    if max(by_id, default=0) >= size:
         raise InputError(
-            f"{folder}: its tokenizer has token {max(known)}, config.json says vocab_size {size}",
+            f"{folder}: its tokenizer has token {max(by_id)}, config.json says vocab_size {size}",
             "check that the tokenizer belongs to this model",
         )
-    found = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(size)]
+    listed = [by_id.get(index, (f"[PAD{index}]", UNUSED)) for index in range(size)]
     seen: set[str] = set()
-    for text, _ in found:
+    for text, _ in listed:
         if text in seen:
             raise InputError(
                 f"{folder}: two ids of its tokenizer are {text!r}", "restore tokenizer.json"
             )
         seen.add(text)
-    return [text for text, _ in found], [kind for _, kind in found]
+    return [text for text, _ in listed], [kind for _, kind in listed]
 
 
 def special_tokens(
     special: Mapping[str, int | None], around: tuple[Sequence[int], Sequence[int]], *, folder: Path
 ) -> dict[str, tuple[str, Any]]:
-    """Return the fields of the special tokens.
+    """Metadata fields of the special tokens.
 
     Args:
         special: bos, eos, unknown, padding -> id.
         around: ids that the tokenizer puts before and after a text.
-        folder: for messages.
+        folder: folder of the model, for messages.
 
     Raises:
-        InputError: no end of a text, for which llama.cpp would take its own idea of one.
+        InputError: no end of a text is named; llama.cpp would take its own idea of one.
         UnsupportedError: other tokens around a text than bos and eos.
     """
     if special["eos"] is None:

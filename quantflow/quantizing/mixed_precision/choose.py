@@ -18,7 +18,7 @@ from quantflow.files.digests import Digests
 from quantflow.measuring.record import Measurement, statistic
 from quantflow.models.graph import Graph
 from quantflow.models.identity import identify
-from quantflow.models.source import ModelFiles
+from quantflow.models.open import ModelFiles
 from quantflow.planning.cost import need_choice
 from quantflow.planning.plan import Plan, overridden
 from quantflow.planning.recipe import Candidate, Quantize, Resources

@@ -15,8 +15,8 @@ from quantflow.errors import UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.measuring.record import Measurement, statistic
 from quantflow.models.graph import Graph, Layer
+from quantflow.models.open import ModelFiles
 from quantflow.models.reading import read_rows
-from quantflow.models.source import ModelFiles
 from quantflow.numerics.grid import either_sign
 from quantflow.numerics.sensitivity import predicted_divergence, sampled_rows
 from quantflow.observers.fisher import SQUARE_SUM

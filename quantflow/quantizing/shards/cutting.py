@@ -4,7 +4,7 @@ from quantflow.distributed.sharding import placements
 from quantflow.errors import UsageError
 from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
-from quantflow.models.source import ModelFiles
+from quantflow.models.open import ModelFiles
 from quantflow.planning.card_splits import cut_columns
 from quantflow.planning.plan import Plan
 from quantflow.quantizing.shards.share import CardShare

@@ -1,11 +1,13 @@
-"""The loop that runs requests together: rows join and leave between steps, prompts are computed beside decoding rows.
+"""The engine: a loop that runs requests together (continuous batching).
 
-    request.py    what is asked for, and the events that come back
-    stream.py     the events on their way to whoever waits
-    limits.py     how much at once
-    scheduler.py  who runs, and what of it a step computes
-    row.py        a request's tokens, and how the next one is chosen
-    runner.py     what the engine asks of a model; paged.py: the lean decoder; pool.py: who has which block of its memory
+Rows join and leave between steps, and prompts are computed beside decoding rows.
+
+    request.py    a request, and the events that come back
+    stream.py     the events on their way to the reader
+    limits.py     the most that runs at once
+    scheduler.py  the rows that run, and the tokens of each that a step computes
+    row.py        the tokens of a request, and the choice of the next one
+    runner.py     the model as the engine sees it; paged.py: the lean decoder; pool.py: its blocks
 
 A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks
 its prompt is computed and whether it shares a prefix, unless `Engine.why_not_invariant` has a
@@ -42,8 +44,8 @@ class EngineCounters:
 
     Attributes:
         waiting, running: requests now.
-        prefill_tokens, reserved_tokens: of the running ones, what max_batch_prefill_tokens and
-            max_batch_total_tokens bound.
+        prefill_tokens, reserved_tokens: tokens of running requests that max_batch_prefill_tokens
+            and max_batch_total_tokens bound.
         submitted, finished, cancelled, failed: requests since the start; each that was submitted
             ends in one of the others.
         steps, step_seconds, busy_seconds: steps since the start, the last one's seconds, those of
@@ -104,8 +106,8 @@ class Engine:
         """Start the thread.
 
         Args:
-            decoder: what runs the model, as `quantflow.runtime.load.load` returns it.
-            limits: how much at once; the defaults fit the model and its memory.
+            decoder: decoder of the model, as `quantflow.runtime.load.load` returns it.
+            limits: the most that runs at once; the defaults fit the model and its memory.
             tokenizer: needed by requests with stop strings.
             kv_memory: bytes that keys and values may take; None: four fifths of what is free, at
                 most what the largest batch needs. Only the lean decoder has a pool.
@@ -181,7 +183,7 @@ class Engine:
     def prompt_logprobs(
         self, input_ids: tuple[int, ...], *, adapter: str | None = None
     ) -> tuple[PromptToken, ...]:
-        """Return the log-probability of every token of a text, waiting for it; see `Stream.prompt`.
+        """Wait for the log-probability of every token of a text; see `Stream.prompt`.
 
         Raises:
             UsageError, OverloadedError, EngineError: as `submit`.
@@ -198,7 +200,7 @@ class Engine:
         return stream.prompt
 
     def counters(self) -> EngineCounters:
-        """Return the numbers of this moment."""
+        """The numbers of this moment."""
         pool = self._runner.counters()
         with self._changed:
             return EngineCounters(
@@ -214,10 +216,13 @@ class Engine:
             )
 
     def drain(self, seconds: float) -> int:
-        """Take no more requests and wait until those that there are have ended; cancel what is left after `seconds`.
+        """Take no more requests and wait until those that there are have ended.
+
+        Args:
+            seconds: time after which requests that still wait or run are cancelled.
 
         Returns:
-            How many were cancelled.
+            The number of requests that were cancelled.
         """
         with self._changed:
             self._accepting = False
@@ -229,14 +234,14 @@ class Engine:
         return len(left)
 
     def close(self) -> None:
-        """Cancel what there is and end the thread; a second call does nothing."""
+        """Cancel all requests and end the thread; a second call does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def __enter__(self) -> "Engine":
-        """Return itself."""
+        """Begin a block that ends the engine."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -244,33 +249,36 @@ class Engine:
         self.close()
 
     def _check(self, request: BatchRequest) -> StopCheck | None:
-        """Refuse what the limits do not allow; return what finds the request's stop strings."""
-        limits, given, new = self.limits, len(request.input_ids), request.max_new_tokens
+        """Refuse a request beyond the limits; the check of its stop strings."""
+        limits, prompt_tokens, new = self.limits, len(request.input_ids), request.max_new_tokens
         # resolved
         assert limits.max_input_tokens is not None and limits.max_total_tokens is not None
         require(
-            given <= limits.max_input_tokens,
-            f"prompt of {given} tokens: {limits.max_input_tokens} may be",
+            prompt_tokens <= limits.max_input_tokens,
+            f"prompt of {prompt_tokens} tokens: {limits.max_input_tokens} may be",
             "shorten it",
         )
-        told = f"prompt of {given} tokens + max_new_tokens={new}: {limits.max_total_tokens} may be"
+        cause = (
+            f"prompt of {prompt_tokens} tokens + max_new_tokens={new}: {limits.max_total_tokens} "
+            "may be"
+        )
         require(
             request.total_tokens <= limits.max_total_tokens,
-            told,
+            cause,
             "shorten the prompt or use fewer new tokens",
         )
-        known = range(self._runner.vocab_size)
+        vocabulary = range(self._runner.vocab_size)
         for token in (*request.input_ids, *request.logit_bias):
             require(
-                token in known,
-                f"token {token}: the model has {len(known)}",
+                token in vocabulary,
+                f"token {token}: the model has {len(vocabulary)}",
                 "use the model's tokenizer",
             )
         adapters = self._runner.adapters
-        told = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
+        cause = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
         require(
             request.adapter is None or request.adapter in adapters,
-            told,
+            cause,
             "name one of them, or leave it out",
         )
         if not request.stop:
@@ -309,15 +317,19 @@ class Engine:
             rows, self._open = list(self._open.values()), {}
             self._counts["failed"] += len(rows)
             self._changed.notify_all()
-        told = EngineError(f"the engine has failed: {error!r}", "start another")
+        failure = EngineError(f"the engine has failed: {error!r}", "start another")
         for row in rows:
             row.stream.put(
-                TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=told),
+                TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=failure),
                 self._readers,
             )
 
     def _take_in(self) -> bool:
-        """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
+        """Wait for work, take new requests and cancellations.
+
+        Returns:
+            False when the engine is closed.
+        """
         with self._changed:
             if not self._open:
                 self._readers.wake()
@@ -348,10 +360,10 @@ class Engine:
             RowPart(row=row, count=count, wanted=row.wanted(count))
             for row, count in scheduler.plan()
         ]
-        self._readers.wake()  # of the step before: their work runs beside this step
+        self._readers.wake()  # readers of the last step's events, whose work runs beside this step
         if not parts:
             return
-        found = (
+        logits = (
             self._runner.forward(parts)
             if self._trace is None
             else self._trace.step(lambda: self._runner.forward(parts))
@@ -363,11 +375,11 @@ class Engine:
             self._counts["prompt_tokens"] += sum(
                 part.count for part in parts if part.row.in_prefill
             )
-        for part, scores in zip(parts, found, strict=True):
+        for part, scores in zip(parts, logits, strict=True):
             self._advance(part, scores)
 
     def _advance(self, part: RowPart, scores: list[Scores]) -> None:
-        """Take what the model says after a part; what this row raises ends this row."""
+        """Take the scores of a part; an exception of this row ends this row alone."""
         row = part.row
         try:
             if row.in_prefill and row.stream.request.prompt_logprobs:
@@ -388,7 +400,7 @@ class Engine:
                 row.computed += 1  # the guess was right, so its keys and values are the text's
             if event.finish is None and self._runner.guesses:
                 row.propose()
-        except Exception as error:  # of the request's own mask, rules or sampling
+        except Exception as error:  # the request's own mask, rules or sampling raised it
             self._end(row, TokenEvent(index=row.new_tokens, finish=FinishReason.ERROR, error=error))
             return
         if event.finish is not None:

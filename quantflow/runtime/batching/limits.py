@@ -1,13 +1,13 @@
-"""How much a server takes on at once: TGI's names and arithmetic, with this engine's defaults."""
+"""Limits of the requests that a server takes on at once, with TGI's names and arithmetic."""
 
 from dataclasses import dataclass, replace
 
 from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import require
 
-_POSITIONS = 4096  # of a model that has no bound of its own
-_ROWS = 64  # that run
-_MORE = 50  # prompt tokens in prefill at once beyond the longest prompt: TGI's
+_POSITIONS = 4096  # positions of a model that has no bound of its own
+_ROWS = 64  # running rows
+_MORE = 50  # prompt tokens in prefill at once beyond the longest prompt: TGI's number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,27 +15,27 @@ class BatchLimits:
     """Limits of an engine, and of the server before it. None leaves a number to `resolved`.
 
     Attributes:
-        max_input_tokens: of a prompt. None: max_total_tokens - 1, or
+        max_input_tokens: tokens of a prompt. None: max_total_tokens - 1, or
             max_batch_prefill_tokens.
-        max_total_tokens: of a prompt and what is generated. None: what the model has positions for,
-            and the pool room.
+        max_total_tokens: tokens of a prompt and its continuation. None: the positions of the model,
+            and the room of the pool.
         max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None:
             max_batch_size x max_input_tokens where a batch size is given, else max_input_tokens +
             50; at most the batch's tokens.
         max_batch_total_tokens: prompt + max_new_tokens of all running rows, reserved when a row
-            joins, so that a row that runs can always end. None: what the pool has room for.
+            joins, so that a row that runs can always end. None: the room of the pool.
         max_batch_size: running rows. None: 64.
         max_concurrent_requests: waiting and running ones; one more is refused at once.
         waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the
             default, joins at once: prompts are computed beside decoding here and do not stop it.
             TGI has 1.2, later 0.3.
-        max_waiting_tokens: or after so many steps since rows last joined.
+        max_waiting_tokens: steps since rows last joined after which others join all the same.
         queue_threshold_ms: None, the default: rows of a class join in the order in which they came.
             Otherwise the shortest prompt first, and rows that have waited for so long before all
             others, among them the shortest first too.
         prefill_chunk: prompt tokens that one step computes beside the decoding rows.
-        max_best_of, max_stop_sequences, max_client_batch_size: of one request; the engine checks
-            the stop strings.
+        max_best_of, max_stop_sequences, max_client_batch_size: limits of one request; the engine
+            checks the stop strings.
     """
 
     max_input_tokens: int | None = None
@@ -85,11 +85,11 @@ class BatchLimits:
         return _ROWS if self.max_batch_size is None else self.max_batch_size
 
     def resolved(self, *, positions: int | None, pool_tokens: int) -> "BatchLimits":
-        """Return limits without None.
+        """Limits without None.
 
         Args:
-            positions: of the model; None: unbounded.
-            pool_tokens: keys and values that there is room for.
+            positions: positions of the model; None: unbounded.
+            pool_tokens: tokens whose keys and values there is room for.
 
         Raises:
             UsageError: more tokens than the model has positions or the pool room.
@@ -104,7 +104,10 @@ class BatchLimits:
         )
         most = min(total, positions if positions is not None else _POSITIONS)
         whole = self.max_total_tokens if self.max_total_tokens is not None else most
-        bound = f"max_total_tokens={whole}: the model has {positions} positions, the batch {total} tokens"
+        bound = (
+            f"max_total_tokens={whole}: the model has {positions} positions, the batch {total} "
+            "tokens"
+        )
         require(whole <= (positions or whole) and whole <= total, bound, "use fewer")
         prefill = self.max_batch_prefill_tokens
         room = max(1, whole - 1) if prefill is None else min(prefill, max(1, whole - 1))

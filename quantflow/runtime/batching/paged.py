@@ -1,8 +1,8 @@
-"""The lean decoder with keys and values of all rows in one pool of blocks: a step is one forward of all of them.
+"""The lean decoder over one pool of blocks: a step is one forward of all rows.
 
-What a row gives is the same bits whatever else the step computes: the products and the attention of
-kernels.c and decode.c sum every output in an order of its own. Where an artifact's linears run in
-torch's kernels, `why_not_invariant` says so.
+The scores of a row have the same bits whatever else the step computes: the products and the
+attention of kernels.c and decode.c sum every output in an order of its own. Where an artifact's
+linears run in torch's kernels, `why_not_invariant` says so.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from quantflow.runtime.batching.pool import BlockPool, Lease
 from quantflow.runtime.batching.row import BatchRow, Scores
 from quantflow.runtime.batching.runner import PoolCounters, RowPart
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.operations import release_threads, summarize
+from quantflow.runtime.operations import argmax_logsumexp, release_threads
 
 BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
-_SHARE = 0.8  # of the memory that is free, where nobody says how much the pool may take
+_SHARE = 0.8  # share of the free memory that the pool takes, where nobody says how much
 
 
 class BlockRunner:
@@ -34,12 +34,12 @@ class BlockRunner:
     def __init__(self, decoder: LeanDecoder, *, limits: BatchLimits, kv_memory: int | None) -> None:
         """Reserve the pool; what is never written takes no memory.
 
-        The pool has room for max_batch_total_tokens where the limits give them. Else for what the
-        largest batch may come to, or as much as fits into the memory.
+        The pool has room for max_batch_total_tokens where the limits give them. Otherwise it has
+        room for the largest batch, or as much as fits into the memory.
 
         Args:
-            decoder: nobody else uses it from now on.
-            limits: as they were given.
+            decoder: decoder that nobody else uses from now on.
+            limits: limits, not resolved yet.
             kv_memory: bytes that the pool may take; None: four fifths of what is free.
 
         Raises:
@@ -68,7 +68,10 @@ class BlockRunner:
         least = longest if limits.max_total_tokens else 2
         needed = least if asked is None else asked
         if self.pool_tokens < needed:
-            cause = f"kv memory of {memory} bytes: {max(0, self.pool_tokens)} tokens for {rows} rows, {needed} are asked for"
+            cause = (
+                f"kv memory of {memory} bytes: {max(0, self.pool_tokens)} tokens for {rows} rows, "
+                f"{needed} are asked for"
+            )
             raise ResourceError(
                 cause, "give it more, or lower max_batch_size and max_batch_total_tokens"
             )
@@ -85,7 +88,11 @@ class BlockRunner:
         self._asked += len(row.tokens)
 
     def reuse(self, row: BatchRow) -> int:
-        """Take over what others have computed of the row's prompt by now; return how many of its tokens are computed."""
+        """Take over the blocks in which others have computed the row's prompt by now.
+
+        Returns:
+            The number of the row's tokens that are computed.
+        """
         lease, held = self._leases[row], row.computed // BLOCK_TOKENS
         if (
             row.stream.request.prompt_logprobs
@@ -125,7 +132,7 @@ class BlockRunner:
                 part.row.tokens,
                 computed=min(part.row.computed + part.count, len(part.row.tokens)),
             )
-        pairs = zip(*summarize(logits), strict=True)
+        pairs = zip(*argmax_logsumexp(logits), strict=True)
         scores = [
             Scores(logits=logits[i : i + 1], best=best, log_total=total)
             for i, (best, total) in enumerate(pairs)
@@ -142,7 +149,7 @@ class BlockRunner:
         release_threads()
 
     def counters(self) -> PoolCounters:
-        """Return what the pool holds."""
+        """The blocks of the pool."""
         pool = self._pool
         return PoolCounters(
             block_tokens=pool.block_tokens,

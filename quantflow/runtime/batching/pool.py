@@ -1,10 +1,10 @@
-"""Which blocks of the cache belong to whom: tables of running rows, prefixes that several share, and what is free.
+"""The blocks of the cache: tables of running rows, prefixes that several share, free blocks.
 
 A block holds the keys and values of `block_tokens` tokens that follow each other. A full block is
 known by the digest of all tokens up to its end and of the adapter that they were computed with, so
 a prompt that begins like an earlier one takes its whole blocks over, without a copy. A block whose
-rows have ended keeps its content until the room is needed; the one that was left longest ago goes
-first, the end of a text before its beginning.
+rows have ended keeps its content until the room is needed. The block that was left longest ago goes
+first, and the end of a text before its beginning.
 
 The scheduler admits rows only as far as `max_batch_total_tokens` goes, so `grow` always has a block
 to give.
@@ -22,9 +22,9 @@ class Lease:
     """The blocks of one row.
 
     Attributes:
-        salt: what beside the tokens decides keys and values: the adapter's name.
-        blocks: in the order of its tokens.
-        digests: of the first full blocks, as far as they are known to others.
+        salt: name of the adapter, which decides keys and values beside the tokens.
+        blocks: numbers of the blocks, in the order of the tokens.
+        digests: digests of the first full blocks, as far as they are known to others.
     """
 
     salt: str = ""
@@ -33,11 +33,11 @@ class Lease:
 
 
 class BlockPool:
-    """Blocks by number; what is in them is the cache's.
+    """Blocks by number; their content is the cache's.
 
     Attributes:
-        block_tokens: of a block.
-        blocks: how many there are.
+        block_tokens: tokens of a block.
+        blocks: number of blocks.
     """
 
     def __init__(self, *, blocks: int, block_tokens: int) -> None:
@@ -45,7 +45,7 @@ class BlockPool:
         self.blocks, self.block_tokens = blocks, block_tokens
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks  # rows that have it in their table
-        self._digest: dict[int, bytes] = {}  # of blocks whose content is known
+        self._digest: dict[int, bytes] = {}  # block -> digest, where its content is known
         self._known: dict[bytes, int] = {}
         # known blocks that no row holds, the longest unused first
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -61,10 +61,12 @@ class BlockPool:
         return len(self._left)
 
     def take_over(self, lease: Lease, tokens: Sequence[int]) -> None:
-        """Give a row the blocks in which others have computed what comes next of its prompt, all but its last token at most.
+        """Give a row the blocks in which others have computed what comes next of its prompt.
+
+        The last token of the prompt is never taken over, since its logits are needed.
 
         Args:
-            lease: of the row, which has as many blocks as digests.
+            lease: lease of the row, which has as many blocks as digests.
             tokens: the prompt.
         """
         size = self.block_tokens
@@ -89,9 +91,9 @@ class BlockPool:
         """Let others share the full blocks of a row.
 
         Args:
-            lease: of the row.
-            tokens: of the row.
-            computed: how many of them, the first, have keys and values.
+            lease: lease of the row.
+            tokens: tokens of the row.
+            computed: number of the first tokens that have keys and values.
         """
         size = self.block_tokens
         for index in range(len(lease.digests), computed // size):
@@ -100,7 +102,7 @@ class BlockPool:
                 lease.blocks[index],
             )
             lease.digests.append(digest)
-            # else another row computed the same meanwhile, and its block stays the known one
+            # where another row has computed the same meanwhile, its block stays the known one
             if digest not in self._known:
                 self._known[digest] = block
                 self._digest[block] = digest
@@ -132,6 +134,6 @@ class BlockPool:
 
 
 def _extended(lease: Lease, tokens: Sequence[int]) -> bytes:
-    """Return the digest of a lease's known tokens and of those of one more block."""
+    """The digest of a lease's known tokens and of those of one more block."""
     before = lease.digests[-1] if lease.digests else hashlib.sha256(lease.salt.encode()).digest()
     return hashlib.sha256(before + array("q", tokens).tobytes()).digest()

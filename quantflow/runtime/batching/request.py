@@ -1,4 +1,4 @@
-"""What one request of a running batch asks for, and what it is sent: frozen records without a tensor.
+"""A request of a running batch, and the events that it is sent: frozen records without a tensor.
 
 `Sampling` and `Rules` are those of `quantflow generate` (quantflow/runtime/generate_job.py), which
 checks their ranges.
@@ -26,13 +26,16 @@ class FinishReason(StrEnum):
 
 
 class TokenMask(Protocol):
-    """A grammar that follows one request: which tokens may come next. It is called by the engine's thread alone."""
+    """A grammar that follows one request and says which tokens may come next.
+
+    The engine's thread alone calls it.
+    """
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return the tokens that may come next.
+        """The tokens that may come next.
 
         Args:
-            tokens: generated so far; the prompt is not among them.
+            tokens: generated tokens so far, without the prompt.
 
         Returns:
             [ceil(V / 32)] int32 on the CPU; token t may come where bit t % 32 of element t // 32 is
@@ -40,7 +43,7 @@ class TokenMask(Protocol):
         """
 
     def advance(self, token: int) -> None:
-        """Take a token that was chosen; the next call is `allowed` with it at the end, or none."""
+        """Take a token that was chosen; the next call, if any, is `allowed` with it at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +52,12 @@ class BatchRequest:
 
     Attributes:
         input_ids: the prompt, one token or more.
-        max_new_tokens: at most so many are added; 0 computes `Stream.prompt` alone.
+        max_new_tokens: tokens that are added at most; 0 computes `Stream.prompt` alone.
         sampling: None takes the most likely token. A row draws with a generator of its own, seeded
             by `sampling.seed`.
         rules: penalties, bad words, shortest lengths.
-        logit_bias: token -> what is added to its logit, before the rules; minus infinity forbids
-            it.
+        logit_bias: token -> number that is added to its logit, before the rules; minus infinity
+            forbids the token.
         ends: tokens that end the text and are its last; empty ignores them.
         stop: strings that end the text as soon as it holds one; the engine needs a tokenizer then.
         top_n: tokens whose log-probabilities are sent beside the chosen one, likeliest first.
@@ -83,7 +86,7 @@ class BatchRequest:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no engine can run.
+        """Refuse a request that no engine can run.
 
         Raises:
             UsageError: naming the value.
@@ -103,7 +106,7 @@ class BatchRequest:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that it may come to: what budgets count."""
+        """Tokens that the request may come to, which budgets count."""
         return len(self.input_ids) + self.max_new_tokens
 
 
@@ -136,10 +139,10 @@ class TokenEvent:
     """One generated token, or the end of a request that a token did not end.
 
     Attributes:
-        index: of the token among the generated ones, from 0; of an event without a token, how many
-            there were.
+        index: number of the token among the generated ones, from 0; for an event without a token,
+            the number of generated tokens.
         id: the token; None where the request was cancelled, failed, or asked for none.
-        logprob: of the token, as `TokenLogprob` has it.
+        logprob: log-probability of the token, as `TokenLogprob` has it.
         top: the `top_n` likeliest tokens, likeliest first.
         finish: why the request ends with this event; None: it goes on.
         stop: the stop string that the text holds now, where that ended it. The text of all tokens

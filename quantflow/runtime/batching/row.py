@@ -1,4 +1,4 @@
-"""A request while it waits and runs: its tokens, how the next one is chosen, and whether the text ends there.
+"""A request while it waits and runs: its tokens, the choice of the next one, the end of its text.
 
 Everything here happens to one row alone, in tensors of one row, so that it gives the same bits
 whatever else runs, and an exception is this row's alone.
@@ -26,13 +26,13 @@ StopCheck = Callable[[Sequence[int]], str | None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """What the model says after one position.
+    """The model's scores after one position.
 
     Attributes:
-        logits: [1, V] float32, not changed by whoever reads it.
-        best: the likeliest token, the lowest of several.
-        log_total: the logarithm of the sum of exp(logits), so that logits - log_total are
-            log-probabilities; NaN where a logit is.
+        logits: [1, V] float32, which no reader changes.
+        best: likeliest token, the lowest of several.
+        log_total: log(sum(exp(logits))), so that logits - log_total are log-probabilities; NaN
+            where a logit is.
     """
 
     logits: Tensor
@@ -40,11 +40,11 @@ class Scores:
     log_total: float
 
     def logprob(self, token: int) -> float:
-        """Return a token's log-probability in nats."""
+        """The log-probability of a token, in nats."""
         return float(self.logits[0, token]) - self.log_total
 
     def top(self, count: int) -> tuple[TokenLogprob, ...]:
-        """Return the likeliest tokens, likeliest first."""
+        """The likeliest tokens, likeliest first."""
         if not count:
             return ()
         values, ids = self.logits[0].topk(min(count, self.logits.shape[1]))
@@ -58,11 +58,11 @@ class BatchRow:
     """A request and how far it is.
 
     Attributes:
-        stream: where its events go.
-        tokens: prompt and generated ones.
-        computed: how many of them have keys and values.
-        guess: what may follow, proposed by `request.lookup`; a step computes it beside the last
-            token.
+        stream: stream of its events.
+        tokens: tokens of the prompt and generated tokens.
+        computed: number of the tokens that have keys and values.
+        guess: tokens that may follow, proposed by `request.lookup`; a step computes them beside the
+            last token.
         input_tokens, total_tokens, priority, submitted, left, in_prefill: as in
             `quantflow.runtime.batching.scheduler.Schedulable`.
     """
@@ -71,10 +71,10 @@ class BatchRow:
         """Begin with the prompt.
 
         Args:
-            stream: with the request.
+            stream: stream that holds the request.
             vocab_size: V.
-            stop: given the generated tokens, returns the stop string that their text has come to
-                hold; None: there are none.
+            stop: function from the generated tokens to the stop string that their text has come to
+                hold; None: there are no stop strings.
         """
         request = stream.request
         self.stream = stream
@@ -108,12 +108,12 @@ class BatchRow:
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next can be chosen, and those that are guessed after them."""
+        """Tokens to compute before the next can be chosen, guessed tokens included."""
         return len(self.tokens) - self.computed + len(self.guess)
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens are generated."""
+        """Number of generated tokens."""
         return len(self.tokens) - self.input_tokens
 
     @property
@@ -122,7 +122,7 @@ class BatchRow:
         return self.tokens[self.input_tokens :]
 
     def wanted(self, count: int) -> int:
-        """Return of how many of the next `count` positions, the last ones, logits are needed."""
+        """The number of the next `count` positions, the last ones, whose logits are needed."""
         if self.stream.request.prompt_logprobs and self.in_prefill:
             return count
         return 1 + len(self.guess) if count == self.left else 0
@@ -136,7 +136,10 @@ class BatchRow:
             ).tolist()
 
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
-        """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
+        """Take the scores after prompt positions from `first` on.
+
+        They give the log-probabilities of the tokens that follow these positions.
+        """
         if not self._prompt:
             self._prompt.append(PromptToken(id=self.tokens[0], logprob=None))
         for position, score in enumerate(scores, start=first):
@@ -173,7 +176,7 @@ class BatchRow:
         )
 
     def _text(self) -> Tensor:
-        """Return the tokens, [1, L] int64."""
+        """The tokens, [1, L] int64."""
         count = len(self.tokens)
         self._canvas[0, self._drawn : count] = torch.tensor(
             self.tokens[self._drawn :], dtype=torch.int64
@@ -189,10 +192,10 @@ class BatchRow:
         return int(choose(ruled, self._decoding, self._generator))
 
     def _best(self, scores: Scores) -> int:
-        """Return the token with the highest biased logit, the lowest of several. The bias must not name `scores.best`.
+        """The token with the highest biased logit, the lowest of several.
 
-        The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more
-        than all else a row does.
+        The bias must not name `scores.best`. The biased tokens and `scores.best` are read alone: a
+        pass over the vocabulary costs more than all else a row does.
         """
         if not len(self._biased_ids):
             return scores.best
@@ -204,7 +207,7 @@ class BatchRow:
         return lowest if highest > own else min(lowest, scores.best)
 
     def _biased(self, logits: Tensor) -> Tensor:
-        """Return logits with the request's own bias and mask."""
+        """The logits with the request's own bias and mask."""
         request = self.stream.request
         if request.logit_bias:
             logits = logits.clone()
@@ -229,7 +232,7 @@ class BatchRow:
 
 
 def unpacked(bits: Tensor, vocab_size: int) -> Tensor:
-    """Return a mask [V] bool of [ceil(V / 32)] int32, whose bit t % 32 of element t // 32 is token t's.
+    """A mask [V] bool from [ceil(V / 32)] int32: token t is bit t % 32 of element t // 32.
 
     Raises:
         UsageError: another shape or dtype.

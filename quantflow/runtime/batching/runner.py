@@ -1,6 +1,6 @@
-"""What computes the steps of a running batch.
+"""The model as the engine of a running batch sees it.
 
-`Runner` is what the engine asks for. `OneAtATime` is the simplest: any `Decoder`, one row after the
+`Runner` is its protocol. `OneAtATime` is the simplest runner: any `Decoder`, one row after the
 other.
 """
 
@@ -22,9 +22,9 @@ class RowPart:
     """Positions of a row that a step computes, the first that have no keys and values yet.
 
     Attributes:
-        row: its tokens from `row.computed` on.
-        count: so many of them.
-        wanted: logits are needed after the last so many.
+        row: row whose tokens from `row.computed` on are computed.
+        count: number of these tokens.
+        wanted: number of the last positions whose logits are needed.
     """
 
     row: BatchRow
@@ -37,12 +37,12 @@ class PoolCounters:
     """Memory of keys and values.
 
     Attributes:
-        block_tokens: of a block.
-        blocks: in all.
-        used: of running rows.
-        cached: kept for prompts that begin alike; they are free for whoever needs them.
-        hit_tokens, asked_tokens: prompt tokens that were taken from shared blocks, and all, since
-            the start.
+        block_tokens: tokens of a block.
+        blocks: number of blocks.
+        used: blocks of running rows.
+        cached: blocks kept for prompts that begin alike; they are free for whoever needs them.
+        hit_tokens, asked_tokens: prompt tokens that were taken from shared blocks, and all prompt
+            tokens, since the start.
     """
 
     block_tokens: int
@@ -58,9 +58,9 @@ class Runner(Protocol):
 
     Attributes:
         vocab_size, positions: as in `quantflow.runtime.decoder.Decoder`.
-        pool_tokens: keys and values that there is room for.
+        pool_tokens: tokens whose keys and values there is room for.
         most_rows: rows that may be open at once; None: any number.
-        guesses: whether it computes tokens that may turn out not to be the text's.
+        guesses: whether it computes guessed tokens, which may turn out wrong.
         adapters: names of the LoRA adapters that a row may have.
         why_not_invariant: why a row's bits may depend on the others, in a sentence; None: they do
             not.
@@ -78,19 +78,25 @@ class Runner(Protocol):
         """Begin a row."""
 
     def reuse(self, row: BatchRow) -> int:
-        """Return how many tokens of a row in prefill have keys and values: `row.computed`, or more that others computed."""
+        """The number of tokens of a row in prefill that have keys and values.
+
+        It is `row.computed`, or more where others have computed them.
+        """
 
     def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
-        """Compute positions; return of each part what the model says after its last `wanted`. Rows are not changed."""
+        """Compute positions; the scores after the last `wanted` positions of each part.
+
+        Rows are not changed.
+        """
 
     def close(self, row: BatchRow) -> None:
         """Give a row's memory back."""
 
     def rest(self) -> None:
-        """The calling thread computes nothing for now: give back what it needs for that alone."""
+        """Give back what the calling thread needs only while it computes."""
 
     def counters(self) -> PoolCounters:
-        """Return what the memory holds; any thread may call it."""
+        """The contents of the memory; any thread may call it."""
 
 
 class OneAtATime:
@@ -104,8 +110,8 @@ class OneAtATime:
         self.most_rows: int | None = 1
         self.guesses = False
         self.adapters: tuple[str, ...] = ()
-        # it depends on no other row, for there is none; but torch's products sum in another order
-        # for more tokens at once
+        # there is no other row to depend on, but torch's products sum in another order for more
+        # tokens at once
         self.why_not_invariant: str | None = (
             "the chunks of a prompt decide how many tokens torch multiplies at once"
         )
@@ -117,7 +123,7 @@ class OneAtATime:
         self._used = 1
 
     def reuse(self, row: BatchRow) -> int:
-        """Return what the row has: nothing is shared."""
+        """The number of the row's own tokens: nothing is shared."""
         return row.computed
 
     def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
@@ -138,15 +144,15 @@ class OneAtATime:
         self._used = 0
 
     def rest(self) -> None:
-        """Nothing: torch's own loops wait as they always do."""
+        """Do nothing: torch's own loops wait as they always do."""
 
     def counters(self) -> PoolCounters:
-        """Return one block, the cache."""
+        """One block, the cache."""
         return PoolCounters(block_tokens=self.pool_tokens, blocks=1, used=self._used, cached=0)
 
 
 def scored(logits: Tensor) -> Scores:
-    """Return logits [1, V] float32 with what every row needs of them."""
+    """Logits [1, V] float32 with the numbers that every row needs of them."""
     return Scores(
         logits=logits, best=int(logits.argmax()), log_total=float(logits.logsumexp(dim=-1))
     )

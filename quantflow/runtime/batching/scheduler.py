@@ -1,4 +1,4 @@
-"""Which requests run, and what of them a step computes: a pure function of numbers, without a model.
+"""The scheduler: which requests run, and which of their tokens a step computes, without a model.
 
 A row joins the running batch when its whole length, prompt + max_new_tokens, fits into what is left
 of the budget; it keeps that reservation until it ends. So whatever runs can always end, nothing is
@@ -20,13 +20,13 @@ MOST_PASSES = 16  # rows of higher classes that may join before the head of a lo
 
 
 class Schedulable(Protocol):
-    """What the scheduler looks at in a row.
+    """The properties of a row that the scheduler reads.
 
     Attributes:
-        input_tokens: of the prompt.
-        total_tokens: prompt + max_new_tokens.
-        priority: higher joins first.
-        submitted: when it came, in seconds of the scheduler's clock.
+        input_tokens: tokens of the prompt.
+        total_tokens: tokens of the prompt + max_new_tokens.
+        priority: class of the row; higher joins first.
+        submitted: time at which it came, in seconds of the scheduler's clock.
         left: tokens whose keys and values are still to be computed before the next one can be
             chosen: prompt tokens in prefill, afterwards 1, or more with speculation.
         in_prefill: whether they are the prompt's.
@@ -34,27 +34,27 @@ class Schedulable(Protocol):
 
     @property
     def input_tokens(self) -> int:
-        """Return tokens of the prompt."""
+        """Tokens of the prompt."""
 
     @property
     def total_tokens(self) -> int:
-        """Return prompt + max_new_tokens."""
+        """Tokens of the prompt + max_new_tokens."""
 
     @property
     def priority(self) -> int:
-        """Return its class."""
+        """Class of the row."""
 
     @property
     def submitted(self) -> float:
-        """Return when it came."""
+        """Time at which the row came."""
 
     @property
     def left(self) -> int:
-        """Return tokens to compute before the next can be chosen."""
+        """Tokens to compute before the next one can be chosen."""
 
     @property
     def in_prefill(self) -> bool:
-        """Return whether they are the prompt's."""
+        """Whether these tokens are the prompt's."""
 
 
 R = TypeVar("R", bound=Schedulable)
@@ -72,7 +72,7 @@ class Scheduler(Generic[R]):
 
         Args:
             limits: `BatchLimits.resolved`.
-            clock: seconds; asked with queue_threshold_ms alone.
+            clock: clock in seconds, read only with queue_threshold_ms.
         """
         self.running: list[R] = []
         self._limits, self._clock = limits, clock
@@ -83,21 +83,21 @@ class Scheduler(Generic[R]):
 
     @property
     def waiting(self) -> int:
-        """How many rows wait."""
+        """Number of waiting rows."""
         return sum(map(len, self._classes.values()))
 
     def queued(self) -> list[R]:
-        """Return the waiting rows."""
+        """The waiting rows."""
         return [row for rows in self._classes.values() for row in rows]
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens of the rows in prefill, what max_batch_prefill_tokens bounds."""
+        """Prompt tokens of the rows in prefill, which max_batch_prefill_tokens bounds."""
         return sum(row.input_tokens for row in self.running if row.in_prefill)
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of the running rows, what max_batch_total_tokens bounds."""
+        """Tokens of the running rows, which max_batch_total_tokens bounds."""
         return sum(row.total_tokens for row in self.running)
 
     def add(self, row: R) -> None:
@@ -117,7 +117,7 @@ class Scheduler(Generic[R]):
             del self._classes[row.priority]
 
     def admit(self) -> list[R]:
-        """Let rows join that there is room for; return them."""
+        """Let rows join for which there is room; the rows that joined."""
         limits, waiting, running = self._limits, self.waiting, len(self.running)
         if (
             running
@@ -145,10 +145,10 @@ class Scheduler(Generic[R]):
         return joined
 
     def plan(self) -> list[tuple[R, int]]:
-        """Return which rows a step computes and how many tokens of each; it counts as a step.
+        """The rows that the next step computes, and the number of tokens of each.
 
-        Every decoding row is in it; prompts share `prefill_chunk` tokens, those that joined first
-        before the others.
+        Every decoding row is in it. Prompts share `prefill_chunk` tokens; those that joined first
+        come before the others. The call counts as a step.
         """
         self._since += 1
         chunk = self._limits.prefill_chunk
@@ -169,13 +169,13 @@ class Scheduler(Generic[R]):
         self.running.append(row)
 
     def _head(self, priority: int) -> R:
-        """Return the row of a class that joins next."""
+        """The row of a class that joins next."""
         rows, threshold = self._classes[priority], self._limits.queue_threshold_ms
         if threshold is None:
             return rows[0]
         now = self._clock()
         late = [row for row in rows if (now - row.submitted) * 1000 >= threshold]
-        # of equal ones the first that came
+        # `min` takes the first of equal rows, which came first
         return min(late or rows, key=lambda row: row.input_tokens)
 
     def _next_class(self) -> int:

@@ -13,7 +13,7 @@ from quantflow.runtime.batching.request import BatchRequest, PromptToken, TokenE
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """When a request came to a point, in seconds of `time.monotonic`; None before it has."""
+    """Times of a request, in seconds of `time.monotonic`; None before it has come so far."""
 
     submitted: float
     admitted: float | None = None
@@ -22,11 +22,11 @@ class RequestTimes:
 
 
 class Readers:
-    """Readers in event loops that have something to read, woken together. One thread alone uses it.
+    """Readers in event loops that have something to read, woken together.
 
-    Waking a reader costs a system call, and the reader takes the interpreter from the thread that
-    woke it. Woken one by one among the rows of a step, readers would hold up the rows that are
-    left.
+    One thread alone uses it. Waking a reader costs a system call, and the reader takes the
+    interpreter from the thread that woke it. Woken one by one among the rows of a step, readers
+    would hold up the rows that are left.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Stream:
     `cancel` does.
 
     Attributes:
-        request: what was submitted.
-        times: when it came to which point.
+        request: submitted request.
+        times: times of the request.
         prompt: the prompt's tokens with log-probabilities, complete before the first event; empty
             unless asked for.
         cached_tokens: tokens of the prompt that were taken from shared blocks, known before the
@@ -65,8 +65,8 @@ class Stream:
         """Begin without events.
 
         Args:
-            request: what was submitted.
-            on_cancel: called by `cancel`, from any thread.
+            request: submitted request.
+            on_cancel: function that `cancel` calls, from any thread.
         """
         self.request = request
         self.times = RequestTimes(submitted=time.monotonic())
@@ -84,11 +84,17 @@ class Stream:
         return self.times.finished is not None
 
     def cancel(self) -> None:
-        """End the request before the engine's next step; its last event says so unless it had ended. Any thread may call it."""
+        """End the request before the engine's next step. Any thread may call it.
+
+        The last event says so, unless the request had ended.
+        """
         self._on_cancel(self)
 
     def put(self, event: TokenEvent, readers: Readers) -> None:
-        """Add an event; the engine's thread calls it. A reader that waits in an event loop joins `readers`."""
+        """Add an event; the engine's thread calls it.
+
+        A reader that waits in an event loop joins `readers`.
+        """
         with self._changed:
             now = time.monotonic()
             if event.id is not None and self.times.first_token is None:

@@ -1,4 +1,4 @@
-"""A trace of some steps of an engine, for chrome://tracing: one file, of the steps after those that are left alone."""
+"""A trace of some steps of an engine, for chrome://tracing, in one file."""
 
 import warnings
 from collections.abc import Callable
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class TracedSteps:
-    """Which steps are traced, and where to.
+    """The steps that are traced, and the file of the trace.
 
     Attributes:
-        path: the file.
+        path: file of the trace.
         skip: steps before the trace.
         count: steps of the trace, 1 or more.
         shapes: whether it has the shapes of inputs.
@@ -31,7 +31,7 @@ class TracedSteps:
 
 
 class StepTrace:
-    """Traces the steps that it is told of; the thread that does one does all.
+    """Traces steps; the thread that does one step does all.
 
     Attributes:
         done: whether the file is written, or cannot be.
@@ -58,7 +58,10 @@ class StepTrace:
         self._profile: profile | None = None
 
     def step(self, work: Callable[[], Result]) -> Result:
-        """Do a step and return what it returns; the last one of the trace writes the file, or warns that it cannot."""
+        """Do a step and return its result.
+
+        The last step of the trace writes the file, or warns that it cannot.
+        """
         options, number = self._options, self._seen
         self._seen += 1
         if self.done or number < options.skip:

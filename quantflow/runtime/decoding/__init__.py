@@ -1,15 +1,16 @@
-"""Ways to generate: greedy, sampled, beams, contrastive, and speculation, on anything that is a `Decoder`.
+"""Methods to generate on any `Decoder`: greedy, sampled, beams, contrastive, and speculation.
 
     logits.py       filters and penalties: pure functions on [B, V]
-    options.py      probabilities of Sampling, and Draft; ../generate_job.py has what else may be asked for
-    request.py      prompts with all of that, and the steps that every method shares
+    options.py      probabilities of Sampling, and Draft; ../generate_job.py has the other options
+    request.py      prompts with these options, and the steps that every method shares
     sequential.py   one token after the other
-    beams.py        beam search; constrained.py: with words that must be said
-    speculation.py  a draft model, the text itself or Medusa's heads propose, the model confirms; medusa.py: the heads
+    beams.py        beam search; constrained.py: with words that must occur
+    speculation.py  a draft model, the text itself or Medusa's heads propose, the model confirms
+    medusa.py       the heads
     contrastive.py  contrastive search
     text.py         stop strings, and text that is shown while it grows
 
-A batch has its prompts padded on the left. Whatever a row says, it would say alone.
+A batch has its prompts padded on the left. The tokens of a row are those that it would have alone.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -66,18 +67,16 @@ def generate(
     Args:
         model: a Hugging Face causal LM, one whose linears are QuantLinear, or a Decoder.
         input_ids: [B, S] int64, S at least 1.
-        max_new_tokens: at most so many tokens are added to each.
-        method: None takes one token after the other; see the module for the others.
+        max_new_tokens: tokens that are added to each prompt, at most.
+        method: one of the module's methods; None takes one token after the other.
         sampling: None takes the most likely token, or the best beams.
-        rules: penalties and what may not be said.
-        padding: [B] int64, how many tokens at the left of each prompt are padding; None or zeros:
-            none.
+        rules: penalties and forbidden tokens.
+        padding: [B] int64, number of padding tokens at the left of each prompt; None: none.
         returned: sequences per prompt, with sampling or beams.
         eos_token_id: stop after any of these; it is part of the result.
         pad_token_id: fills rows that ended; None takes the first end token, or 0.
-        stop: told the new tokens of a row after each, says whether its text ends there.
-        stream: called with each new token as soon as it is known; of one sequence, and not with
-            beams.
+        stop: function from the new tokens of a row to whether its text ends there.
+        stream: called with each new token as soon as it is known; for one sequence, without beams.
 
     Returns:
         [B * returned, S + n] int64, the prompts included.
@@ -119,20 +118,23 @@ def _run(decoder: Decoder, request: Request, method: Method | None) -> Tensor:
         return speculate(decoder, request, method)
     if not method.force_words:
         return beam_search(decoder, request, method)[0]
-    found = []
-    for index in range(request.input_ids.shape[0]):  # what a row owes differs from row to row
+    continued = []
+    for index in range(request.input_ids.shape[0]):  # each row owes its own words
         one = request.row(index)
         new = constrained_search(decoder, one, method)[0]
         left = request.input_ids[index, : request.prompt_length - one.prompt_length]
-        found.append(torch.cat([left.expand(len(new), -1), new], dim=1))
-    longest = max(rows.shape[1] for rows in found)
+        continued.append(torch.cat([left.expand(len(new), -1), new], dim=1))
+    longest = max(rows.shape[1] for rows in continued)
     return torch.cat(
-        [functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad) for rows in found]
+        [
+            functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad)
+            for rows in continued
+        ]
     )
 
 
 def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
-    """Refuse what cannot be decoded.
+    """Refuse a request that cannot be decoded.
 
     Raises:
         UsageError: naming the shape, the count, or the two options that disagree.
@@ -154,10 +156,10 @@ def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
     require(new >= 1, f"max_new_tokens={new}", "use 1 or more")
     real = shape[1] - (0 if padding is None else int(padding.min()))
     positions = decoder.positions
-    told = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
+    cause = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
     require(
         positions is None or real + new <= positions,
-        told,
+        cause,
         "shorten the prompt or use fewer new tokens",
     )
     most = (
@@ -167,8 +169,8 @@ def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
         if request.sampling is None
         else request.returned
     )
-    told = f"returned={request.returned}: {most} sequences differ"
-    require(1 <= request.returned <= most, told, "sample, or use as many beams")
+    cause = f"returned={request.returned}: {most} sequences differ"
+    require(1 <= request.returned <= most, cause, "sample, or use as many beams")
     alone = shape[0] * request.returned == 1 and not isinstance(method, Beams)
     require(
         request.stream is None or alone,

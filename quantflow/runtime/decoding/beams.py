@@ -1,4 +1,4 @@
-"""Beam search: several sequences of each prompt are followed, and the likeliest as a whole are returned.
+"""Beam search: several sequences of each prompt are followed; the likeliest are returned.
 
 The arithmetic is that of transformers' vectorized search, so that the same sequences come out: of
 the best 2 x count continuations (more with several end tokens) those that end join the finished
@@ -25,7 +25,7 @@ class Pool:
 
     Attributes:
         tokens: [B, K, L] int64.
-        lengths: [B, K] int64, columns of each that are its own.
+        lengths: [B, K] int64, number of columns of each sequence.
         scores: [B, K] float32.
         real: [B, K] bool; False is an empty place.
     """
@@ -36,7 +36,14 @@ class Pool:
     real: Tensor
 
     def with_best_of(self, tokens: Tensor, length: int, *, scores: Tensor, real: Tensor) -> "Pool":
-        """Return the best K of these and of others, tokens [B, M, L] of one length, scores and real [B, M]."""
+        """The best K of these and of other sequences.
+
+        Args:
+            tokens: [B, M, L], the others.
+            length: number of columns of the others.
+            scores: [B, M].
+            real: [B, M].
+        """
         every = torch.cat([self.scores, scores], dim=1)
         lengths = torch.cat([self.lengths, torch.full_like(real, length, dtype=torch.int64)], dim=1)
         best = every.topk(self.scores.shape[1]).indices
@@ -65,7 +72,7 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
     scores = torch.full((prompts, count), _OUT, device=logits.device)
     scores[:, 0] = 0  # the beams of a prompt are still equal: one of them counts
     empty = torch.zeros_like(scores, dtype=torch.bool)
-    found = Pool(
+    pool = Pool(
         tokens=running,
         lengths=empty.long() + start,
         scores=torch.full_like(scores, _OUT),
@@ -85,13 +92,13 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
         over = ended(tokens.flatten(0, 1)[:, : length + 1], request).view(prompts, width)  # [B, M]
         if length + 1 == request.capacity:
             over = torch.ones_like(over)
-        closed = ~hopeful | (found.real.all(dim=1, keepdim=True) & (beams.early_stopping is True))
+        closed = ~hopeful | (pool.real.all(dim=1, keepdim=True) & (beams.early_stopping is True))
         final = (
             values / (length + 1 - start) ** beams.length_penalty
             + _OUT * (~(over & leading)).float()
             + _OUT * closed.float()
         )
-        found = found.with_best_of(tokens, length + 1, scores=final, real=over & leading)
+        pool = pool.with_best_of(tokens, length + 1, scores=final, real=over & leading)
         live = values + _OUT * over.float()
         best = live.topk(count).indices
         scores, running = live.gather(1, best), _take(tokens, best)
@@ -100,20 +107,18 @@ def beam_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tenso
                 source.gather(1, best) + count * torch.arange(prompts, device=best.device)[:, None]
             ).flatten()
         )
-        hopeful = hopeful & _may_win(
-            scores, found, length + 1 - start, request=request, beams=beams
-        )
-        settled = bool(found.real.all()) and beams.early_stopping is True
+        hopeful = hopeful & _may_win(scores, pool, length + 1 - start, request=request, beams=beams)
+        settled = bool(pool.real.all()) and beams.early_stopping is True
         if settled or not bool(hopeful.any()) or bool(over.all()):
             break
-    longest = int(found.lengths[:, : request.returned].max())
-    return found.tokens[:, : request.returned, :longest].flatten(0, 1), found.scores[
+    longest = int(pool.lengths[:, : request.returned].max())
+    return pool.tokens[:, : request.returned, :longest].flatten(0, 1), pool.scores[
         :, : request.returned
     ].flatten()
 
 
 def _totals(logits: Tensor, tokens: Tensor, request: Request, *, scores: Tensor) -> Tensor:
-    """Return what each continuation of each beam would score, [B, K * V].  scores: [B, K]."""
+    """The score of each continuation of each beam, [B, K * V]. scores: [B, K]."""
     steps = allowed(logits.log_softmax(dim=-1), tokens, request)  # [B * K, V]
     if request.sampling is not None:
         # one may go on whatever ends
@@ -124,7 +129,11 @@ def _totals(logits: Tensor, tokens: Tensor, request: Request, *, scores: Tensor)
 def _continuations(
     totals: Tensor, running: Tensor, length: int, *, width: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores [B, M], beams they continue [B, M], and tokens [B, M, L] of the best, or of those that were drawn."""
+    """The best continuations, or those that were drawn.
+
+    Returns:
+        Scores [B, M], the beams that they continue [B, M], and their tokens [B, M, L].
+    """
     if generator is None:
         values, picks = totals.topk(width)
     else:
@@ -138,19 +147,19 @@ def _continuations(
 
 
 def _may_win(
-    scores: Tensor, found: Pool, generated: int, *, request: Request, beams: Beams
+    scores: Tensor, pool: Pool, generated: int, *, request: Request, beams: Beams
 ) -> Tensor:
-    """Return whether the best running beam of each prompt could still enter the pool, [B, 1]."""
+    """Whether the best running beam of each prompt could still enter the pool, [B, 1]."""
     reach = (
         request.max_new_tokens
         if beams.early_stopping == "never" and beams.length_penalty > 0
         else generated
     )
-    worst = found.scores.amin(dim=1, keepdim=True).where(found.real, _OUT)
+    worst = pool.scores.amin(dim=1, keepdim=True).where(pool.real, _OUT)
     best = scores[:, :1] / math.pow(reach, beams.length_penalty)
     return (best > worst).any(dim=1, keepdim=True)
 
 
 def _take(sequences: Tensor, index: Tensor) -> Tensor:
-    """Return sequences [B, K, L] at index [B, M]: [B, M, L], a copy."""
+    """The sequences [B, K, L] at index [B, M]: [B, M, L], a copy."""
     return sequences.gather(1, index[:, :, None].expand(-1, -1, sequences.shape[2]))

@@ -24,7 +24,14 @@ from quantflow.runtime.generate_job import Beams, Words
 
 @dataclass(frozen=True)
 class ConstrainedLine:
-    """A sequence: its log-probability, its new tokens, the row of the cache that it continues, and what it owes."""
+    """A sequence of the search.
+
+    Attributes:
+        score: its log-probability.
+        tokens: its new tokens.
+        row: row of the cache that it continues.
+        owed: number of tokens that it owes its words.
+    """
 
     score: float
     tokens: tuple[int, ...]
@@ -33,11 +40,11 @@ class ConstrainedLine:
 
 
 def progress(tokens: tuple[int, ...], words: Words) -> tuple[int, set[int]]:
-    """Return how many tokens a text owes its words, and which tokens would pay one.
+    """The number of tokens that a text owes its words, and the tokens that would pay one.
 
-    A word is said where its tokens stand one after the other. Of the words that are not, the one
-    whose beginning is the longest end of the text is under way, and only its next token pays; where
-    none is, every first token does.
+    A word is said where its tokens stand one after the other. Of the words that are not said, the
+    one whose beginning is the longest end of the text is under way, and only its next token pays.
+    Where none is under way, every first token pays.
     """
     unsaid = [word for word in words if not _contains(tokens, word)]
     begun = [
@@ -50,7 +57,12 @@ def progress(tokens: tuple[int, ...], words: Words) -> tuple[int, set[int]]:
 
 
 def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tuple[Tensor, Tensor]:
-    """Continue the prompt of a request of one row by sequences that contain every word of `beams.force_words`.
+    """Continue a prompt by sequences that contain every word of `beams.force_words`.
+
+    Args:
+        decoder: decoder of the model.
+        request: request of one row.
+        beams: beams, with the words.
 
     Returns:
         tokens [returned, S + n] and scores [returned], as `beam_search`.
@@ -59,11 +71,11 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
         UsageError: more tokens owed than may be generated, sampling, or fewer sequences than were
             asked for.
     """
-    words, limit, start = beams.force_words, request.max_new_tokens, request.prompt_length
-    owed, _ = progress((), words)
+    forced, limit, start = beams.force_words, request.max_new_tokens, request.prompt_length
+    owed, _ = progress((), forced)
     if owed > limit or request.sampling is not None:
-        told = f"force_words: {owed} tokens, max_new_tokens={limit}, sampling={request.sampling}"
-        raise UsageError(told, "allow as many new tokens, and do not sample")
+        cause = f"force_words: {owed} tokens, max_new_tokens={limit}, sampling={request.sampling}"
+        raise UsageError(cause, "allow as many new tokens, and do not sample")
     decoder.begin(rows=1, capacity=request.capacity)
     logits = decoder.forward(request.input_ids)
     lines, finished = [ConstrainedLine(0.0, (), 0, owed)], list[tuple[float, tuple[int, ...]]]()
@@ -109,15 +121,22 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
         .expand(len(best), -1)[:, : start + max(len(tokens) for _, tokens in best)]
         .clone()
     )
-    for row, (_, found) in zip(result, best, strict=True):
-        row[start : start + len(found)] = torch.tensor(found, device=row.device)
+    for row, (_, new) in zip(result, best, strict=True):
+        row[start : start + len(new)] = torch.tensor(new, device=row.device)
     return result, torch.tensor([score for score, _ in best], device=result.device)
 
 
 def _candidates(
     steps: Tensor, lines: list[ConstrainedLine], request: Request, *, beams: Beams
 ) -> list[ConstrainedLine]:
-    """Return the likeliest continuations of all lines and those that pay, best first.  steps: [N, V] log-probabilities."""
+    """The likeliest continuations of all lines and those that pay, best first.
+
+    Args:
+        steps: [N, V] log-probabilities.
+        lines: the N sequences.
+        request: ends of the text.
+        beams: number of beams, and the words.
+    """
     steps = steps.clone()
     owing = torch.tensor([line.owed > 0 for line in lines], device=steps.device)
     for end in request.ends:
@@ -131,18 +150,22 @@ def _candidates(
     picks |= {(row, token) for row, tokens in enumerate(own) for token in tokens}
     for row, line in enumerate(lines):
         picks |= {(row, token) for token in progress(line.tokens, beams.force_words)[1]}
-    found = []
+    candidates = []
     for row, token in picks:
         score, tokens = float(totals[row, token]), (*lines[row].tokens, token)
         if score > NEVER:
-            found.append(
+            candidates.append(
                 ConstrainedLine(score, tokens, row, progress(tokens, beams.force_words)[0])
             )
-    return sorted(found, key=lambda line: (-line.score, line.tokens))
+    return sorted(candidates, key=lambda line: (-line.score, line.tokens))
 
 
 def _share(lines: list[ConstrainedLine], count: int) -> list[ConstrainedLine]:
-    """Return `count` lines: the best of each bank, those that owe least first, then the second best of each, and so on."""
+    """The `count` lines of the next step, drawn from the banks in turn.
+
+    The best line of each bank comes first, those that owe least before others; then the second best
+    of each, and so on.
+    """
     banks = [
         [line for line in lines if line.owed == owed]
         for owed in sorted({line.owed for line in lines})
@@ -154,7 +177,7 @@ def _share(lines: list[ConstrainedLine], count: int) -> list[ConstrainedLine]:
 def _settled(
     lines: list[ConstrainedLine], worst: float, generated: int, *, limit: int, beams: Beams
 ) -> bool:
-    """Return whether no line can enter a full pool any more, by the rule of `Beams.early_stopping`."""
+    """Whether no line can enter a full pool any more, by the rule of `Beams.early_stopping`."""
     if beams.early_stopping is True:
         return True
     reach = limit if beams.early_stopping == "never" and beams.length_penalty > 0 else generated

@@ -1,4 +1,4 @@
-"""Contrastive search (Su et al. 2022): of the likeliest tokens, the one that is also unlike what was said."""
+"""Contrastive search (Su et al. 2022): of the likeliest tokens, one that is unlike the text."""
 
 import torch
 from torch import Tensor

@@ -16,13 +16,19 @@ _NUCLEUS = 1024
 
 
 def top_k(logits: Tensor, count: int, *, least: int = 1) -> Tensor:
-    """Keep the `count` most likely tokens, at least `least`, and whatever is as likely as the last of them."""
+    """Keep the `count` likeliest tokens, at least `least`.
+
+    Tokens as likely as the last of them are kept too.
+    """
     smallest = logits.topk(min(max(count, least), logits.shape[-1])).values[..., -1:]
     return logits.masked_fill(logits < smallest, NEVER)
 
 
 def top_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
-    """Keep the most likely tokens that together reach `mass` (nucleus sampling, Holtzman et al. 2020, section 3.1)."""
+    """Keep the likeliest tokens that together reach `mass`.
+
+    Nucleus sampling: Holtzman et al. 2020, section 3.1.
+    """
     total = logits.logsumexp(dim=-1, keepdim=True)
     for count in (min(_NUCLEUS, logits.shape[-1]), logits.shape[-1]):
         values, order = logits.topk(count)  # likeliest first
@@ -36,14 +42,20 @@ def top_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
 
 
 def min_p(logits: Tensor, share: float, *, least: int = 1) -> Tensor:
-    """Keep tokens that are at least `share` times as likely as the most likely one (Nguyen et al. 2024)."""
+    """Keep tokens that are at least `share` times as likely as the likeliest.
+
+    Source: Nguyen et al. 2024.
+    """
     probabilities = logits.softmax(dim=-1)
     unlikely = probabilities < share * probabilities.amax(dim=-1, keepdim=True)
     return logits.masked_fill(unlikely.scatter(-1, probabilities.topk(least).indices, False), NEVER)
 
 
 def typical_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
-    """Keep the tokens of information closest to the expected, until they reach `mass` (Meister et al. 2022, equation 11)."""
+    """Keep the tokens whose information is closest to the expected, until they reach `mass`.
+
+    Source: Meister et al. 2022, equation 11.
+    """
     log_p = logits.log_softmax(dim=-1)
     entropy = -(log_p * log_p.exp()).nansum(dim=-1, keepdim=True)  # 0 * log 0 is 0 here
     distance, order = (-log_p - entropy).abs().sort()
@@ -55,11 +67,11 @@ def typical_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
 
 
 def count_tokens(tokens: Tensor, padding: Tensor | None, *, vocab_size: int) -> Tensor:
-    """Return how often each token stands in each row, padding left out.
+    """The number of times that each token stands in each row, padding left out.
 
     Args:
         tokens: [B, L] int64.
-        padding: [B], tokens at the left of each row that are not text; None: none.
+        padding: [B], number of padding tokens at the left of each row; None: none.
         vocab_size: V; larger ids, of an embedding longer than the head, are not counted.
 
     Returns:
@@ -70,7 +82,7 @@ def count_tokens(tokens: Tensor, padding: Tensor | None, *, vocab_size: int) -> 
         places = places.masked_fill(
             torch.arange(tokens.shape[1], device=tokens.device) < padding[:, None], vocab_size
         )
-    # the last column is thrown away
+    # a last column takes padding and larger ids, and is thrown away
     counts = torch.zeros(tokens.shape[0], vocab_size + 1, device=tokens.device)
     return counts.scatter_add(1, places, torch.ones_like(places, dtype=counts.dtype))[
         :, :vocab_size
@@ -80,7 +92,10 @@ def count_tokens(tokens: Tensor, padding: Tensor | None, *, vocab_size: int) -> 
 def repetition_penalty(
     logits: Tensor, tokens: Tensor, penalty: float, *, padding: Tensor | None
 ) -> Tensor:
-    """Make the tokens of the text so far less likely: positive logits divided, negative multiplied (CTRL, section 4.1)."""
+    """Make the tokens of the text so far less likely.
+
+    Positive logits are divided by the penalty, negative ones multiplied (CTRL, section 4.1).
+    """
     seen = count_tokens(tokens, padding, vocab_size=logits.shape[-1]) > 0
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
@@ -88,7 +103,14 @@ def repetition_penalty(
 def frequency_penalty(
     logits: Tensor, generated: Tensor, *, frequency: float, presence: float
 ) -> Tensor:
-    """Subtract `frequency` for every time a token was generated and `presence` once if it was.  generated: [B, n]."""
+    """Subtract `frequency` for every time a token was generated, and `presence` once if it was.
+
+    Args:
+        logits: [B, V].
+        generated: [B, n].
+        frequency: penalty for each time.
+        presence: penalty once.
+    """
     counts = count_tokens(generated, None, vocab_size=logits.shape[-1])
     return logits - frequency * counts - presence * (counts > 0)
 
@@ -96,7 +118,14 @@ def frequency_penalty(
 def no_repeat_ngrams(
     logits: Tensor, tokens: Tensor, size: int, *, padding: Tensor | None
 ) -> Tensor:
-    """Forbid every token that would complete an n-gram of `size` tokens that the row already has.  tokens: [B, L]."""
+    """Forbid every token that would complete an n-gram of `size` tokens that the row already has.
+
+    Args:
+        logits: [B, V].
+        tokens: [B, L].
+        size: tokens of an n-gram.
+        padding: [B], number of padding tokens at the left of each row; None: none.
+    """
     length, vocab_size = tokens.shape[1], logits.shape[-1]
     if length < size:
         return logits
@@ -114,7 +143,14 @@ def no_repeat_ngrams(
 def ban_words(
     logits: Tensor, tokens: Tensor, words: Sequence[Sequence[int]], *, padding: Tensor | None
 ) -> Tensor:
-    """Forbid the last token of each word where the row ends with the tokens before it.  tokens: [B, L]."""
+    """Forbid the last token of each word where the row ends with the tokens before it.
+
+    Args:
+        logits: [B, V].
+        tokens: [B, L].
+        words: tokens of each word.
+        padding: [B], number of padding tokens at the left of each row; None: none.
+    """
     result = logits.clone()
     for word in words:
         start = tokens.shape[1] - (len(word) - 1)

@@ -1,4 +1,7 @@
-"""Medusa's heads (Cai et al. 2024, section 2.1): each guesses a token further ahead from the model's last hidden state."""
+"""Medusa's heads (Cai et al. 2024, section 2.1).
+
+Each guesses a token further ahead, from the model's last hidden state.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +21,15 @@ class MedusaHead:
     """One head: residual blocks x + SiLU(W x + b), then a projection to the vocabulary.
 
     Attributes:
-        blocks: weight [H, H] and bias [H] of each.
-        projection: [V, H].
+        blocks: weight [H, H] and bias [H] of each block.
+        projection: projection to the vocabulary, [V, H].
     """
 
     blocks: tuple[tuple[Tensor, Tensor], ...]
     projection: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits [V] of a hidden state [H]."""
+        """The logits [V] of a hidden state [H]."""
         for weight, bias in self.blocks:
             hidden = hidden + functional.silu(functional.linear(hidden, weight, bias))
         return functional.linear(hidden, self.projection)
@@ -43,12 +46,18 @@ class Medusa:
     heads: tuple[MedusaHead, ...]
 
     def propose(self, hidden: Tensor) -> Tensor:
-        """Return the likeliest token of each head, [heads] int64.  hidden: [H] float32."""
+        """The likeliest token of each head, [heads] int64. hidden: [H] float32."""
         return torch.stack([head(hidden).argmax() for head in self.heads])
 
 
 def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Medusa:
-    """Read the heads of a folder: tensors `{head}.{block}.linear.weight`, `.bias` and last `{head}.{blocks}.weight`.
+    """Read the heads of a folder.
+
+    The tensors are `{head}.{block}.linear.weight`, `.bias` and last `{head}.{blocks}.weight`.
+
+    Args:
+        folder: folder with HEADS_FILE.
+        device: device of the heads.
 
     Raises:
         InputError: no such file, a damaged one, or names that are not those of heads.
@@ -68,9 +77,9 @@ def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Me
             )
         )
     if tensors or not heads:
-        told = ", ".join(sorted(tensors)[:3]) or "no tensor"
+        listed = ", ".join(sorted(tensors)[:3]) or "no tensor"
         raise InputError(
-            f"{path}: {told} beside {len(heads)} heads",
+            f"{path}: {listed} beside {len(heads)} heads",
             "convert the heads to names such as 0.0.linear.weight",
         )
     return Medusa(heads=tuple(heads))

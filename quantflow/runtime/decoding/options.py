@@ -1,4 +1,4 @@
-"""Probabilities that tokens are drawn with, and the method that has a model (../generate_job.py has the others)."""
+"""The probabilities that tokens are drawn with, and the method that has a model of its own."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,13 @@ from quantflow.runtime.generate_job import Sampling, require
 
 
 def filtered(logits: Tensor, sampling: Sampling, *, least: int = 1) -> Tensor:
-    """Return logits with temperature and filters applied; each filter keeps at least `least` tokens.  logits: [..., V]."""
+    """The logits with temperature and filters applied, [..., V].
+
+    Args:
+        logits: [..., V].
+        sampling: temperature and filters.
+        least: number of tokens that each filter keeps at least.
+    """
     scores = logits.float() / sampling.temperature
     if sampling.top_k is not None:
         scores = top_k(scores, sampling.top_k, least=least)
@@ -24,11 +30,11 @@ def filtered(logits: Tensor, sampling: Sampling, *, least: int = 1) -> Tensor:
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities that tokens are drawn with.
+    """The probabilities that tokens are drawn with.
 
     Args:
         logits: [..., V].
-        sampling: all but the seed is read.
+        sampling: temperature and filters; the seed is not read.
 
     Returns:
         [..., V] float32, sum 1. Tokens as likely as the k-th are kept with it, as transformers
@@ -42,8 +48,8 @@ class Draft:
     """Speculation by a smaller model of the same vocabulary.
 
     Attributes:
-        decoder: the draft; made with `crops=True` where it is a TransformersDecoder.
-        tokens: proposed at a time.
+        decoder: draft model; made with `crops=True` where it is a TransformersDecoder.
+        tokens: number of tokens that are proposed at a time.
     """
 
     decoder: Decoder

@@ -1,4 +1,7 @@
-"""What every method is given, and the three steps they share: apply the rules, choose a token, see whether a row has ended."""
+"""A request, and the three steps that all methods share.
+
+The steps apply the rules, choose a token, and see whether a row has ended.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +21,13 @@ class Request:
 
     Attributes:
         input_ids: [B, S] int64, prompts padded on the left.
-        padding: [B] int64, how many tokens at the left of each are padding; None: none.
-        max_new_tokens: at most so many are added.
-        sampling: None takes the most likely token.
-        rules: what may be said.
+        padding: [B] int64, number of padding tokens at the left of each; None: none.
+        max_new_tokens: tokens that are added at most.
+        sampling: how tokens are drawn; None takes the most likely token.
+        rules: penalties and forbidden tokens.
         ends: tokens that end a text, and are its last.
-        stop: told the new tokens of a row, whether its text ends there; None: it does not.
+        stop: function from the new tokens of a row to whether its text ends there; None: it does
+            not.
         pad: fills a row after its end.
         returned: sequences per prompt.
         stream: called with each token of the only row as soon as it is known.
@@ -42,7 +46,7 @@ class Request:
 
     @property
     def prompt_length(self) -> int:
-        """S."""
+        """Tokens of a prompt, S, padding included."""
         return self.input_ids.shape[1]
 
     @property
@@ -51,7 +55,7 @@ class Request:
         return self.prompt_length + self.max_new_tokens
 
     def generator(self) -> torch.Generator | None:
-        """Return the generator that tokens are drawn with, seeded; None where none are."""
+        """The seeded generator that tokens are drawn with; None where none are drawn."""
         return (
             None
             if self.sampling is None
@@ -59,30 +63,30 @@ class Request:
         )
 
     def repeated(self, times: int) -> "Request":
-        """Return it with every prompt `times` times, one after the other."""
+        """The request with every prompt `times` times, one after the other."""
         padding = None if self.padding is None else self.padding.repeat_interleave(times)
         return replace(
             self, input_ids=self.input_ids.repeat_interleave(times, dim=0), padding=padding
         )
 
     def row(self, index: int) -> "Request":
-        """Return it with one prompt only, its padding taken off."""
+        """The request with one prompt only, its padding taken off."""
         begin = 0 if self.padding is None else int(self.padding[index])
         return replace(self, input_ids=self.input_ids[index : index + 1, begin:], padding=None)
 
     def canvas(self) -> Tensor:
-        """Return the prompts with room for what follows, [B, S + max_new_tokens], filled with `pad`."""
+        """The prompts with room for what follows, [B, S + max_new_tokens], filled with `pad`."""
         room = self.input_ids.new_full((self.input_ids.shape[0], self.max_new_tokens), self.pad)
         return torch.cat([self.input_ids, room], dim=1)
 
 
 def allowed(logits: Tensor, tokens: Tensor, request: Request) -> Tensor:
-    """Return logits with the rules applied.
+    """The logits with the rules applied.
 
     Args:
-        logits: [B, V], of the token after `tokens`.
-        tokens: [B, L], prompts and what was generated, in the rows of `request`.
-        request: the rules, the prompts and the ends.
+        logits: [B, V], scores of the token after `tokens`.
+        tokens: [B, L], prompts and generated tokens, in the rows of `request`.
+        request: rules, prompts and ends.
 
     Raises:
         InputError: logits that hold NaN.
@@ -122,26 +126,31 @@ def allowed(logits: Tensor, tokens: Tensor, request: Request) -> Tensor:
 
 
 def choose(scores: Tensor, request: Request, generator: torch.Generator | None) -> Tensor:
-    """Return the next token of each row, [B] int64.  scores: [B, V]."""
+    """The next token of each row, [B] int64. scores: [B, V]."""
     if request.sampling is None:
         return scores.argmax(dim=-1)
     return torch.multinomial(distribution(scores, request.sampling), 1, generator=generator)[:, 0]
 
 
 def ended(tokens: Tensor, request: Request) -> Tensor:
-    """Return which rows end with their last token, [N] bool.  tokens: [N, L] with at least one new token."""
+    """Whether each row ends with its last token, [N] bool.
+
+    Args:
+        tokens: [N, L] with at least one new token.
+        request: ends and stop strings.
+    """
     last = tokens[:, -1]
     done = torch.zeros_like(last, dtype=torch.bool)
     for end in request.ends:
         done |= last == end
     if request.stop is not None:
-        told = [request.stop(row) for row in tokens[:, request.prompt_length :].tolist()]
-        done |= torch.tensor(told, device=done.device)
+        stopped = [request.stop(row) for row in tokens[:, request.prompt_length :].tolist()]
+        done |= torch.tensor(stopped, device=done.device)
     return done
 
 
 def _too_short(tokens: Tensor, request: Request) -> Tensor:
-    """Return which rows may not end yet, [B] bool; padding is not counted.  tokens: [B, L]."""
+    """Whether each row is too short to end, [B] bool; padding is not counted. tokens: [B, L]."""
     rules, length = request.rules, tokens.shape[1]
     real = torch.full_like(tokens[:, 0], length)
     if request.padding is not None:

@@ -8,9 +8,10 @@ from quantflow.runtime.decoding.request import Request, allowed, choose, ended
 
 
 def decode(decoder: Decoder, request: Request) -> Tensor:
-    """Continue each prompt, greedily or sampled; the prompts are one forward, every further token another.
+    """Continue each prompt, greedily or sampled.
 
-    A row that has ended is filled with padding until all have.
+    The prompts are one forward, every further token is another. A row that has ended is filled with
+    padding until all have.
 
     Returns:
         [B * returned, S + n] int64, sequences of a prompt one after the other.

@@ -1,4 +1,4 @@
-"""Speculation: tokens are proposed cheaply, and one forward of the model says how many of them it would have taken.
+"""Speculation: tokens are proposed cheaply, and one forward of the model confirms some of them.
 
 Greedily, a proposal is taken where it is the model's own choice, so the tokens are those of greedy
 decoding. Sampled, the rule of speculative sampling (Leviathan et al. 2023, algorithm 1) makes them
@@ -22,7 +22,7 @@ Speculation = Draft | Lookup | Medusa
 
 
 class Proposer(Protocol):
-    """Whoever guesses the next tokens."""
+    """A source of guesses for the next tokens."""
 
     def propose(
         self, tokens: Tensor, count: int, *, hidden: Tensor | None
@@ -30,9 +30,9 @@ class Proposer(Protocol):
         """Guess.
 
         Args:
-            tokens: [1, L], what is decided.
-            count: tokens at most.
-            hidden: [H], the model's final state at position L - 2, which the last token came from;
+            tokens: [1, L], text so far.
+            count: most tokens to guess.
+            hidden: [H], final state of the model at position L - 2, from which the last token came;
                 None where the decoder shows none, or at first.
 
         Returns:
@@ -52,28 +52,31 @@ def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor
             states.
     """
     if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
-        told = f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has {decoder.vocab_size}"
-        raise UsageError(told, "use a draft model with the same tokenizer")
+        cause = (
+            f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has "
+            f"{decoder.vocab_size}"
+        )
+        raise UsageError(cause, "use a draft model with the same tokenizer")
     if isinstance(method, Medusa) and not isinstance(decoder, HiddenDecoder):
         raise UsageError(
             f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules"
         )
-    generator, found = request.generator(), list[Tensor]()
+    generator, outputs = request.generator(), list[Tensor]()
     for index in range(request.input_ids.shape[0]):
         one = request.row(index)
         for _ in range(request.returned):
             new = _speculate(decoder, one, _proposer(method, one, generator), generator=generator)
-            found.append(torch.cat([request.input_ids[index], new]))
-    longest = max(len(row) for row in found)
+            outputs.append(torch.cat([request.input_ids[index], new]))
+    longest = max(len(row) for row in outputs)
     return torch.stack(
-        [functional.pad(row, (0, longest - len(row)), value=request.pad) for row in found]
+        [functional.pad(row, (0, longest - len(row)), value=request.pad) for row in outputs]
     )
 
 
 def _speculate(
     decoder: Decoder, request: Request, proposer: Proposer, *, generator: torch.Generator | None
 ) -> Tensor:
-    """Return the new tokens of a prompt, [n]."""
+    """The new tokens of a prompt, [n]."""
     tokens, start, cached = request.input_ids, request.prompt_length, 0
     hidden: Tensor | None = None
     decoder.begin(rows=1, capacity=request.capacity)
@@ -91,10 +94,13 @@ def _speculate(
         else:
             logits, states = decoder.forward(step, last_only=False), None
         tried = torch.cat([tokens, guess[None]], dim=1)
-        known = tokens.shape[1]
+        confirmed = tokens.shape[1]
         # [1 + k, V]
         scores = torch.cat(
-            [allowed(logits[:, i], tried[:, : known + i], request) for i in range(len(guess) + 1)]
+            [
+                allowed(logits[:, i], tried[:, : confirmed + i], request)
+                for i in range(len(guess) + 1)
+            ]
         )
         taken = _confirm(scores, guess, drawn_from, request=request, generator=generator)
         for token in taken:
@@ -117,14 +123,17 @@ def _confirm(
     request: Request,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return the tokens that are taken, [1..k+1]: the proposals up to the first that is refused, then one of the model's.
+    """The tokens that are taken: proposals up to the first refused one, then one of the model's.
 
     Args:
-        scores: [k + 1, V], the model's logits after the text and after each proposal.
-        guess: [k].
-        drawn_from: [k, V], or None for a proposal that was certain.
-        request: how tokens are drawn.
-        generator: None greedily.
+        scores: [k + 1, V], logits of the model after the text and after each proposal.
+        guess: [k], the proposals.
+        drawn_from: [k, V], probabilities of the proposals, or None for those that were certain.
+        request: sampling.
+        generator: generator of the draws; None greedily.
+
+    Returns:
+        [1..k + 1] tokens.
     """
     count = len(guess)
     if request.sampling is None:
@@ -137,6 +146,8 @@ def _confirm(
     draws = torch.rand(count, generator=generator, device=scores.device)
     agrees = draws * theirs.gather(1, at)[:, 0] < own[:count].gather(1, at)[:, 0]
     agreed = int(agrees.cumprod(dim=0).sum())
+    # the refused proposal's place is drawn from what the model has above the draft, which makes
+    # the tokens distributed as the model's own
     rest = own[agreed] if agreed == count else (own[agreed] - theirs[agreed]).clamp(min=0)
     return torch.cat([guess[:agreed], torch.multinomial(rest, 1, generator=generator)])
 
@@ -161,8 +172,8 @@ class _Drafter:
         self, tokens: Tensor, count: int, *, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Guess, from a cache cropped to what was confirmed."""
-        known = tokens.shape[1]
-        common = min(self._seen.shape[1], known - 1)
+        confirmed = tokens.shape[1]
+        common = min(self._seen.shape[1], confirmed - 1)
         same = int((self._seen[0, :common] == tokens[0, :common]).cumprod(dim=0).sum())
         if same < self._seen.shape[1]:
             self._decoder.crop(same)
@@ -174,7 +185,7 @@ class _Drafter:
                 drawn_from.append(distribution(scores, self._request.sampling))
             tried = torch.cat([tried, choose(scores, self._request, self._generator)[None]], dim=1)
         self._seen = tried[:, :cached]
-        return tried[0, known:], torch.cat(drawn_from) if drawn_from else None
+        return tried[0, confirmed:], torch.cat(drawn_from) if drawn_from else None
 
 
 class _Finder:
@@ -192,12 +203,12 @@ class _Finder:
 
 
 def look_up(text: Tensor, method: Lookup, count: int) -> Tensor:
-    """Return what followed the longest end of a text where it first stood before, at most `count` tokens.
+    """The tokens that followed the longest end of a text where it first stood before.
 
     Args:
         text: [L] int64.
-        method: how long an end is looked for, and how many tokens are proposed.
-        count: at most so many, 0 or more.
+        method: length of the ends that are looked for, and number of proposed tokens.
+        count: most tokens, 0 or more.
     """
     for size in range(min(method.ngram, len(text) - 1), 0, -1):
         places = (text.unfold(0, size, 1)[:-1] == text[-size:]).all(dim=1).nonzero()
@@ -217,5 +228,8 @@ class _Heads:
     def propose(
         self, tokens: Tensor, count: int, *, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Guess from the state that the last token came from; head i is i + 1 tokens ahead of it."""
+        """Guess from the state that the last token came from.
+
+        Head i is i + 1 tokens ahead of it.
+        """
         return (tokens[0, :0] if hidden is None else self._method.propose(hidden)[:count]), None

@@ -7,13 +7,16 @@ from transformers import PreTrainedTokenizerBase
 from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.generate_job import Words
 
-_HALF = "\ufffd"  # what the bytes of an unfinished character decode to
-# tokens before a text that its first token is decoded with: some tokenizers drop a leading space
+_HALF = "\ufffd"  # the character to which the bytes of an unfinished character decode
+# tokens that are decoded before a text: some tokenizers drop the space that a text begins with
 _CONTEXT = 5
 
 
 class TextStream:
-    """Hands out the text of tokens as soon as it is certain. A character may need several tokens."""
+    """Hands out the text of tokens as soon as it is certain.
+
+    A character may need several tokens.
+    """
 
     def __init__(
         self,
@@ -25,13 +28,14 @@ class TextStream:
         """Begin after a prompt.
 
         Args:
-            tokenizer: of prompt and tokens.
-            prompt: its tokens.
-            tell: called with each new piece, never empty.
+            tokenizer: tokenizer of prompt and tokens.
+            prompt: tokens of the prompt.
+            tell: called with each new piece, which is never empty.
         """
         self._tokenizer, self._tell = tokenizer, tell
         self._tokens = list(prompt[-_CONTEXT:])
-        # pieces are decoded from the first to the end, told from the second
+        # tokens from `_told` on are decoded, so that a piece has its context; from `_whole` on they
+        # have not been handed out
         self._told, self._whole = 0, len(self._tokens)
 
     def put(self, token: int) -> None:
@@ -40,7 +44,7 @@ class TextStream:
         self._say(final=False)
 
     def end(self) -> None:
-        """Tell what is left, whole characters or not."""
+        """Hand out the rest, whole characters or not."""
         self._say(final=True)
 
     def _say(self, *, final: bool) -> None:
@@ -59,7 +63,7 @@ class TextStream:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]
 ) -> str:
-    """Return the text of tokens that follow a prompt, special tokens left out."""
+    """The text of tokens that follow a prompt, special tokens left out."""
     pieces: list[str] = []
     stream = TextStream(tokenizer, prompt, tell=pieces.append)
     for token in tokens:
@@ -71,7 +75,7 @@ def continuation(
 def stop_at(
     tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]
 ) -> Callable[[Sequence[int]], bool]:
-    """Return what says whether the text of new tokens has just come to hold one of the strings, for `generate(stop=...)`."""
+    """The `stop` of `generate`: whether the text of new tokens has just come to hold a string."""
     which = stop_string(tokenizer, strings)
     return lambda tokens: which(tokens) is not None
 
@@ -79,14 +83,15 @@ def stop_at(
 def stop_string(
     tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], *, prompt: Sequence[int] = ()
 ) -> Callable[[Sequence[int]], str | None]:
-    """Return what says which of the strings the text of new tokens has just come to hold, the first of several, or None.
+    """A function from new tokens to the string that their text has just come to hold, or None.
 
-    It decodes as many of the last tokens as the longest string has bytes, and a few more.
+    Of several strings it is the first. The function decodes as many of the last tokens as the
+    longest string has bytes, and a few more.
 
     Args:
-        tokenizer: of the tokens.
-        strings: not empty.
-        prompt: what stands before the new tokens, where it is known; some tokenizers drop the space
+        tokenizer: tokenizer of the tokens.
+        strings: one string or more.
+        prompt: tokens before the new ones, where they are known; some tokenizers drop the space
             that a text begins with.
     """
     special = frozenset(tokenizer.all_special_ids)
@@ -109,9 +114,12 @@ def stop_string(
 def word_ids(
     tokenizer: PreTrainedTokenizerBase, words: Sequence[str], *, before: Sequence[str]
 ) -> Words:
-    """Return the tokens of each word behind each of some texts, such as a space and nothing; duplicates are left out."""
+    """The tokens of each word behind each of some texts, such as a space and nothing.
+
+    Duplicates are left out.
+    """
     spelled = [space + word for word in words for space in before]
-    found = (
+    token_lists = (
         tuple(tokens_of(tokenizer, text, where=f"word {text!r}", special=False)) for text in spelled
     )
-    return tuple(dict.fromkeys(ids for ids in found if ids))
+    return tuple(dict.fromkeys(ids for ids in token_lists if ids))

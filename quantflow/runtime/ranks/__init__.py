@@ -1,1 +1,1 @@
-"""A decoder over ranks: each holds some rows of every linear, and they exchange what they computed."""
+"""A decoder over ranks: each holds some rows of every linear, and outputs are exchanged."""

@@ -1,9 +1,8 @@
-"""One process of several that share a model decides what is decoded; the others do the same calls.
+"""The leader of several processes that share a model: the others repeat its calls.
 
-Prompts, the choice of tokens and whatever is told of them live in rank 0 alone: it holds a
-`Leader`, which is a `Decoder` like any other, so that every way to generate runs as it does in one
-process. The others `follow`: of what rank 0 asks of its own decoder they hear the calls, and drop
-what these return.
+Prompts and the choice of tokens live in rank 0 alone. It holds a `Leader`, which is a `Decoder`
+like any other, so that every way to generate runs as it does in one process. The other ranks
+`follow`: they hear every call of rank 0's own decoder, repeat it, and drop its result.
 """
 
 from typing import Any
@@ -16,14 +15,14 @@ from quantflow.distributed.wire import Wire
 from quantflow.runtime.decoder import HiddenDecoder
 
 _CALLS = ("end", "begin", "forward", "forward_hidden", "keep", "crop")
-_WORDS = 64  # of a message; what does not fit into it follows
+_WORDS = 64  # words of a message; a longer call has a second message
 
 
 class Leader:
-    """A decoder on rank 0 that has the other ranks do what it is asked to; they call `follow`.
+    """A decoder on rank 0 whose calls the other ranks repeat, in `follow`.
 
     Attributes:
-        vocab_size, positions, device: as in `Decoder`.
+        vocab_size, positions, device: fields of `Decoder`.
         own: rank 0's decoder.
     """
 
@@ -66,7 +65,7 @@ class Leader:
         self._tell("end")
 
     def _tell(self, call: str, *parts: int | Tensor | None) -> None:
-        """Say a call: its number, how long the rest is, and the rest."""
+        """Broadcast a call: its number, the number of its words, and the words."""
         flat = [
             torch.tensor([part]) if isinstance(part, int) else part.reshape(-1)
             for part in parts
@@ -88,9 +87,9 @@ def follow(decoder: HiddenDecoder, wire: Wire) -> None:
         wire.broadcast(message)
         number, length = message[:2].tolist()
         if length > _WORDS - 2:
-            more = torch.empty(length - (_WORDS - 2), dtype=torch.int64)
-            wire.broadcast(more)
-            message = torch.cat([message, more])
+            remainder = torch.empty(length - (_WORDS - 2), dtype=torch.int64)
+            wire.broadcast(remainder)
+            message = torch.cat([message, remainder])
         call, rest = _CALLS[number], message[2 : length + 2]
         if call == "end":
             return

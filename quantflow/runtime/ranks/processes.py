@@ -1,8 +1,8 @@
-"""`generate`, `bench` and the tasks of `validate` over several processes that share a model, of which rank 0 alone speaks.
+"""`generate`, `bench` and the tasks of `validate` over several processes that share a model.
 
-What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the
-others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that started
-it. A rank that ends takes the others with it, and is named.
+A job that cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives
+the others (quantflow.runtime.ranks.leader) and writes to the same stdout as the process that
+started it. A rank that ends takes the others with it, and the error names it.
 """
 
 import os
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class RankedJob(Protocol):
-    """What several ranks can do: a record that names an artifact, and how it is run."""
+    """A job that several ranks can do: a record that names an artifact, and how it is run."""
 
     def run(self, progress: Progress) -> object:
         """Do it, in each rank."""
@@ -51,7 +51,7 @@ class RankedJob(Protocol):
 
     @property
     def backend(self) -> str:
-        """As for `open_artifact`."""
+        """Backend of the linears, as for `open_artifact`."""
         ...
 
     @property
@@ -65,8 +65,8 @@ class Gloo:
     """A `Wire` over torch's process group.
 
     Attributes:
-        verb: what runs, for messages.
-        team: this process's place, and the group.
+        verb: verb that runs, for messages.
+        team: rank of this process, and the group.
     """
 
     verb: str
@@ -74,20 +74,20 @@ class Gloo:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return self.team.rank
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.team.world
 
     def gather(self, part: Tensor) -> Tensor:
         """See `Wire.gather`."""
-        found = part.new_empty(self.world, *part.shape)
+        parts = part.new_empty(self.world, *part.shape)
         with connected(self.verb):
-            distributed.all_gather(list(found.unbind()), part, group=self.team.group)
-        return found
+            distributed.all_gather(list(parts.unbind()), part, group=self.team.group)
+        return parts
 
     def broadcast(self, numbers: Tensor) -> None:
         """See `Wire.broadcast`."""
@@ -96,17 +96,16 @@ class Gloo:
 
 
 def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool]) -> int:
-    """Return how many processes share the model: as many as were asked for, or as torchrun started.
+    """The number of processes that share the model: as asked for, or as torchrun started them.
 
     Args:
-        verb: for messages.
-        ranks: asked for.
-        trusted: the ranks may meet at the address of somebody's torchrun.
-        without: what several processes do not have -> whether it was asked for.
+        verb: verb, for messages.
+        ranks: number that was asked for.
+        trusted: whether the ranks may meet at the address of somebody's torchrun.
+        without: feature that several processes do not have -> whether it was asked for.
 
     Raises:
-        UsageError: a number that is none, or not torchrun's; several processes with one of
-            `without`.
+        UsageError: a number below 1, or not torchrun's; several processes with one of `without`.
     """
     launched = launched_rank()
     require_trust(verb, trusted=trusted)
@@ -118,17 +117,17 @@ def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool
             "leave --ranks out under torchrun",
         )
     world = ranks if launched is None else launched[1]
-    given = [name for name, asked in without.items() if asked]
-    if world > 1 and given:
+    flags = [name for name, asked in without.items() if asked]
+    if world > 1 and flags:
         raise UsageError(
-            f"{verb}: {world} ranks with {given[0]}",
+            f"{verb}: {world} ranks with {flags[0]}",
             "leave one of them out: ranks share the lean decoder, on cpu",
         )
     return world
 
 
 def starts(world: int) -> bool:
-    """Return whether this process is to start the ranks, and is none of them."""
+    """Whether this process is to start the ranks, and is none of them."""
     return world > 1 and launched_rank() is None
 
 
@@ -141,15 +140,17 @@ def start(
     stream: Callable[[str], None] | None = None,
     bind: bool = False,
 ) -> dict[str, Any] | None:
-    """Do a job in several ranks, after what each would stumble over was looked for in the headers; return its result.
+    """Do a job in several ranks; its result.
+
+    Headers are checked first, so that no rank starts with an artifact that it cannot run.
 
     Args:
-        verb: for messages.
-        job: what every rank does.
-        world: how many ranks.
-        progress: tells what the ranks tell.
-        stream: takes what rank 0 writes, piece by piece.
-        bind: each keeps to cores of its own (quantflow/distributed/binding.py).
+        verb: verb, for messages.
+        job: job of every rank.
+        world: number of ranks.
+        progress: progress of the ranks.
+        stream: takes the text that rank 0 writes, piece by piece.
+        bind: each rank keeps to cores of its own (quantflow/distributed/binding.py).
 
     Raises:
         UnsupportedError: an artifact that the lean decoder does not run.
@@ -172,12 +173,12 @@ def start(
 
 
 def check(verb: str, job: RankedJob, *, world: int) -> None:
-    """Refuse what ranks cannot share, by the headers of its files.
+    """Refuse an artifact that ranks cannot share, by the headers of its files.
 
     Args:
-        verb: for messages.
-        job: what every rank would do.
-        world: how many ranks.
+        verb: verb, for messages.
+        job: job that every rank would do.
+        world: number of ranks.
 
     Raises:
         UnsupportedError: an artifact that the lean decoder does not run.
@@ -196,12 +197,12 @@ def check(verb: str, job: RankedJob, *, world: int) -> None:
 
 @contextmanager
 def bound(verb: str, *, asked: bool) -> Iterator[None]:
-    """Keep a process of its own to the cores of one NUMA node, with a thread for each, until the block ends.
+    """Keep a process of its own to the cores of one NUMA node until the block ends.
 
-    Ranks that `start` started are bound already.
+    It has a thread for each core. Ranks that `start` started are bound already.
 
     Args:
-        verb: for messages.
+        verb: verb, for messages.
         asked: whether anything is done.
 
     Raises:
@@ -239,12 +240,15 @@ def joined(verb: str, world: int) -> Iterator[Wire | None]:
 
 
 def drive(loaded: Loaded, wire: Wire | None, work: Callable[[Loaded], Result]) -> Result | None:
-    """Return what `work` makes of what decodes, on rank 0 or alone; on the others None, when rank 0 is done.
+    """Run `work` on rank 0, or alone; the other ranks follow until rank 0 is done.
 
     Args:
-        loaded: with this rank's part of the decoder.
-        wire: from `joined`.
-        work: begins, forwards, keeps and crops at will.
+        loaded: loaded artifact with this rank's part of the decoder.
+        wire: wire of `joined`.
+        work: function that calls the decoder at will.
+
+    Returns:
+        The result of `work`; None on the other ranks.
     """
     if wire is None:
         return work(loaded)

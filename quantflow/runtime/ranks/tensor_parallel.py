@@ -1,11 +1,11 @@
-"""A model over several processes: each holds some rows of every matrix, and what they compute is put side by side.
+"""Tensor parallelism: each process holds some rows of every matrix, and outputs are gathered.
 
-    q, k, v       the rows of some heads; attention over these heads, and their part of the key-value cache
-    o             takes all heads, put together; gives some features of the hidden state, put together again
+    q, k, v       rows of some heads; attention over these heads, and their part of the KV cache
+    o             takes all heads, gathered; gives some features of the hidden state, gathered
     gate, up      some rows, and silu(gate) * up of them
-    down          takes all of these, put together; gives some features, put together again
-    head          some rows of the vocabulary: logits, put together
-    embedding     some rows: whoever has a token's row gives it
+    down          takes all of these, gathered; gives some features, gathered
+    head          some rows of the vocabulary: logits, gathered
+    embedding     some rows: the rank that has a token's row gives it
 
 Nothing is added up between processes. Each output is one process's sum over the whole input, in the
 order in which a single process sums it, so as far as an output of a kernel does not depend on which
@@ -34,22 +34,22 @@ from quantflow.distributed.wire import Wire
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
 from quantflow.formats import compressed_tensors
-from quantflow.models.graph import FAMILIES
+from quantflow.models.graph import UNTRACED
 from quantflow.runtime import architecture
 from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
 
-Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
+Spans = Sequence[tuple[int, int]]  # first row and number of rows of each rank
 Function = Callable[[Tensor], Tensor]
-# of a quantized cache: one number, or one of each key and value head
+# scales of a quantized cache: one number, or one for each kv head
 _OF_HEADS = ("k_scale", "v_scale")
-# rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block
-# of so many
+# A share of a matrix that is not quantized has a multiple of so many rows: MKL adds up a row in
+# another order at the edge of a block of them.
 _PLAIN = 4
 
 
 class Ranks:
-    """A rank's share of an artifact, and the functions that put what it computes beside what the others do.
+    """A rank's share of an artifact, and the functions that gather the outputs of all ranks.
 
     Attributes:
         artifact: the share; its configuration counts the rank's heads.
@@ -69,27 +69,31 @@ class Ranks:
         self.artifact = _share(artifact, self._spans, wire.rank)
 
     def across(self, product: Function, feeder: str, name: str) -> Function:
-        """Return the function from the rank's part of an input to all features of a linear.
+        """The function from the rank's part of an input to all features of a linear.
 
         Args:
-            product: from the whole input to the rank's rows.
-            feeder: the linear whose rows the input is cut like.
-            name: the linear.
+            product: function from the whole input to the rank's rows.
+            feeder: name of the linear whose rows are cut as the input is.
+            name: name of the linear.
         """
         inputs = self._widths(feeder)
         whole = self.joined(product, name)
         return lambda x: whole(self._gather(x, inputs))
 
     def joined(self, product: Function, name: str) -> Function:
-        """Return a function whose result has all rows of the linear `name`, of one whose result has the rank's."""
+        """The function to all rows of the linear `name`, from one to the rank's rows."""
         outputs = self._widths(name)
         return lambda x: self._gather(product(x), outputs)
 
     def embedding(self, table: Tensor, name: str) -> Function:
-        """Return the function from token ids [N] to rows of an embedding [N, H] float32, of which the rank holds `table`.
+        """The function from token ids [N] to rows of an embedding, [N, H] float32.
+
+        Args:
+            table: rows that the rank holds.
+            name: name of the embedding.
 
         Raises:
-            UsageError: of the function: an id that no rank has a row for.
+            UsageError: raised by the function for an id that no rank has a row for.
         """
         spans = self._spans[name]
         rows, first = sum(count for _, count in spans), spans[self._wire.rank][0]
@@ -101,7 +105,7 @@ class Ranks:
                     f"{name}: token ids {int(ids.min())} to {int(ids.max())} of {rows}",
                     "give ids of this model",
                 )
-            # of a token of another rank any row: nobody takes it
+            # any row stands for a token of another rank: it is not taken
             own = (ids - first).clamp(0, len(table) - 1)
             parts = self._wire.gather(functional.embedding(own, table).float())  # [ranks, N, H]
             # [N, H]
@@ -115,23 +119,28 @@ class Ranks:
         return [count for _, count in self._spans[name]]
 
     def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
-        """Return [N, sum of widths] of [N, the rank's width]; narrower parts travel padded."""
+        """The parts [N, the rank's width] of all ranks, [N, sum of widths].
+
+        Narrower parts travel padded.
+        """
         widest = max(widths)
         # [ranks, N, widest]
         parts = self._wire.gather(functional.pad(part, (0, widest - part.shape[1])).contiguous())
         if min(widths) == widest:
             return parts.transpose(0, 1).reshape(len(part), -1)  # [N, ranks * widest]
         return torch.cat(
-            [found[:, :width] for found, width in zip(parts, widths, strict=True)], dim=1
+            [padded[:, :width] for padded, width in zip(parts, widths, strict=True)], dim=1
         )
 
 
 def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
-    """Return which rows of each linear, and of the embedding, are whose: source name without `.weight` -> spans.
+    """The rows of each rank, for each linear and the embedding: source name -> spans.
+
+    Source names come without `.weight`.
 
     Args:
-        artifact: the whole, of a family that the lean decoder runs.
-        world: how many ranks there are.
+        artifact: whole artifact, of a family that the lean decoder runs.
+        world: number of ranks.
 
     Raises:
         UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears
@@ -139,42 +148,49 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do,
             up to one per head.
     """
-    kind, made = (
-        artifact.checkpoint.config.get("model_type"),
-        architecture.read(artifact.checkpoint.config),
-    )
-    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
+    kind = artifact.checkpoint.config.get("model_type")
+    blueprint = architecture.read(artifact.checkpoint.config)
+    if kind not in UNTRACED or UNTRACED[kind].residual is None or isinstance(blueprint, str):
         raise UnsupportedError(
             f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out"
         )
     if artifact.linears and artifact.layout is not compressed_tensors:
-        cause = f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's folder"
+        cause = (
+            f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's "
+            "folder"
+        )
         raise UnsupportedError(
             cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out"
         )
-    found = _spans(artifact, made, world)
-    if isinstance(found, str):
-        counts = range(1, made.heads.query + 1)
+    spans = _spans(artifact, blueprint, world)
+    if isinstance(spans, str):
+        counts = range(1, blueprint.heads.query + 1)
         fitting = [
-            str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)
+            str(count)
+            for count in counts
+            if not isinstance(_spans(artifact, blueprint, count), str)
         ]
-        raise UsageError(f"{world} ranks: {found}", f"use {' or '.join(fitting)} ranks")
-    return found
+        raise UsageError(f"{world} ranks: {spans}", f"use {' or '.join(fitting)} ranks")
+    return spans
 
 
-def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] | str:
-    """Return the spans, or what does not divide."""
-    heads, shared, dim, names = made.heads.query, made.heads.shared, made.heads.dim, made.names
-    if heads % world or (shared % world and world % shared):
-        return f"{heads} heads, {shared} of keys and values, do not go whole"
-    own, copied = heads // world * dim, max(1, shared // world) * dim  # rows
+def _spans(artifact: Artifact, blueprint: Blueprint, world: int) -> dict[str, Spans] | str:
+    """The spans, or a sentence about what does not divide."""
+    heads = blueprint.heads.query
+    kv_heads = blueprint.heads.shared
+    dim = blueprint.heads.dim
+    names = blueprint.names
+    if heads % world or (kv_heads % world and world % kv_heads):
+        return f"{heads} heads, {kv_heads} of keys and values, do not go whole"
+    # rows of a rank's query heads, and of its kv heads, which several ranks hold where they are few
+    own, copied = heads // world * dim, max(1, kv_heads // world) * dim
     spans: dict[str, Spans] = {}
     others = [[names.embedding], [artifact.head]]
-    for prefix in (f"{names.layers}.{index}" for index in range(made.layers)):
+    for prefix in (f"{names.layers}.{index}" for index in range(blueprint.layers)):
         query, *same = (f"{prefix}.{name}" for name in names.qkv)
         spans[query] = [(rank * own, own) for rank in range(world)]
         spans |= dict.fromkeys(
-            same, [(rank * shared // world * dim, copied) for rank in range(world)]
+            same, [(rank * kv_heads // world * dim, copied) for rank in range(world)]
         )
         others += [
             [f"{prefix}.{name}" for name in group]
@@ -182,15 +198,15 @@ def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] 
         ]
     for group in others:
         spans |= dict.fromkeys(group, _even(artifact, group, world))
-    for name, found in spans.items():
-        reason = _why_not(artifact, name, found)
+    for name, rows in spans.items():
+        reason = _why_not(artifact, name, rows)
         if reason is not None:
             return reason
     return spans
 
 
 def _even(artifact: Artifact, names: Sequence[str], world: int) -> Spans:
-    """Return linears' rows in about equal parts: whole blocks, and whole words of packed zero points."""
+    """The rows of linears in about equal parts, of whole blocks and words of packed zero points."""
     rows, unit = _rows(artifact, names[0]), math.lcm(*(_unit(artifact, name) for name in names))
     units = -(-rows // unit)
     edges = [min(rows, units * rank // world * unit) for rank in range(world + 1)]
@@ -198,11 +214,14 @@ def _even(artifact: Artifact, names: Sequence[str], world: int) -> Spans:
 
 
 def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
-    """Return why a linear cannot be cut so."""
+    """Why a linear cannot be cut so; None when it can."""
     rows, unit, placement = _rows(artifact, name), _unit(artifact, name), artifact.linears.get(name)
     for first, count in spans:
         if not count or (count % unit and first + count < rows):
-            return f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from {first} on"
+            return (
+                f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from "
+                f"{first} on"
+            )
         if placement is not None:
             shape = (count, placement.shape[1])
             case = Case(
@@ -229,10 +248,10 @@ def _unit(artifact: Artifact, name: str) -> int:
 
 
 def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifact:
-    """Return an artifact as one rank has it: headers of its rows, and its heads."""
+    """The artifact of one rank: headers of its rows, and its heads."""
     tensors, linears = dict(artifact.checkpoint.tensors), dict(artifact.linears)
-    for name, found in spans.items():
-        first, count = found[rank]
+    for name, rows in spans.items():
+        first, count = rows[rank]
         pieces = {f"{name}.weight": (first, count)}
         if name in linears:
             whole = linears[name]
@@ -245,24 +264,26 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
         for key, (start, length) in pieces.items():
             file, info = tensors[key]
             tensors[key] = file, _some_rows(info, start, length)
-    made = architecture.read(artifact.checkpoint.config)
-    assert isinstance(made, Blueprint)  # `spans_of` refuses others
-    # alike in every layer
-    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])
-    dim = made.heads.dim
+    blueprint = architecture.read(artifact.checkpoint.config)
+    assert isinstance(blueprint, Blueprint)  # `spans_of` refuses others
+    # the spans of all layers are alike
+    queries, keys = (
+        spans[f"{blueprint.names.layers}.0.{name}"][rank] for name in blueprint.names.qkv[:2]
+    )
+    dim = blueprint.heads.dim
     for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
-        if name in tensors and tensors[name][1].shape[0] == made.heads.shared:
+        if name in tensors and tensors[name][1].shape[0] == blueprint.heads.shared:
             file, info = tensors[name]
             tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
-    told = {
+    heads = {
         "head_dim": dim,
         "num_attention_heads": queries[1] // dim,
         "num_key_value_heads": keys[1] // dim,
     }
     checkpoint = replace(
-        artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told}
+        artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **heads}
     )
-    caches = dict.fromkeys(artifact.caches, told["num_key_value_heads"])
+    caches = dict.fromkeys(artifact.caches, heads["num_key_value_heads"])
     return replace(artifact, checkpoint=checkpoint, caches=caches, linears=linears)
 
 

@@ -1,4 +1,4 @@
-"""A setting is one field: a verb's option, a recipe's key and a job's field are made from it."""
+"""A setting is one field: option of a verb, key of a recipe and keyword of a job come from it."""
 
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -102,7 +102,7 @@ def test_every_field_is_declared(record):
 def test_a_setting_is_added_by_one_field():
     @dataclass(frozen=True, kw_only=True)
     class Job:
-        depth: int = setting(4, flag="-d --depth", verbs=("dig",), shown=True, help="Metres.")
+        depth: int = setting(4, "-d --depth", verbs=("dig",), shown=True, help="Metres.")
         dry: bool = setting(True, flag="--wet", negated=True, verbs=("dig",), help="In water.")
         hidden: str = setting("x", help="Not an option.")
 

@@ -1,4 +1,4 @@
-"""llama.cpp's types under the algorithms: what each makes of a weight is one that blocks hold, and feedback is worth it."""
+"""llama.cpp's types under the algorithms: their weights fit into blocks, and feedback pays."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ INPUTS, OUTPUTS = 256, 24
 
 
 def problem() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    """Return a weight, its statistics, and inputs of which neighbours go together."""
+    """A weight, its statistics, and inputs of which neighbours go together."""
     generator = torch.Generator().manual_seed(7)
     weight = torch.randn(OUTPUTS, INPUTS, generator=generator) * 0.05
     inputs = torch.randn(400, INPUTS, generator=generator) @ torch.randn(
@@ -38,7 +38,7 @@ def problem() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.T
 
 
 def made(algorithm, name: str) -> tuple[QTensor, float]:
-    """Return what an algorithm makes of the weight, and the relative squared error of its output."""
+    """An algorithm's result for the weight, and the relative squared error of its output."""
     weights, statistics, inputs = problem()
     dtype = BLOCK_TYPES[name].scale_dtype
     result = algorithm.quantize_group(

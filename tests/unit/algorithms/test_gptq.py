@@ -1,4 +1,4 @@
-"""GPTQ: by hand, as properties, against two textbook forms, at the edges, its errors, and why it exists."""
+"""GPTQ: by hand, properties, two textbook forms, edges, errors, and why it exists."""
 
 import math
 import threading
@@ -43,7 +43,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def correlated_inputs(samples: int, features: int, *, seed: int = 0) -> torch.Tensor:
-    """Inputs as a transformer has them: few directions carry most of the energy, channels differ in size."""
+    """Inputs like a transformer's: few directions carry most of the energy, channels differ."""
     directions = random(samples, features // 4, seed=seed) @ random(
         features // 4, features, seed=seed + 1
     )
@@ -70,7 +70,7 @@ def nearest(weight: torch.Tensor, scheme: LinearScheme) -> GroupResult:
 
 
 def grid_of(result: GroupResult) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero_point of every element, as they were chosen (test_grid.py says how).  [O, I] each, float64."""
+    """Scale and zero point of every element, [O, I] float64 each (test_grid.py tests them)."""
     scale, zero_point = result.weight.scale, result.weight.zero_point
     size = result.weight.qvalue.shape[1] // scale.shape[1]
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
@@ -97,7 +97,7 @@ def damped(x: torch.Tensor) -> torch.Tensor:
 def optimal_brain_quantizer(
     weight: torch.Tensor, x: torch.Tensor, result: GroupResult
 ) -> torch.Tensor:
-    """Equation 2 and 3 of the paper as they stand: invert what is left of H before every single column."""
+    """Equations 2 and 3 of the paper: invert the rest of H before every single column."""
     scheme, (scale, zero_point) = result.weight.scheme, grid_of(result)
     hessian, weight = damped(x), weight.double().clone()
     left = sorted(range(weight.shape[1]), key=lambda j: -hessian[j, j].item())
@@ -171,7 +171,7 @@ def test_two_columns_worked_by_hand():
 def float8_algorithm_one(
     weight: torch.Tensor, x: torch.Tensor, result: GroupResult
 ) -> torch.Tensor:
-    """Algorithm 1 of the paper with float8's points in the place of integers; the values, float64."""
+    """Algorithm 1 of the paper with float8's points instead of integers; the values, float64."""
     hessian, scale = damped(x), grid_of(result)[0]
     order = torch.argsort(hessian.diagonal(), descending=True)
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian[order][:, order]), upper=True)
@@ -564,7 +564,10 @@ def test_the_working_memory_is_that_of_the_factor_and_a_unit_for_each_worker():
 
 
 def indefinite(features: int) -> torch.Tensor:
-    """Return a Hessian that takes a damping of a tenth: its smallest eigenvalue is -0.05, its diagonal 1."""
+    """A Hessian that takes a damping of a tenth.
+
+    Its smallest eigenvalue is -0.05, its diagonal 1.
+    """
     return torch.full((features, features), 1.05).fill_diagonal_(1.0)
 
 

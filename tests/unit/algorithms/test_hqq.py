@@ -1,4 +1,4 @@
-"""HQQ: by hand, as properties, against the paper's own form, at the edges, its errors, and why it exists."""
+"""HQQ: by hand, properties, the paper's own form, edges, errors, and why it exists."""
 
 import itertools
 
@@ -110,7 +110,10 @@ def power_sum(values: list[float], scale: float, zero: int, p: float) -> float:
 
 
 def splitting(values: list[float], scheme: TensorScheme) -> float:
-    """The two halves in plain numbers, from the best multiple of the range; return the least sum of |error|^(3/4)."""
+    """The least sum of |error|^(3/4), by the two halves in plain numbers.
+
+    They begin at the best multiple of the range.
+    """
     low, high = min(0.0, *values), max(0.0, *values)
     if scheme.symmetric:
         low, high = -max(-low, high), max(-low, high)

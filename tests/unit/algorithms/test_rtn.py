@@ -1,4 +1,4 @@
-"""RTN: by hand, as properties, against compressed-tensors, at the edges, its errors, and why it exists."""
+"""RTN: by hand, properties, compressed-tensors, edges, errors, and why it exists."""
 
 import itertools
 
@@ -37,7 +37,8 @@ def linear_scheme(weights: TensorScheme) -> LinearScheme:
 
 
 def label(scheme: TensorScheme) -> str:
-    return f"{scheme.kind}{scheme.num_bits}-{scheme.granularity}-{'sym' if scheme.symmetric else 'asym'}"
+    zero = "sym" if scheme.symmetric else "asym"
+    return f"{scheme.kind}{scheme.num_bits}-{scheme.granularity}-{zero}"
 
 
 def run(

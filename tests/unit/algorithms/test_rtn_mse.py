@@ -1,4 +1,4 @@
-"""RTN on a searched range: by hand, as properties, against plain numbers, at the edges, its errors, and why it exists."""
+"""RTN on a searched range: by hand, properties, plain numbers, edges, errors, why it exists."""
 
 import itertools
 import math

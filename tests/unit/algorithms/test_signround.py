@@ -1,4 +1,4 @@
-"""SignRound: by hand, as properties, against plain code in float64, at the edges, its errors, and why it exists."""
+"""SignRound: by hand, properties, plain code in float64, edges, errors, and why it exists."""
 
 import itertools
 from contextlib import contextmanager
@@ -39,7 +39,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def forward(weights, x):
-    """Two linears, of which the second sees what the first does: [S, I] -> [1, S, O]; one linear where there is no second."""
+    """A block of two linears, of which the second reads the first: [S, I] -> [1, S, O].
+
+    It has one linear where there is no second.
+    """
     y = x @ weights["a"].T
     return (torch.tanh(y) @ weights["b"].T if "b" in weights else y)[None]
 
@@ -99,10 +102,13 @@ def small(scheme, *, seed=0, samples=6, width=16, scale_dtype=torch.float32):
 
 
 def test_two_iterations_worked_by_hand():
-    # rtn: scale 7.5 / 7.5 = 1, qvalues 7 (of 7.5) and 0 (of 0.4). The input is (0, 1): the target is 0.4, the output 0.
-    # 1: the gradient by the second weight is -0.8, by the scale -0.8 * (0 - 0.4) > 0. Step 1/2: offset 0.5, multiplier 0.5, so
-    #    round(0.4 / 0.5 + 0.5) = 1, and the output is 0.5: the error is 0.1 where it was 0.4.
-    # 2: 0.2 and 0.2 * (1 - 0.8) > 0, step 1/4: offset 0.25, multiplier 0.25, round(1.6 + 0.25) = 2, the output 0.5 as before.
+    # rtn: scale 7.5 / 7.5 = 1, qvalues 7 (of 7.5) and 0 (of 0.4). The input is (0, 1): the target
+    # is 0.4, the output 0.
+    # 1: the gradient by the second weight is -0.8, by the scale -0.8 * (0 - 0.4) > 0. Step 1/2:
+    #    offset 0.5, multiplier 0.5, so round(0.4 / 0.5 + 0.5) = 1, and the output is 0.5: the error
+    #    is 0.1 where it was 0.4.
+    # 2: 0.2 and 0.2 * (1 - 0.8) > 0, step 1/4: offset 0.25, multiplier 0.25, so
+    #    round(1.6 + 0.25) = 2, and the output is 0.5 as before.
     weights = {"a": torch.tensor([[7.5, 0.4]])}
     block = block_of(weights, [torch.tensor([[0.0, 1.0]])])
     found = refined(weights, block, started(weights, INT4), iterations=2)["a"]
@@ -129,7 +135,10 @@ def test_both_ends_of_an_asymmetric_range_worked_by_hand():
 
 
 def plain(weights, starts, inputs, scheme, *, iterations, batches):
-    """The paper's algorithm in float64, by autograd and torch.optim: name -> (qvalue, scale), of the last iterate."""
+    """The paper's algorithm in float64, by autograd and torch.optim.
+
+    Returns name -> (qvalue, scale), of the last iterate.
+    """
     low, high = scheme.weights.qmin, scheme.weights.qmax
 
     def through(exact, value):
@@ -192,7 +201,10 @@ def plain(weights, starts, inputs, scheme, *, iterations, batches):
 
 
 def cut_short(weight: torch.Tensor, start: QTensor) -> QTensor:
-    """The start with 0.95 of its scales: of rtn's the largest weight lies half way between two points."""
+    """The start with 0.95 of its scales.
+
+    With rtn's the largest weight lies half way between two points.
+    """
     scale, zero = start.scale * 0.95, 0 if start.zero_point is None else start.zero_point[..., None]
     steps = (weight.reshape(*scale.shape, -1) / scale[..., None]).round() + zero
     qvalue = steps.clamp(start.scheme.qmin, start.scheme.qmax).to(torch.int8).reshape(weight.shape)

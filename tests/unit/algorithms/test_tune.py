@@ -131,7 +131,7 @@ def test_where_there_is_no_gradient_nothing_moves():
     assert after.u.tolist() == [[0.0, 0.0]]
 
 
-def test_before_the_first_step_it_is_the_start_bit_by_bit_and_afterwards_a_scale_that_the_layout_can_store():
+def test_it_is_the_start_bit_by_bit_before_a_step_and_a_scale_the_layout_can_store_after():
     start = random_weight(6, 2, 4, seed=5)
     start = QTensor(
         qvalue=start.qvalue, scale=stored(start.scale, torch.bfloat16), scheme=start.scheme

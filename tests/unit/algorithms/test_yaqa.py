@@ -1,4 +1,4 @@
-"""YAQA: by hand, against the paper's update and conditional minima, as properties, at the edges, its errors, why it exists."""
+"""YAQA: by hand, the paper's update, conditional minima, properties, edges, errors, its reason."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ def run(weight, scheme, statistics, *, scale_dtype=torch.float32, **more):
 
 
 def grid_of(result):
-    """Scale and zero_point of every element (test_grid.py says how they are chosen), [O, I] float64 each."""
+    """Scale and zero point of every element, [O, I] float64 each (test_grid.py tests them)."""
     scale, zero_point = result.weight.scale, result.weight.zero_point
     size = result.weight.qvalue.shape[1] // scale.shape[1]
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
@@ -78,10 +78,10 @@ def loss_of(errors, statistics):
 
 
 def conditional_minima(weight, result, statistics, blocks):
-    """Fix one weight after the other where the loss is smallest if all that are still free could be any real number.
+    """Fix one weight after the other at the conditional minimum of the loss.
 
-    The loss is e^T (G x H) e with e the errors in one vector. In a block no row knows of the
-    others' errors.
+    The minimum is over all real values of the weights that are still free. The loss is
+    e^T (G x H) e with e the errors in one vector. Rows of a block do not read each other's errors.
     """
     scheme, (scale, zero_point) = result.weight.scheme, grid_of(result)
     outputs, inputs = sides(statistics)
@@ -116,7 +116,10 @@ def conditional_minima(weight, result, statistics, blocks):
 
 
 def by_hand():
-    """Two rows whose first weight sets the scale, 7.5 * (30 / 32) / 7.5 = 15 / 16: it is -8 steps of that, without an error."""
+    """Two rows whose first weight sets the scale, 7.5 * (30 / 32) / 7.5 = 15 / 16.
+
+    That weight is -8 steps of it, without an error.
+    """
     statistics = {
         "hessian_sum": torch.tensor([[100.0, 0.0], [0.0, 1.0]]),
         "count": torch.tensor(1),
@@ -180,7 +183,10 @@ def test_feedback_on_both_sides_takes_conditional_minima(monkeypatch, length, bl
 
 
 def strictly_lower(matrix, sizes):
-    """L of matrix = (L + 1) D (L + 1)^T with D block diagonal and L zero in the blocks of these sizes and above them."""
+    """L of matrix = (L + 1) D (L + 1)^T, D block diagonal of these block sizes.
+
+    L is zero in these blocks and above them.
+    """
     rest, lower, first = matrix.copy(), np.zeros_like(matrix), 0
     for size in sizes:
         here, below = slice(first, first + size), slice(first + size, None)
@@ -191,10 +197,10 @@ def strictly_lower(matrix, sizes):
 
 
 def papers_update(weight, result, statistics, parts):
-    """Round w + (L_O^T E L_I + L_O^T E + E L_I), weight after weight from the last, E the errors of what is rounded. float64.
+    """Round w + (L_O^T E L_I + L_O^T E + E L_I), weight after weight from the last, in float64.
 
-    L_O and L_I are of G and H, rows in the order of the parts and columns with the largest diagonal
-    last.
+    E holds the errors of the weights that are rounded. L_O and L_I are of G and H, rows in the
+    order of the parts and columns with the largest diagonal last.
     """
     scheme, outputs, inputs = (
         result.weight.scheme,
@@ -469,7 +475,10 @@ def test_errors_name_the_linear_and_the_remedy(changes, error, message):
 
 
 def fitted(weight, qvalue, scale, outputs, inputs):
-    """Scales of a row by least squares, all other rows left as they are; none doubles, halves or turns. float64."""
+    """Scales of a row by least squares, float64, all other rows left as they are.
+
+    None doubles, halves or changes its sign.
+    """
     groups = scale.shape[1]
     size = weight.shape[1] // groups
     # column j of group k: q there, 0 elsewhere
@@ -489,7 +498,10 @@ def fitted(weight, qvalue, scale, outputs, inputs):
 
 
 def moved_by_steps(weight, qvalue, scale, outputs, inputs):
-    """Column after column, the step that makes the loss smallest, again and again until none does. float64, whole losses."""
+    """Column after column, the step that lowers the loss most, until none does.
+
+    In float64, by whole losses.
+    """
     qvalue = qvalue.double().clone()
     steps = scale.double().repeat_interleave(weight.shape[1] // scale.shape[1], 1)
     for column in range(weight.shape[1]):

@@ -151,7 +151,7 @@ def test_scales_are_what_their_layout_stores():
 
 @pytest.mark.parametrize("length", [1, 2, 128])
 def test_one_column_ends_where_no_step_of_a_single_row_helps(monkeypatch, length):
-    """All 16^3 roundings of three weights are tried: the end is no worse than any that one step leads to."""
+    """All 16^3 roundings of three weights: the end is no worse than any one step away."""
     monkeypatch.setattr(descent, "_ROWS", length)
     problem = problem_of(torch.tensor([[0.4], [-0.7], [0.9]]), scale=0.25)
     qvalue = nearest(problem)

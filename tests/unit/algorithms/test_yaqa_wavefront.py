@@ -1,4 +1,4 @@
-"""Feedback on both sides, tile by tile: the rounding of one weight after the other, in float64, from the formula."""
+"""Feedback on both sides, tile by tile, against one weight after another in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every kernel against the oracle, the oracle against a product worked out in float64, and the reasons not to run."""
+"""Every kernel against the oracle, the oracle against float64, and the reasons not to run."""
 
 from dataclasses import replace
 
@@ -30,13 +30,13 @@ BLOCK = with_group_size(PRESETS["FP8_BLOCK"], 32)
 CHANNEL = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
 TENSOR = TensorScheme(kind="int", num_bits=4, granularity="per_tensor", symmetric=False)
 W4_CHANNEL, W4A8_CHANNEL = replace(W4, weights=CHANNEL), replace(W4A8, weights=CHANNEL)
-NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+NO_KERNELS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 
 
 def quantized(
     scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None
 ) -> QuantizedLinear:
-    """Return a linear with random (or the given) qvalues, scales, of either sign where they may be, and zero points."""
+    """A linear with random or given qvalues, scales of either sign if allowed, and zero points."""
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     if qvalue is None and weights.kind == "int":
@@ -81,7 +81,10 @@ def inputs(kind: str, shape: tuple[int, ...], *, seed: int = 1) -> torch.Tensor:
 
 
 def agree(backend, linear: QuantizedLinear, x: torch.Tensor, *, bias=None) -> None:
-    """Check a backend against the oracle in float32 and bfloat16, within what rounding does to sums of |x| @ |W|."""
+    """Check a backend against the oracle in float32 and bfloat16.
+
+    The bound is the rounding of sums of |x| @ |W|.
+    """
     weight = linear.weight.dequantize()
     for dtype, tolerance in (
         (torch.float32, 2**-24 * (64 + weight.shape[1] / 4)),
@@ -137,7 +140,10 @@ OURS = [
 
 
 def cases(pairs):
-    """Return pairs of backend and scheme as parameters, our own kernels skipped with the reason where they cannot run."""
+    """Pairs of backend and scheme as parameters.
+
+    Our own kernels are skipped, with the reason, where they cannot run.
+    """
     skipped = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
     names = [
         (f"{b.name}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric")
@@ -581,7 +587,7 @@ def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset)
     assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.name)]
 
 
-def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
+def test_the_oracle_comes_last_and_is_taken_where_a_dtype_fits_no_kernel():
     backend, reasons = choose(
         Case(scheme=PRESETS["W4A16"], device=CPU, shape=(16, 128), dtype=torch.float16)
     )

@@ -1,4 +1,4 @@
-"""What runs on a GPU by NVIDIA, without one: reasons, layouts, and the arithmetic around products that are replaced.
+"""NVIDIA's backends without a GPU: reasons, layouts, and arithmetic around replaced products.
 
 Shapes, dtypes and strides go through torch's own checks of these operators on tensors that only
 claim to be on a GPU. What they check on the device alone (int4mm.cu, Blas.cpp) is in the stand-ins
@@ -78,7 +78,7 @@ def reason(
 
 
 def quantized(scheme: LinearScheme, shape=(48, 128), *, seed=0) -> QuantizedLinear:
-    """Return random codes, scales and zero points; scales are powers of two, so that bfloat16 holds them and zeros."""
+    """Random codes, scales and zero points; bfloat16 holds the scales, which are powers of two."""
     generator, weights = torch.Generator().manual_seed(seed), scheme.weights
     qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     if weights.kind == "int":
@@ -295,7 +295,7 @@ def test_a_device_that_is_not_known_is_refused(tmp_path):
 
 
 def checked(operator):
-    """Return an operator that asks torch's own checks about tensors on a GPU with these shapes, strides and dtypes."""
+    """An operator that asks torch's own checks about GPU tensors of these shapes and strides."""
 
     def claimed(value):
         if isinstance(value, list):
@@ -363,7 +363,7 @@ def test_float8_products_are_those_of_the_equation(scheme, lead, biased, monkeyp
 
 
 def scaled_mm_of_blocks(codes, weight, scale, recipe, weight_scale, weight_recipe, *, output_dtype):
-    """torch.nn.functional.scaled_mm for these recipes by its documentation and ScaledBlas.cpp, in float64."""
+    """torch.nn.functional.scaled_mm by its documentation and ScaledBlas.cpp, in float64."""
     (tokens, columns), rows = codes.shape, weight.shape[1]
     assert codes.dtype == weight.dtype == torch.float8_e4m3fn and output_dtype == torch.bfloat16
     assert codes.stride()[1] == 1 and weight.stride()[0] == 1 and tokens % 16 == 0
@@ -423,7 +423,7 @@ def test_a_float8_product_worked_by_hand(monkeypatch):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """Run the GPU's branches with tensors of the CPU; its operators are replaced by what int4mm.cu and Blas.cpp say."""
+    """The GPU's branches on CPU tensors; operators are replaced after int4mm.cu and Blas.cpp."""
     multiply = torch._int_mm
 
     def int_mm(a, b):
@@ -437,7 +437,9 @@ def as_on_gpu(monkeypatch):
 
 
 def to_tiles(codes, side_by_side):
-    """Pack as matrix_to_m16n8k16_Bint4_layout of int4mm.cu: codes [n, k / 2], the even column in the upper half of a byte.
+    """Pack as matrix_to_m16n8k16_Bint4_layout of int4mm.cu.
+
+    codes: [n, k / 2], the even column in the upper half of a byte.
 
     Lane t of 32 holds row t / 4 of 8, and of each pair of tiles of 16 columns the bytes t % 4 and t
     % 4 + 4 of both. The four upper halves are the low 16 bits, the lower ones the high.
@@ -457,7 +459,7 @@ def to_tiles(codes, side_by_side):
 
 
 def tile_product(x, packed, group_size, scale_and_zero):
-    """Multiply by what tensor cores read from these words: (code - 8) * scale + zero, in float64."""
+    """Multiply by the weight that tensor cores read: (code - 8) * scale + zero, in float64."""
     assert (
         x.dtype == scale_and_zero.dtype == torch.bfloat16
         and x.is_contiguous()

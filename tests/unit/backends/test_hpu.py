@@ -1,4 +1,4 @@
-"""The Gaudi backend against a stand-in for its bridge: what it asks for, what it computes, and what it says is missing.
+"""The Gaudi backend against a stand-in for its bridge: its calls, its results, its reasons.
 
 The stand-in does in float32 what the bridge is published to do. Whether the device does the same
 was not tried.

@@ -43,7 +43,10 @@ def test_beside_another_torch_it_is_not_imported(installed):
         raise AssertionError("imported")
 
     installed("2.8.0", importing=ends_the_process)
-    words = f"ipex needs torch 2.8, which intel-extension-for-pytorch 2.8.0 was compiled for, not {torch.__version__}"
+    words = (
+        "ipex needs torch 2.8, which intel-extension-for-pytorch 2.8.0 was compiled for, "
+        f"not {torch.__version__}"
+    )
     assert ipex.BACKEND.why_not(CASE) == words
 
 

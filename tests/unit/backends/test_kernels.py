@@ -1,4 +1,4 @@
-"""The C kernels where their result is known to the last bit: codes, rounding, order of sums; and what they refuse."""
+"""The C kernels to the last bit: codes, rounding, order of sums; and the inputs they refuse."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
 
 int4_pack, w4a8, w4a16, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w8a8"))
-REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+REASON = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS)
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
 
@@ -87,7 +87,7 @@ def run(linear: QuantizedLinear, x: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def run_in_float32(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
-    """Run a weight prepared for bfloat16; the output is float32, so that nothing hides in its rounding."""
+    """Run a weight prepared for bfloat16, with a float32 output, whose rounding hides nothing."""
     return kernels.linear(x.float(), kernels.prepare(linear, torch.bfloat16), None)
 
 
@@ -308,7 +308,9 @@ def test_four_bit_weights_are_multiplied_without_rounding_them_to_the_dtype_of_t
 def in_groups_by_hand(
     linear: QuantizedLinear, x: torch.Tensor, *, sums: torch.dtype
 ) -> torch.Tensor:
-    """Return x @ W.T with int8 inputs in the groups of the weight: integers, then in each group one product with both scales.
+    """The product x @ W.T with int8 inputs in the groups of the weight.
+
+    Sums are integers; each group's is multiplied once by both scales.
 
     Args:
         linear: 4-bit weights [O, I], G groups.
@@ -461,7 +463,7 @@ def test_inputs_that_the_weight_was_not_prepared_for_are_refused():
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"])
-def test_float32_inputs_of_a_weight_for_bfloat16_are_rounded_where_they_are_not_quantized_and_outputs_are_not(
+def test_float32_inputs_of_a_bfloat16_weight_are_rounded_unless_quantized_and_outputs_are_not(
     name,
 ):
     linear = random_linear(name, (48, 64))

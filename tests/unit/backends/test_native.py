@@ -1,4 +1,4 @@
-"""C that is compiled when it is first used: what the cache holds, what damages it, and what is said where it cannot be."""
+"""C that is compiled when first used: its cache, damage to it, and errors where there is none."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantflow.backends import native
-from quantflow.errors import UnsupportedError
+from quantflow.errors import IntegrityError, UnsupportedError
 
 if not any(shutil.which(name) for name in ("gcc", "cc")):
     pytest.skip("no C compiler here", allow_module_level=True)
@@ -129,7 +129,7 @@ def test_a_missing_compiler_is_named_with_a_remedy(tmp_path, monkeypatch):
     ):
         native.library(path)
     assert (
-        native.why_not(path, needs=())
+        native.why_not(path, cpu_flags=())
         == "no C compiler (no-such-compiler); install gcc, or set CC to a compiler"
     )
 
@@ -145,7 +145,7 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_said_and_is_tried
         native.library(path)
     assert list(cache.iterdir()) == []
     monkeypatch.setattr(native, "_build", None)
-    assert "exits 1" in native.why_not(path, needs=())
+    assert "exits 1" in native.why_not(path, cpu_flags=())
 
 
 def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_user_without_a_home_is_told_what_to_set(tmp_path, monkeypatch):
         match=r"HOME is not set and user \d+ has no home folder; set QUANTFLOW_CACHE",
     ):
         native.library(source(tmp_path))
-    assert "HOME is not set" in native.why_not(source(tmp_path), needs=())
+    assert "HOME is not set" in native.why_not(source(tmp_path), cpu_flags=())
 
 
 def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwise(
@@ -215,12 +215,60 @@ def test_an_instruction_set_that_the_cpu_lacks_is_named_before_anything_is_compi
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(native, "_build", None)
-    assert native.why_not(source(tmp_path), needs=("avx9000",)) == "this CPU has no avx9000"
+    assert native.why_not(source(tmp_path), cpu_flags=("avx9000",)) == "this CPU has no avx9000"
 
 
 def test_a_library_that_can_be_had_has_no_reason_and_takes_addresses_of_tensors(tmp_path):
     path = source(tmp_path)
-    assert native.why_not(path, needs=()) is None
+    assert native.why_not(path, cpu_flags=()) is None
     tensor = torch.tensor([5, 6], dtype=torch.int32)
     assert ctypes.c_int32.from_address(native.address(tensor)).value == 5
     assert native.address(None) is None
+
+
+FIELDS = """#include <stddef.h>
+struct field { const char *structure, *field; long long offset, bytes; };
+struct pair { long long first, second; };
+const struct field *structure_fields(void) {
+    static const struct field fields[] = {
+        {"Pair", "first", offsetof(struct pair, first), 8},
+        {"Pair", "second", offsetof(struct pair, second), 8},
+        {"Pair", NULL, sizeof(struct pair), 0}, {NULL, NULL, 0, 0}};
+    return fields;
+}
+"""
+
+
+def fields_source(folder: Path) -> Path:
+    path = folder / "fields.c"
+    path.write_text(FIELDS)
+    return path
+
+
+def structure(*fields):
+    return type("_Pair", (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+def test_a_structure_with_the_fields_of_c_passes(tmp_path):
+    pair = structure(("first", ctypes.c_int64), ("second", ctypes.c_int64))
+    native.require_same_fields(fields_source(tmp_path), pair)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([("second", ctypes.c_int64), ("first", ctypes.c_int64)], "Pair, first: .*8.* in Python"),
+        (
+            [("first", ctypes.c_int64), ("second", ctypes.c_int64), ("third", ctypes.c_int64)],
+            "Pair, its end: .*16.* in C and .*24",
+        ),
+        ([("first", ctypes.c_int64)], "Pair, its end: .*16.* in C and .*8"),
+        (
+            [("first", ctypes.c_int64), ("second", ctypes.c_int32)],
+            r"Pair, second: .*\(8, 8\) in C and \(8, 4\)",
+        ),
+    ],
+)
+def test_a_structure_whose_fields_lie_elsewhere_than_in_c_is_refused(tmp_path, fields, message):
+    with pytest.raises(IntegrityError, match=message):
+        native.require_same_fields(fields_source(tmp_path), structure(*fields))

@@ -1,4 +1,4 @@
-"""The C code as it is compiled for a CPU with AVX2 and without AVX-512, which the machine that runs the tests may have."""
+"""The C code as it is compiled for a CPU with AVX2 and without AVX-512, whatever CPU runs this."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ OTHER_SUMS = "not test_a_smaller_cache_gives"
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=(*kernels.NEEDS, "avx512f")) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=(*kernels.CPU_FLAGS, "avx512f")) is not None,
     reason="needs a CPU with AVX-512: without it the default tests run this code",
 )
 def test_the_tests_of_kernels_and_decoder_pass_as_on_a_cpu_without_avx512(tmp_path):

@@ -1,4 +1,4 @@
-"""The oracle in every flavour of float8, against the same product rounded by ml_dtypes and summed in float64."""
+"""The oracle in every flavour of float8, against ml_dtypes' rounding and sums in float64."""
 
 import ml_dtypes
 import numpy as np

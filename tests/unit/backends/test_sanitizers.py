@@ -1,4 +1,4 @@
-"""The C code under AddressSanitizer and UBSan, in a debug build that looks at its arguments: the tests of the runtime again."""
+"""The C code under AddressSanitizer and UBSan: the runtime's tests again, in a checked build."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def sanitizer() -> str | None:
 def checked(arguments, tmp_path):
     """Run Python in a process whose C code is checked."""
     library = sanitizer()
-    if native.why_not(operations.SOURCE, needs=()) is not None or library is None:
+    if native.why_not(operations.SOURCE, cpu_flags=()) is not None or library is None:
         pytest.skip("no compiler with AddressSanitizer")
     environment = {
         **os.environ,

@@ -13,7 +13,7 @@ from quantflow.runtime.decoding import Beams, Lookup, Sampling
 
 
 class Clocked:
-    """A decoder that says token 3, 4, 5, ... and takes 2 s for a prompt and 0.1 s, 0.2 s, ... for further tokens."""
+    """A decoder of tokens 3, 4, 5, ... that takes 2 s for a prompt, then 0.1 s, 0.2 s, ..."""
 
     vocab_size, positions, device = 16, 12, torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_tokens_that_were_asked_for_and_those_that_came_are_counted_apart(monkey
 
 
 class Choosing(Clocked):
-    """The same, with a cache that beams and speculation use; all positions' logits where they are asked for."""
+    """The same, with a cache for beams and speculation, and logits of all positions."""
 
     def forward(self, input_ids, *, padding=None, last_only=True):
         self.rows = len(input_ids)

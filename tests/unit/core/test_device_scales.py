@@ -1,4 +1,4 @@
-"""Gaudi's scales against the published table, worked out by hand, and against the definitions in plain Python."""
+"""Gaudi's scales against the published table, by hand, and against plain Python."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""float8.cast against tables worked out from the formats' definitions in plain Python, and against ml_dtypes."""
+"""float8.cast against tables from the formats' definitions, and against ml_dtypes."""
 
 import bisect
 import math
@@ -50,7 +50,7 @@ def usable(flavour: str) -> list[float]:
 
 
 def nearest_code(x: float, flavour: str) -> int:
-    """Code of the nearest usable value, ties to the even code, by search in the table; doubles are exact here."""
+    """Code of the nearest usable value, ties to the even code, by search; doubles are exact."""
     values = usable(flavour)
     sign = 0x80 if math.copysign(1, x) < 0 else 0
     magnitude = min(abs(x), values[-1])

@@ -1,4 +1,4 @@
-"""What is left of keys and values in a cache of 8 bits."""
+"""Keys and values after a cache of 8 bits."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_each_head_has_its_own_scale():
 
 
 def float8_oracle(x: float) -> float:
-    """e4m3fn by its definition: 4 significant bits from 2^-6 on, multiples of 2^-9 below, at most 448."""
+    """e4m3fn by definition: 4 significant bits from 2^-6, multiples of 2^-9 below, up to 448."""
     if x == 0:
         return 0.0
     exponent = max(math.floor(math.log2(abs(x))), -6)

@@ -1,4 +1,4 @@
-"""Hadamard rotations: known matrices, the properties that make them useful, sizes of models, errors."""
+"""Hadamard rotations: known matrices, their properties, sizes of models, errors."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_errors_name_the_two_sizes():
 
 
 def test_four_mixed_channels_worked_by_hand():
-    """Sums and differences over two, which is the root of four; the second four are by themselves."""
+    """Sums and differences over two, the root of four; each four by themselves."""
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 8.0, 0.0]])
     assert mixed(x, 4).tolist() == [[5.0, -1.0, -2.0, 0.0, 4.0, 4.0, -4.0, -4.0]]
 

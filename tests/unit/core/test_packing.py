@@ -31,8 +31,8 @@ def test_one_word_of_2_bits_worked_by_hand():
 
 
 def test_elements_of_3_bits_across_two_word_boundaries_worked_by_hand():
-    # -4 is stored as zero bits. Element 10 stands at bits 30 to 32, element 21 at bits 63 to 65: 0b101 is split into 01 and 1,
-    # 0b110 into 0 and 11.
+    # -4 is stored as zero bits. Element 10 stands at bits 30 to 32, element 21 at bits 63 to 65:
+    # 0b101 is split into 01 and 1, 0b110 into 0 and 11.
     qvalue = torch.full((1, 32), -4, dtype=torch.int8)
     qvalue[0, 10], qvalue[0, 21] = 0b101 - 4, 0b110 - 4
     assert pack(qvalue, 3).tolist() == [[0b01 << 30, 0b1, 0b11]]

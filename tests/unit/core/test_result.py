@@ -1,4 +1,4 @@
-"""What an algorithm hands back."""
+"""Results of an algorithm."""
 
 import dataclasses
 import json

@@ -67,7 +67,7 @@ def expert_shapes(config, *, experts, width, first="block_sparse_moe", names=("w
 @pytest.mark.parametrize("family", list(CONFIGS))
 @pytest.mark.parametrize("tp", [2, 4])
 def test_each_weight_is_cut_as_transformers_itself_cuts_it(family, tp):
-    """The styles are those of the whole model's plan, which transformers puts together when it builds it."""
+    """The styles are those of the plan that transformers puts together when it builds a model."""
     config = CONFIGS[family]
     model, shapes = model_of(config), shapes_of(config)
     names, seen = NameMap(model), set()

@@ -1,4 +1,4 @@
-"""Small files that would take gigabytes or years: refused from what they say, before anything is made of it."""
+"""Small files that would take gigabytes or years: each is refused before it is expanded."""
 
 import json
 import pickle
@@ -25,7 +25,7 @@ NAME = "a" * 64 + "b"
 
 
 def peak_of(work):
-    """Return the most memory that Python held while `work` raised its InputError or UsageError."""
+    """The largest memory that Python held while `work` raised its InputError or UsageError."""
     tracemalloc.start()
     with pytest.raises((InputError, UsageError)):
         work()

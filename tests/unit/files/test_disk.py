@@ -1,4 +1,4 @@
-"""Durable writes: what is under a name after each call that can fail."""
+"""Durable writes: the content under a name after the failure of each call."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ def names(folder: Path) -> list[str]:
 
 
 def failing(number: int, real, at: int):
-    """Return `real` with its call number `at` failing, counted from 0."""
+    """The function `real` with its call number `at` failing, counted from 0."""
     seen = iter(range(1000))
 
     def call(*arguments, **options):

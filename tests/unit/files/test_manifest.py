@@ -1,4 +1,4 @@
-"""quantflow.json: made, written, read, and refused."""
+"""The manifest quantflow.json: built, written, read, and refused."""
 
 import hashlib
 import json
@@ -45,7 +45,10 @@ def folder(tmp_path):
 
 
 def forge(folder, change):
-    """Write a manifest with `change` applied and a digest that matches it, as a faulty or newer tool would."""
+    """Write a manifest that `change` altered, with the digest that fits it.
+
+    A faulty or newer tool would write one like it.
+    """
     manifest = change(build_manifest(folder, body=BODY))
     content = {key: value for key, value in manifest.items() if key != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

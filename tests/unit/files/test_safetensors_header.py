@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what is read, and everything that is refused."""
+"""The header of a safetensors file: valid ones are read, and everything else is refused."""
 
 import json
 import os
@@ -75,8 +75,10 @@ def test_files_of_the_reference_implementation_are_read_with_the_bytes_that_it_r
 
 def test_every_dtype_that_torch_can_save_is_known_with_its_size(tmp_path):
     path = tmp_path / "x.safetensors"
-    kinds = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64"
-    kinds += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    kinds = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+    kinds += (
+        " bool complex64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    )
     for kind in kinds.split():
         tensor = torch.zeros(3, dtype=getattr(torch, kind))
         safetensors.torch.save_file({"t": tensor}, path)
@@ -201,7 +203,8 @@ def test_a_shape_of_a_million_dimensions_ends_in_a_short_message(tmp_path):
 TEXTS = {
     "duplicate tensor": b'{"t": %s, "t": %s}',
     "duplicate metadata": b'{"__metadata__": {}, "__metadata__": {}, "t": %s}',
-    "duplicate key of an entry": b'{"t": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
+    "duplicate key of an entry": b'{"t": {"dtype": "F32", "dtype": "F32", "shape": [2], '
+    b'"data_offsets": [0, 8]}}',
     "duplicate key of the metadata": b'{"__metadata__": {"a": "b", "a": "b"}, "t": %s}',
     "leading space": b' {"t": %s}',
     "byte order mark": b'\xef\xbb\xbf{"t": %s}',

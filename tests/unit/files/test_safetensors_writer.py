@@ -1,4 +1,4 @@
-"""Files written piece by piece: what other readers make of them, and what is refused."""
+"""Files written piece by piece: other readers read them, and wrong pieces are refused."""
 
 import errno
 import json

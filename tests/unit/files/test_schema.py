@@ -1,4 +1,4 @@
-"""A value against a shape: what is accepted, and what is said of the first key that is not."""
+"""A value against a shape: accepted values, and the words about the first key that is wrong."""
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 

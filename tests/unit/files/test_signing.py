@@ -1,4 +1,4 @@
-"""Signatures of artifacts: what was changed, whose key it is and which certificate expired is said, with exit 7."""
+"""Signatures of artifacts: a refusal names the changed file, the key or the certificate; exit 7."""
 
 import datetime
 import io
@@ -111,7 +111,7 @@ def work(tmp_path_factory, llama):
 
 @pytest.fixture
 def artifact(work, tmp_path):
-    """A copy of it, signed with my key."""
+    """A copy of the artifact, signed with my key."""
     folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
     assert run("sign", folder, "--key", work / "mine.pem") == 0
     return folder
@@ -157,7 +157,7 @@ def flipped(path):
 
 
 def resealed(folder):
-    """Change the manifest and make its digest right again, as who does not have the key would."""
+    """Change the manifest and correct its digest, which nobody needs the key for."""
     path = folder / "quantflow.json"
     manifest = json.loads(path.read_text())
     manifest["source"]["name"] = "a better model"
@@ -223,7 +223,7 @@ def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signatur
         assert run("verify", artifact, "--key", work / "mine.pub") == 7
 
 
-def test_a_certificate_that_leads_to_the_root_verifies_and_one_that_expired_or_leads_elsewhere_does_not(
+def test_a_certificate_verifies_that_leads_to_the_root_and_none_that_expired_or_leads_elsewhere(
     work, tmp_path
 ):
     folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))

@@ -1,4 +1,4 @@
-"""A stage's folder: who holds it, when it is finished, and what a crash leaves."""
+"""A stage's folder: its holder, its end, and what a crash leaves."""
 
 import errno
 import json
@@ -286,7 +286,7 @@ CALLS = ("open", "write", "pwrite", "fsync", "replace", "mkdir", "unlink", "rmdi
 
 
 class Faults:
-    """Makes one call of `os` fail, counted over all of CALLS; the system is as the other calls left it."""
+    """Makes one call of `os` fail, counted over all of CALLS; the calls before it are real."""
 
     def __init__(self, monkeypatch, at: int, number: int) -> None:
         self.count, self.at, self.number = 0, at, number

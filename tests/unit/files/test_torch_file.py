@@ -1,4 +1,4 @@
-"""Files of torch.save: torch reads what is written here, what torch wrote is read here, and no pickle is run."""
+"""Files of torch.save: torch reads what we write, we read what torch wrote, no pickle is run."""
 
 import collections
 import io
@@ -170,7 +170,7 @@ def test_files_that_are_no_such_zip_are_refused(tmp_path):
 def test_a_pickle_that_is_larger_than_its_zip_says_is_read_no_further(tmp_path):
     path = archive(tmp_path / "x.pt", pickle.dumps({}, protocol=2) + bytes(64 << 20))
     data = bytearray(path.read_bytes())
-    # before the member, and in the list at the end
+    # the size stands in the member's head, and again in the list at the end
     for magic, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
         start = data.index(magic) + place
         data[start : start + 4] = (16).to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""The compressed-tensors layout: round trips, names, the config both ways, the edges and what is refused.
+"""The compressed-tensors layout: round trips, names, the config both ways, edges, and refusals.
 
 Bytes worked by hand are in tests/golden, the comparison with the library of that name in
 tests/parity.
@@ -47,7 +47,10 @@ SCHEMES = {
 def random_linear(
     scheme: LinearScheme, rows: int, columns: int, *, seed: int = 0
 ) -> QuantizedLinear:
-    """A linear with arbitrary qvalues, and scales that are exact in bfloat16, of either sign where they may be."""
+    """A linear with arbitrary qvalues, and scales that are exact in bfloat16.
+
+    Scales have either sign where they may be negative.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     shape = (
@@ -334,7 +337,7 @@ def test_float8_codes_that_mean_other_numbers_are_refused_with_what_to_take_inst
 
 
 def as_mi300_reads(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What vLLM makes of e4m3fn weights where the hardware has e4m3fnuz: no -0, which is NaN there, and doubled scales."""
+    """vLLM's e4m3fn weights where the hardware has e4m3fnuz: no -0 (NaN there), doubled scales."""
     bits = codes.view(torch.uint8)
     read = torch.where(bits == 0x80, 0, bits).to(torch.uint8).view(torch.float8_e4m3fnuz)
     return read.double() * (scale.double() * 2)
@@ -796,7 +799,10 @@ def test_a_transform_that_is_not_known_is_refused_not_ignored(changed):
 
 
 def test_what_a_model_calls_its_linears_stands_beside_what_its_checkpoint_does():
-    """transformers matches targets and ignored names with modules, whose names differ in models that read images too."""
+    """transformers matches targets and ignored names with modules.
+
+    Modules have other names in models that read images too.
+    """
     modules = {
         "language_model.model.q": "model.language_model.q",
         "language_model.model.gate": "model.language_model.gate",

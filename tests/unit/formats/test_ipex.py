@@ -1,4 +1,4 @@
-"""IPEX's low-precision checkpoint: words by hand, its own dequantization in plain torch, and folders through the verbs."""
+"""IPEX's low-precision checkpoint: words by hand, a plain dequantization, and whole folders."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def linear_of(scheme: LinearScheme, rows: int, columns: int, seed: int) -> Quant
 
 
 def theirs(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return the weight as `WeightOnlyLinear.recover` makes it: word by word, nibble by nibble."""
+    """The weight as `WeightOnlyLinear.recover` makes it: word by word, nibble by nibble."""
     packed, scale, zeros = (
         tensors[f"{name}.{part}"] for part in ("packed_weight", "scale", "packed_zp")
     )

@@ -1,4 +1,4 @@
-"""The scales of caches in the compressed-tensors layout: tensors, the config both ways, and what is refused."""
+"""Scales of KV caches in the compressed-tensors layout: tensors, the config, and refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Layouts of other programs: bytes worked by hand, round trips between all that hold the same values, and what is refused."""
+"""Layouts of other programs: bytes worked by hand, round trips between them, and refusals."""
 
 from dataclasses import replace
 
@@ -39,7 +39,10 @@ def scheme(bits: int, group_size: int, *, symmetric: bool) -> LinearScheme:
 def linear_of(
     found: LinearScheme, rows: int, columns: int, *, seed: int = 0, zeros: int = 0
 ) -> QuantizedLinear:
-    """Arbitrary codes; scales are positive and exact in float16 and bfloat16; the first `zeros` groups hold zeros alone."""
+    """Arbitrary codes of a linear.
+
+    Scales are positive and exact in float16 and bfloat16. The first `zeros` groups hold zeros.
+    """
     generator, weights = torch.Generator().manual_seed(seed), found.weights
     groups = columns // (weights.group_size or columns)
     qvalue = torch.randint(weights.qmin, weights.qmax + 1, (rows, columns), generator=generator).to(
@@ -315,7 +318,7 @@ def test_every_pair_of_layouts_that_hold_floats_gives_back_its_bytes(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_that_two_layouts_hold_is_in_one_of_these_properties(name):
-    """Its layouts are those that the property goes through, so no pair is left out when a layout or a preset is added."""
+    """The layouts are those of the property: none is left out when one or a preset is added."""
     found = PRESETS[name]
     able = {layout for layout in LAYOUTS if LAYOUTS[layout].why_not(found, (256, 256)) is None}
     assert "compressed-tensors" in able
@@ -432,7 +435,10 @@ def test_a_value_that_a_layout_would_change_is_refused_with_what_it_would_become
     ):
         LAYOUTS["gptq"].encode("a", linear, scale_dtype=torch.float16)
     linear.weight.scale[2, 0] = 1 + 2**-12
-    cause = r"a: 1 of 64 scales would change, the first \(row 2, group 0\) from 1.000244140625 to 1.0 in float16"
+    cause = (
+        r"a: 1 of 64 scales would change, the first \(row 2, group 0\) from 1.000244140625 to 1.0 "
+        r"in float16"
+    )
     with pytest.raises(UnsupportedError, match=cause):
         LAYOUTS["gptq_v2"].encode("a", linear, scale_dtype=torch.float16)
 

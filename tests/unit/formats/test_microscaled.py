@@ -1,4 +1,4 @@
-"""Microscaled schemes in the compressed-tensors layout: there and back, by rows, and damaged files."""
+"""Microscaled schemes in compressed-tensors' layout: there and back, by rows, and damaged files."""
 
 from dataclasses import replace
 

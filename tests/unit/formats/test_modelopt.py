@@ -1,4 +1,4 @@
-"""ModelOpt's layout: its tensors by its formulas, there and back, what would change, and damaged folders."""
+"""ModelOpt's layout: tensors by its formulas, there and back, refusals, and damaged folders."""
 
 import re
 from dataclasses import replace
@@ -40,7 +40,7 @@ def made(name: str) -> QuantizedLinear:
 
 
 def values(tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Return the weight by ModelOpt's formulas, in numpy with ml_dtypes' codes, [24, 96]."""
+    """The weight by ModelOpt's formulas, in numpy with ml_dtypes' codes, [24, 96]."""
     weight, scale = tensors["a.weight"], tensors["a.weight_scale"]
     if weight.dtype == torch.uint8:
         packed = weight.numpy()
@@ -103,7 +103,10 @@ def test_scales_that_the_other_layout_of_nvfp4_would_change_are_refused_with_the
     divided["a.weight_global_scale"] = torch.tensor([1234.567])
     for source, tensors, layout in ((ours, multiplied, theirs), (theirs, divided, ours)):
         read = source.decode("a", tensors, linear.scheme)
-        said = r"^a\.weight_scale: (\d+) of 144 scales would change, the first \(row (\d+), group (\d+)\) from (\S+) to (\S+)$"
+        said = (
+            r"^a\.weight_scale: (\d+) of 144 scales would change, the first \(row (\d+), group "
+            r"(\d+)\) from (\S+) to (\S+)$"
+        )
         with pytest.raises(UnsupportedError) as refused:
             layout.encode("a", read, scale_dtype=torch.float32)
         found = re.match(said, refused.value.cause)

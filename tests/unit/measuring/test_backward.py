@@ -19,9 +19,9 @@ from quantflow.core.parallel import Workers
 from quantflow.measuring.backward import backward, generator_for, sampled_gradient
 from quantflow.models import stand_ins
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 
 SHAPE = {
     "vocab_size": 23,

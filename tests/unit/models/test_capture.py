@@ -37,9 +37,9 @@ from transformers import (
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRecorder, QueryRecorder, RepeatedHeads, watch
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.parameters import release_
 from quantflow.numerics import product
 
@@ -99,7 +99,10 @@ SEQUENCES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Name of a model -> its checkpoint, with weights large enough that no path through the model is negligible."""
+    """Name of a model -> its checkpoint.
+
+    Weights are large enough that no path through the model is negligible.
+    """
     generator = torch.Generator().manual_seed(0)
     made = {}
     for name, make in MODELS.items():
@@ -298,7 +301,7 @@ def test_recorded_keys_and_values_are_what_a_dynamic_cache_stores(folder):
 
 @torch.no_grad()
 def test_recorded_queries_are_what_attention_multiplies_with_the_keys(folder):
-    """Q and K make the layer's own attention probabilities, so that Q is the rotated one, normed where the family norms."""
+    """Q and K make the layer's own attention probabilities: Q after RoPE, and after its norm."""
     stream = stream_of(folder)
     model = stock_of(folder)
     model.set_attn_implementation("eager")
@@ -352,7 +355,7 @@ def test_attention_with_repeated_heads_is_that_with_shared_ones(by_name):
 
 
 def test_recorded_keys_are_rotated(folders):
-    """The same token at two positions has two keys and one value, in the layer that sees only its embedding."""
+    """The first layer sees only embeddings: a token at two positions has two keys, one value."""
     stream = stream_of(folders["llama"])
     seen = []
     (state,) = stream.begin([torch.tensor([7, 7])])

@@ -1,4 +1,4 @@
-"""A hidden state and what is carried beside it are the same again after both were one tensor, in every dtype of a model."""
+"""A hidden state and a carried value survive being one tensor, in every dtype of a model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What one forward finds out about a decoder layer: what the table says of its families, and folds that change no output."""
+"""A decoder layer by one forward: as its family's row has it, and folds change no output."""
 
 import functools
 import shutil
@@ -13,9 +13,18 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import discovery, joined
 from quantflow.models.capture import LayerStream
 from quantflow.models.carried import Carried
-from quantflow.models.discovery import Called, Moment, Record, graph_of, layers_of, traced
-from quantflow.models.graph import FAMILIES, graph_for
-from quantflow.models.load import load_model, open_source, skeleton
+from quantflow.models.discovery import (
+    ForwardRecord,
+    LayerCall,
+    TensorVersion,
+    graph_of,
+    layers_of,
+    traced,
+)
+from quantflow.models.graph import UNTRACED
+from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 
 SIZES = {
     "vocab_size": 96,
@@ -48,9 +57,9 @@ OWN = {
     "gptj": {"rotary_dim": 8},
     "helium": HEADS,
 }
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-OTHERS = (  # in no table
+DENSE = [name for name, family in UNTRACED.items() if family.mixture is None]
+MIXTURES = [name for name, family in UNTRACED.items() if family.mixture is not None]
+OTHERS = (  # whose linears no row has
     *(
         "bloom",
         "falcon",
@@ -74,7 +83,7 @@ def config_of(kind, **more):
 
 
 def relative(layer, group):
-    """Return a group of the table's graph with the names of modules inside its layer."""
+    """Return a group of the row's graph with the names of modules inside its layer."""
     return discovery._renamed(group, layer.relative)
 
 
@@ -91,7 +100,7 @@ def test_a_family_of_the_table_comes_out_as_the_table_has_it(kind):
 
 
 def facts(layer):
-    """Return what a layer is made of but its routers: one that is no linear of torch's is not seen."""
+    """The parts of a layer but its routers, since a trace sees only those that are linears."""
     what = (layer.prefix, layer.attention, layer.groups, layer.block, layer.experts)
     return *what, layer.chosen, layer.repeats, layer.head_dim, layer.kv_heads
 
@@ -185,7 +194,7 @@ def test_a_norm_that_multiplies_by_one_more_than_its_weight_takes_no_factors():
 
 
 def test_a_norm_that_experts_read_past_the_router_takes_no_factors():
-    """JetMoE's experts take their tokens out of a view of the norm's output, which the router reads too."""
+    """JetMoE's experts read a view of the norm's output, which the router reads too."""
     groups = (
         graph_for(config_of("jetmoe", kv_channels=16, num_key_value_heads=2, num_local_experts=4))
         .layers[0]
@@ -214,7 +223,7 @@ def test_the_graph_says_where_the_embedding_and_the_head_are_and_what_layers_ret
         "lm_head",
         2,
     )
-    assert family.model_type not in FAMILIES
+    assert family.model_type not in UNTRACED
 
 
 def test_a_model_is_as_it_was_after_it_was_traced():
@@ -241,7 +250,7 @@ def test_what_stands_in_the_way_is_said():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a random model of a family as transformers has it, and the folder that it was saved to."""
+    """A random model of a family as transformers has it, and the folder that it was saved to."""
 
     @functools.cache
     def make(kind):
@@ -485,14 +494,16 @@ def test_a_layer_without_attention_names_none():
 
 def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused():
     """They could not be replayed one by one."""
-    first, second, aside = Moment(1), Moment(2), Moment(3)
+    first, second, aside = TensorVersion(1), TensorVersion(2), TensorVersion(3)
     names = ["layers.0", "layers.1"]
-    record = Record(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
+    record = ForwardRecord(outputs={aside: "layers.0.value"}, ran={*names, "layers.1.mlp"})
     odd = SimpleNamespace(model_type="odd")
-    record.called["layers.0"] = Called(hidden=first, others=(), output=second, features=(8,))
-    record.called["layers.1"] = Called(hidden=second, others=(), output=Moment(4))
+    record.called["layers.0"] = LayerCall(hidden=first, others=(), output=second, features=(8,))
+    record.called["layers.1"] = LayerCall(hidden=second, others=(), output=TensorVersion(4))
     assert discovery._chain(record, names, odd) is None
-    record.called["layers.1"] = Called(hidden=second, others=(("more", aside),), output=Moment(4))
+    record.called["layers.1"] = LayerCall(
+        hidden=second, others=(("more", aside),), output=TensorVersion(4)
+    )
     with pytest.raises(
         UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
     ):
@@ -505,7 +516,7 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
         UnsupportedError, match=r"odd: layers.1 reads layers.0.value beside the hidden state"
     ):
         discovery._chain(record, names, odd)
-    record.called["layers.1"] = Called(hidden=first, others=(), output=Moment(4))
+    record.called["layers.1"] = LayerCall(hidden=first, others=(), output=TensorVersion(4))
     with pytest.raises(
         UnsupportedError, match=r"odd: layers.1 does not read what the layer before it returned"
     ):

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from quantflow.errors import UnsupportedError
 from quantflow.models.experts import Experts, every_token, watch_routing
-from quantflow.models.graph import graph_for
 from quantflow.models.hooks import watch
-from quantflow.models.load import load_model, open_source, skeleton
-from quantflow.models.source import open_files
+from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for, open_files
+from quantflow.models.skeleton import skeleton
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 TOKENS = torch.randint(2, 300, (1, 48), generator=torch.Generator().manual_seed(7))
 
 
 def stock(folder, implementation="eager"):
-    """Return the family's own model; `eager` is its own loop over experts."""
+    """The family's own model; `eager` is its own loop over experts."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=implementation
     )

@@ -4,7 +4,8 @@ import pytest
 from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import FAMILIES, family_for, graph_for
+from quantflow.models.graph import UNTRACED, family_for
+from quantflow.models.open import graph_for
 
 
 def test_a_llama_layer_by_hand():
@@ -74,8 +75,8 @@ def test_a_head_may_be_wider_than_its_share_of_the_hidden_state():
 
 
 def test_nothing_is_folded_through_an_activation_or_into_a_linear_of_queries_keys_and_values():
-    assert all(group.feeder is None for group in FAMILIES["gpt_neox"].groups)
-    assert FAMILIES["gpt_neox"].residual is None
+    assert all(group.feeder is None for group in UNTRACED["gpt_neox"].groups)
+    assert UNTRACED["gpt_neox"].residual is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_i
         f"{name}.self_attn.o_proj": f"{name}.self_attn.v_proj",
         **(shared if config is Qwen2MoeConfig else {}),
     }
-    assert FAMILIES[config.model_type].residual is None
+    assert UNTRACED[config.model_type].residual is None
 
 
 def test_the_dense_layers_of_a_mixture_are_folded_like_any_other():
@@ -206,7 +207,7 @@ def test_a_mixture_without_a_number_of_experts_is_refused():
 
 def test_the_supported_families_are_these():
     dense = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
-    assert list(FAMILIES) == [*dense, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+    assert list(UNTRACED) == [*dense, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 
 
 def test_another_head_of_a_supported_family_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""Hidden states between two layers: the same whether in memory or on disk, and whole after any interruption."""
+"""Hidden states between two layers: the same in memory and on disk, whole after interruption."""
 
 import hashlib
 import weakref

@@ -25,9 +25,10 @@ from transformers import (
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.models import reading
-from quantflow.models.load import load_model, open_source, skeleton
+from quantflow.models.load import load_model, open_source
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_tensors
+from quantflow.models.skeleton import skeleton
 from quantflow.models.tokenizer import load_tokenizer
 
 SHAPE = {
@@ -258,7 +259,7 @@ def test_a_materialized_model_is_the_stock_model(tmp_path, tied):
 
 @torch.no_grad()
 def test_buffers_are_computed_in_the_dtype_that_the_model_runs_in(tmp_path):
-    """OpenAI's GPT multiplies its mask, a float buffer, into what attention's values are multiplied by."""
+    """OpenAI's GPT multiplies its mask, a float buffer, into the weights of attention's values."""
     config = OpenAIGPTConfig(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=32)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()

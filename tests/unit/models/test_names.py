@@ -9,10 +9,10 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import names
-from quantflow.models.graph import FAMILIES
-from quantflow.models.load import skeleton
+from quantflow.models.graph import UNTRACED
 from quantflow.models.names import HubNames, NameMap
 from quantflow.models.parameters import twins
+from quantflow.models.skeleton import skeleton
 
 SHAPE = {
     "vocab_size": 16,
@@ -57,7 +57,7 @@ def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama)
     assert NameMap(llama).module_name(name) == name
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", UNTRACED)
 def test_of_no_family_does_the_table_rename_a_parameters_own_name(model_type):
     model = skeleton(AutoConfig.for_model(model_type, **SHAPE, num_key_value_heads=2))
     renamings = [
@@ -156,7 +156,7 @@ def test_weights_that_are_merged_on_load_are_refused_by_name():
 
 @pytest.fixture(scope="module")
 def kimi():
-    """A model beside a tower that reads images, whose queries, keys and values a checkpoint has in one tensor."""
+    """A model beside an image tower whose queries, keys and values are one tensor in a file."""
     text = {
         **SHAPE,
         "model_type": "deepseek_v3",
@@ -175,7 +175,7 @@ def kimi():
 
 
 def stored(model):
-    """Return the names of a checkpoint."""
+    """The names of a checkpoint."""
     names = [HubNames(model).of(name) for name in model.state_dict()]
     names = [
         re.sub(r"attn\.q_proj(?=\.(weight|bias)$)", "wqkv", name) if "blocks" in name else name

@@ -1,4 +1,4 @@
-"""What is read past the system's cache does not enter it; what is there already is taken from there."""
+"""Bytes read past the system's cache do not enter it; bytes that are there come from there."""
 
 import os
 import random

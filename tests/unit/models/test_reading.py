@@ -1,4 +1,4 @@
-"""Positioned reads: what is read once comes from the cache or past it, to the same bytes, wherever it lies in the file."""
+"""Positioned reads: from the cache or past it, the same bytes, wherever the tensor lies."""
 
 import errno
 import fcntl

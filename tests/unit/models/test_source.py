@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.digests import Digests
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
-from quantflow.models.source import fingerprint, open_files
+from quantflow.models.open import graph_for, open_files
+from quantflow.models.source import fingerprint
 
 SHAPE = {
     "vocab_size": 16,
@@ -98,8 +98,8 @@ def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
         "import sys, quantflow.quantizing.quantize, quantflow.exporting.export, "
         "quantflow.exporting.proof_process\n"
         "import quantflow.planning.forecast\n"
-        "from quantflow.models.source import open_files\n"
-        "from quantflow.models.graph import graph_for\n"
+        "from quantflow.models.open import open_files\n"
+        "from quantflow.models.open import graph_for\n"
         f"assert len(graph_for(open_files({str(tmp_path)!r}).config).linears) == 14\n"
         "assert 'transformers' not in sys.modules"
     )

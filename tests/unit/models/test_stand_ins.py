@@ -1,4 +1,4 @@
-"""What stands in the place of embedding and head computes what they would."""
+"""Stand-ins for embedding and head compute what these compute."""
 
 import pytest
 import torch

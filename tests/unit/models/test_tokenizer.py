@@ -1,4 +1,4 @@
-"""The tokenizer of a folder is the one that transformers' AutoTokenizer makes of it, whatever class its files name."""
+"""The tokenizer of a folder is AutoTokenizer's, whatever class its files name."""
 
 import json
 import shutil
@@ -43,7 +43,10 @@ def test_it_is_the_one_of_transformers(named, tmp_path):
 
 
 def outcome(load, folder):
-    """Return what a way of loading makes, as far as anything here reads it; None where it refuses, or has no such tokens."""
+    """A way of loading's result, as far as anything here reads it.
+
+    None where it refuses, or has no such tokens.
+    """
     try:
         tokenizer = load(folder)
         ids = [tokenizer(text)["input_ids"] for text in TEXTS]

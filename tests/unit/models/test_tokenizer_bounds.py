@@ -1,4 +1,7 @@
-"""Files of a tokenizer that would take gigabytes are refused before a library reads them; those of known models are not."""
+"""Tokenizer files that would take gigabytes are refused before a library reads them.
+
+Those of known models are not.
+"""
 
 import json
 import shutil

@@ -1,12 +1,12 @@
-"""A decoder layer runs with other weights: to the bits of a model that has them, with its gradients, and gets its own back."""
+"""A decoder layer with other weights: bits and gradients of a model that has them."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.models.trained_layer import running
 
 SEQUENCES = [torch.tensor([0, 5, 9, 2, 22, 7]), torch.tensor([3, 1, 4])]

@@ -1,4 +1,4 @@
-"""Static input scales: by hand, as properties, against compressed-tensors, at the edges, and their errors."""
+"""Static input scales: by hand, properties, compressed-tensors, edges, errors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The factorisation in place: by hand, against float64, over its blocks, and what is not positive definite."""
+"""The factorisation in place: by hand, float64, over its blocks, not positive definite."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The grid of a weight: scales and zero points by hand, shared scales, zeros, and what is refused."""
+"""The grid of a weight: scales and zero points by hand, shared scales, zeros, refusals."""
 
 import pytest
 import torch

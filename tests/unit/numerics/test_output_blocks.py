@@ -1,4 +1,4 @@
-"""Blocks of outputs: how they are cut, worked out by hand; what they hold of a whole sum, and of a part of it."""
+"""Blocks of outputs: their cuts by hand, and their parts of a whole sum."""
 
 import pytest
 import torch
@@ -48,7 +48,10 @@ def small(monkeypatch):
 
 
 def held(whole):
-    """Of a whole sum, what its blocks hold, by the definition: row after row, the columns of its own block, then zeros."""
+    """The blocks of a whole sum, by the definition.
+
+    Row after row, the columns of its own block, then zeros.
+    """
     width = output_blocks.width(len(whole))
     rows = torch.zeros(len(whole), width)
     for row in range(len(whole)):

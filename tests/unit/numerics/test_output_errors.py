@@ -1,4 +1,4 @@
-"""What rounding did to outputs, beside plain round to nearest: by hand, against the outputs themselves, at the edges."""
+"""Output errors of rounding, beside round to nearest: by hand, against outputs, at the edges."""
 
 import math
 

@@ -40,7 +40,7 @@ def test_whole_numbers_are_multiplied_exactly_whatever_the_shape(rows, columns, 
 
 @pytest.mark.parametrize("features", [64, 512, 4096])
 def test_sums_are_float32_throughout(features):
-    """An error in the tenth bit or so, as of bfloat16 or tf32, would be a thousand times as large as what is allowed."""
+    """An error in about the tenth bit, as of bfloat16 or tf32, would be a thousand times larger."""
     generator = torch.Generator().manual_seed(0)
     left, right = (
         torch.randn(96, features, generator=generator),

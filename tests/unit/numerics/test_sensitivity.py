@@ -1,4 +1,4 @@
-"""What rounding is predicted to cost, by hand and against sums written out."""
+"""Predicted costs of rounding, by hand and against sums written out."""
 
 import itertools
 
@@ -28,8 +28,9 @@ def predicted(weight, scheme, rows, columns, dtype=torch.float32):
 
 
 def test_a_weight_of_two_rows_worked_by_hand():
-    # 2 bits are -2, -1, 0, 1 times a scale. For 1.5 the largest scale that is tried is best, 33/32 of 1: an error of 15/32. For
-    # -1.5 it is 24/32, whose double is 1.5. The columns weigh 4 and 2, the rows 3 and 1, 2 in the mean.
+    # 2 bits are -2, -1, 0, 1 times a scale. For 1.5 the largest scale that is tried is best, 33/32
+    # of 1: an error of 15/32. For -1.5 it is 24/32, whose double is 1.5. The columns weigh 4 and 2,
+    # the rows 3 and 1, 2 in the mean.
     weight = torch.tensor([[1.5, 1.5], [-1.5, -1.5]])
     found = predicted(weight, W2_G2, torch.tensor([3.0, 1.0]), torch.tensor([4.0, 2.0]))
     assert found == pytest.approx(0.5 * (15 / 32) ** 2 * (4 + 2) * 3 / 2, rel=1e-6)

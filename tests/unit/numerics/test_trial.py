@@ -1,4 +1,4 @@
-"""What a trial compares: by hand, on a part of the rows, and what it takes of memory."""
+"""Losses of a trial: by hand, on a part of the rows; and its memory."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def fold_of(weights, scheme="W8A8", **statistics):
 
 
 def test_the_loss_of_weights_worked_by_hand():
-    """int2 with amax 3: scale 2, so 3 -> 1.5 -> 2 clamped to 1 -> 2, and 1 -> 0.5 -> 0: errors -1 and -1."""
+    """int2 with amax 3, scale 2: 3 -> 1.5 -> 2, clipped to 1 -> 2; 1 -> 0.5 -> 0; errors -1, -1."""
     scheme = with_group_size(preset("W2A16"), 2)
     compared = trial(fold_of({"w": torch.tensor([[3.0, 1.0]])}, {"w": scheme}))
     hessian = torch.tensor([[2.0, 1.0], [1.0, 5.0]])

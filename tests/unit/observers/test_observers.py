@@ -1,4 +1,4 @@
-"""What every observer promises: its algebra, what it says unseen, what it refuses, and that its state is all of it."""
+"""Promises of every observer: its algebra, unseen state, refusals, and a complete state."""
 
 import itertools
 import math
@@ -56,7 +56,7 @@ def close(one, other):
 
 
 def rounding(value):
-    """A few units in the last place of the largest entry: what three terms can differ by in another order."""
+    """A few units in the last place of the largest entry: the effect of three terms' order."""
     return (
         4 * torch.finfo(value.dtype).eps * value.abs().max().item()
         if value.is_floating_point()

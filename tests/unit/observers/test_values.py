@@ -1,4 +1,4 @@
-"""What each observer remembers, worked by hand and against plain float64."""
+"""State of each observer, worked by hand and against plain float64."""
 
 import math
 

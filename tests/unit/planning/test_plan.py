@@ -1,4 +1,4 @@
-"""What quantize will do, worked out before any weight is read."""
+"""The plan of quantize, resolved before any weight is read."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.planning.plan import kept_for_few_inputs, left_out, narrowed, resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.planning.requirements import entries_of, statistics_for
@@ -186,7 +186,7 @@ def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_
         narrowed(found, entry) == smaller
         and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
     )
-    # by rows
+    # W8A16 has a scale per row and no groups, so few inputs are no obstacle
     assert (
         resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name]
         is not None

@@ -1,4 +1,4 @@
-"""Recipes: what is read, what wins, and how a mistake is told."""
+"""Recipes: what a file may say, which of its sources wins, and the words of a refusal."""
 
 from pathlib import Path
 

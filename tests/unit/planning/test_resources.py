@@ -1,4 +1,4 @@
-"""What stages may use: sizes worked out by hand, what is shrunk first, and what is refused with which number."""
+"""Allowances of stages: sizes by hand, what is shrunk first, and the numbers of each refusal."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from quantflow import process_memory
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.files.safetensors_header import TensorInfo
-from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from quantflow.models.graph import UNTRACED, Graph, Layer, LinearGroup
 from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
 from quantflow.planning.durations import Rounding, Speed
 from quantflow.planning.plan import resolve
@@ -24,7 +24,7 @@ SHAPES |= {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 51
 
 
 class Config:
-    """What config.json says of a small Llama with two layers."""
+    """The config.json of a small Llama with two layers."""
 
     model_type = "llama"
     hidden_size, num_attention_heads, num_key_value_heads, vocab_size = HIDDEN, 4, 2, VOCABULARY
@@ -41,7 +41,7 @@ def graph() -> Graph:
         layers.append(
             Layer(index=index, prefix=prefix, attention=f"{prefix}.self_attn", groups=tuple(named))
         )
-    return Graph(family=FAMILIES["llama"], layers=tuple(layers))
+    return Graph(family=UNTRACED["llama"], layers=tuple(layers))
 
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -94,7 +94,7 @@ def test_the_bytes_of_a_quantized_layer_are_counted_by_hand():
     rows = 256 + 128 + 128 + 256 + 512 + 512 + 256
     assert layer_bytes(MODEL, plan("FP8_DYNAMIC").schemes) == [weights + 4 * rows + 2 * 256] * 2
     grouped = layer_bytes(MODEL, plan("W4A16", algorithm="rtn").schemes)
-    # packed, bf16 scales, seven shapes
+    # packed weights, bf16 scales, the seven tensors of shapes, and the norm
     assert grouped == [weights // 2 + 2 * weights // 128 + 7 * 16 + 2 * 256] * 2
 
 
@@ -103,11 +103,11 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
     hidden = 4 * HIDDEN * 40
     features = 3 * 256 + 256 + 2 * 256 + 512  # of each linear's input
     statistics = 2 * (4 * features + 7 * 2 * 4)  # and amax of each weight and output
-    # so the most is there while layers run: two generations, and what the layers found so far
+    # so the disk holds the most while layers run: two generations of hidden states
     assert hidden > statistics
     assert (need.scratch, need.result) == (2 * hidden, 8 * 40 + statistics)
     every = need_measure(MODEL, lengths=[1], stats=("channel_amax", "hessian"))
-    # without the token: at the end the statistics of the layers, and the same once more
+    # 8 bytes of the result are the token's id; at the end the statistics are on disk twice
     written = every.result - 8
     assert every.scratch == 4 * HIDDEN + written
     layer = 4 * LAYER + 2 * 512 * 256
@@ -121,40 +121,41 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
         for stats in (("amax",), ("amax", "fisher"))
     )
     hidden = 4 * HIDDEN * 40
-    # inputs; the outputs of all linears are as many channels of gradients
+    # the channels of all inputs; the outputs of all linears are as many channels of gradients
     features = 3 * 256 + 256 + 2 * 256 + 512
     outputs = 256 + 128 + 128 + 256 + 512 + 512 + 256
-    # and how many, at two sites of each linear
+    # 8 bytes a channel, and a count at the two sites of each linear
     assert need.result - plain.result == 2 * 8 * (features + outputs + 7 * 2)
     statistics = need.result - 8 * 40
-    # inputs and the last output; two of gradients
+    # hidden states: both layers' inputs and the last output; and two generations of gradients
     assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics
-    # at the least: what enters and leaves it, and what an MLP has inside
+    # a lower bound: the input and output of a layer, and the tensors between an MLP's linears
     sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)
     assert need.moments[-1][1] > plain.moments[1][1] and need.moments[-1][1] >= sequence
     with pytest.raises(UsageError, match="statistic 'kurtosis' is unknown"):
-        # nothing that is unknown costs nothing
+        # an unknown statistic is refused, not counted as zero bytes
         need_measure(MODEL, lengths=[10], stats=("kurtosis",))
     fixed, each = need.moments[-2]  # the head as stored; of each worker logits and their gradient
     assert fixed >= LIBRARIES + 2 * VOCABULARY * HIDDEN and each >= 2 * 4 * 30 * VOCABULARY
 
 
-def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_while_it_is_rounded_by_them():
+def test_sums_of_gradients_are_in_the_measurement_and_those_of_one_group_in_memory_at_a_time():
     plain, need = (
         need_measure(MODEL, lengths=[10], stats=stats)
         for stats in (("amax",), ("amax", "gradient"))
     )
-    sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of each linear's outputs, in two layers
-    assert need.result - plain.result == sums + 2 * 7 * 8  # and how many tokens, of each
-    # it goes back
+    # outputs x outputs of seven linears, in two layers
+    sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)
+    assert need.result - plain.result == sums + 2 * 7 * 8  # and a count of tokens for each
+    # the backward pass has steps and files of its own
     assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)
-    # never all together
+    # the sums of all linears are never in memory together
     assert max(fixed for fixed, _ in need.moments) - max(fixed for fixed, _ in plain.moments) < sums
     gptq, yaqa = (
         need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa")
     )
     rounding = [index for index, moment in enumerate(gptq.moments) if moment != yaqa.moments[index]]
-    # of the four groups, each behind what makes its Hessian
+    # the rounding of the four groups; the step before each makes its Hessian whole
     assert yaqa.base == gptq.base and rounding == [3, 5, 7, 9]
     for index, outputs in zip(rounding, ((256, 128, 128), (256,), (512, 512), (256,)), strict=True):
         beside = gptq_to_yaqa(outputs, 512 if index == 9 else 256)
@@ -162,7 +163,7 @@ def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_whi
 
 
 def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
-    """The sums of a group; and yaqa has a factor of its own beside the Hessian, which gptq overwrites."""
+    """Bytes of a group's sums, and of yaqa's factor beside the Hessian, which gptq overwrites."""
     return 4 * sum(width * width for width in outputs) + 4 * features**2
 
 
@@ -171,7 +172,7 @@ def test_the_way_back_takes_three_more_passes_through_every_layer():
     rates = {"observed": {"fisher": 0.0}, "gradient": 0.5, "rounded": {}, "gptq": {}}
     speed = Speed(cores=2, units=2, ahead=False, token=3.0, run=3.0, **rates, **none)
     assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 3.0 * 40 * 2 / 2
-    # of the outputs of seven linears, in two layers
+    # products of the outputs of seven linears, in two layers
     products = 2 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)
     assert (
         speed.measure(MODEL, [10, 30], ["gradient"]) == (4 * 3.0 * 40 * 2 + 0.5 * 40 * products) / 2
@@ -186,11 +187,11 @@ def test_measuring_nothing_runs_no_layer():
 def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rounds():
     rtn = need_layers(MODEL, plan("W4A16", algorithm="rtn"), lengths=[])
     gptq = need_layers(MODEL, plan("W4A16"), lengths=[10])
-    # in strips of 256 rows, which end at the diagonal
+    # half a Hessian is kept in strips of 256 rows, which end at the diagonal
     small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)
-    # of the sequence of ten tokens that is added up
+    # the inputs of one sequence of ten tokens, and its products while the Hessian adds them
     inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512
-    product += 4 * 10 * (512 + 2 * 256)  # the same, turned: of all columns, and of a strip twice
+    product += 4 * 10 * (512 + 2 * 256)  # the inputs transposed: all columns, and a strip twice
     assert gptq.moments[1][0] - rtn.moments[1][0] == 3 * small + large + inputs + product
     making, rounding = 2, 3  # the first group's, behind the embedding and the forward
     assert gptq.moments[making][0] - rtn.moments[making][0] == 4 * 256**2 + 3 * small + large
@@ -212,9 +213,9 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
     started = linears + 5 * linears // 128  # qvalues, scales, and zero points if there were any
     fixed, each = max(learned.moments)
     assert fixed == LIBRARIES + stored + started + 18 * linears + 8 * 4 * linears // 128
-    # at the least: what enters and leaves the layer, and what an MLP has inside
+    # a lower bound: the input and output of the layer, and the tensors between an MLP's linears
     activations = 4 * 10 * (2 * HIDDEN + 3 * 512)
-    # of rows that take a step: of so small a layer more than a gradient of all weights
+    # rows that take a step: in so small a layer they are more than a gradient of all weights
     units = 3 * 6 * 4 * (1 << 18)
     assert units + activations < each < units + 10 * activations
 
@@ -233,8 +234,9 @@ def test_learning_runs_each_sequence_there_and_back_in_every_iteration():
         **none,
     )
     given = plan("W4A16", algorithm="signround", signround=SignRound(iterations=100, sequences=4))
-    # Of each of two layers: the original and the quantized layer, 100 times 2 sequences of 20
-    # tokens there and back, and the error of both at the start and ten times.
+    # For each of two layers: both sequences through the original and the quantized layer, 100 times
+    # 2 sequences of 20 tokens forward and back (3 forwards' work), and the error of both at the
+    # start and ten times.
     assert (
         speed.quantize(MODEL, given, [10, 30]) == (2 * 2 + 100 * 2 * 3 + 11 * 2) * 20 * 3.0 * 2 / 2
     )
@@ -421,7 +423,8 @@ del block
 before = process_memory.usage()
 again = process_memory.reset_peak()
 after = process_memory.usage()
-print(before.peak - before.resident > 190_000_000, not again or after.peak < before.peak - 190_000_000)
+freed = 190_000_000
+print(before.peak - before.resident > freed, not again or after.peak < before.peak - freed)
 print(before.resident >= before.anonymous + before.file > 0)
 """
     found = subprocess.run(

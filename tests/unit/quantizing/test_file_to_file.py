@@ -21,8 +21,8 @@ from quantflow.files import disk
 from quantflow.files.canonical import digest_of
 from quantflow.files.digests import Digests
 from quantflow.formats import compressed_tensors
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.quantizing import weight_rows

@@ -17,8 +17,8 @@ from quantflow.files.rank_folders import rank_folder
 from quantflow.measuring import measure
 from quantflow.measuring.backward import generator_for
 from quantflow.measuring.job import MeasureJob
-from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.numerics.divergence import token_kld
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import (

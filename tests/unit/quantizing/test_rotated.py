@@ -5,8 +5,8 @@ from types import MappingProxyType
 import torch
 
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.quantizing.rotated import Rotated
 from quantflow.transforms import hadamard
 

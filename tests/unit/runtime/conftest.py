@@ -1,4 +1,4 @@
-"""Artifacts made in the test: a random model, its linears rounded, and a manifest over the files."""
+"""Artifacts made in the test: a random model, its linears rounded, and a manifest of the files."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from quantflow.files.checkpoint import open_checkpoint
 from quantflow.files.ledger import FileEntry, Ledger, LedgerEntry
 from quantflow.files.manifest import build_manifest, write_manifest
 from quantflow.formats import compressed_tensors as layout
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 
 BODY = {
     "kind": "artifact",
@@ -61,7 +61,9 @@ def seal(folder: Path, ledger: Ledger) -> None:
 
 
 def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelForCausalLM:
-    """Write an artifact of a model, a random one by default; `schemes` is one scheme, or a function of a linear's name.
+    """Write an artifact of a model, a random one by default.
+
+    `schemes` is one scheme, or a function of a linear's name.
 
     Returns:
         transformers' model with the dequantized weights, whose linears fake-quantize their inputs;

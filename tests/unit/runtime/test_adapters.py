@@ -60,7 +60,7 @@ def write_adapter(folder, *, names=NAMES, rank=4, extra=(), **config):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, make_artifact):
-    """An artifact of 8-bit linears, its lm_head in floats, and transformers' model with the dequantized weights."""
+    """An artifact of 8-bit linears and a float lm_head, and transformers' model of its weights."""
     folder = tmp_path_factory.mktemp("artifact")
     return folder, make_artifact(folder, CONFIG, preset("W8A16"))
 

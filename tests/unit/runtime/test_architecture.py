@@ -1,11 +1,13 @@
-"""What the lean decoder knows of a configuration: every key that changes numbers, and transformers' defaults and names."""
+"""The lean decoder knows every key that changes numbers, and transformers' defaults and names."""
 
 import pytest
 from transformers import CONFIG_MAPPING
 
-from quantflow.models.graph import graph_for
-from quantflow.runtime.architecture import DESIGNS, NEUTRAL, Blueprint, read
+from quantflow.models.family import FAMILIES
+from quantflow.models.open import graph_for
+from quantflow.runtime.architecture import NEUTRAL, Blueprint, read
 
+DECODED = {row.model_type: row for row in FAMILIES.values() if row.decoder is not None}
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -17,10 +19,10 @@ QWEN = {"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": T
 LLAMA = {"model_type": "llama", **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 
-@pytest.mark.parametrize("family", DESIGNS)
+@pytest.mark.parametrize("family", DECODED)
 def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(family):
     theirs = CONFIG_MAPPING[family](num_hidden_layers=12)
-    for key, value in DESIGNS[family].defaults.items():
+    for key, value in DECODED[family].decoder.defaults.items():
         if key in ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
             kind = {
                 "rope_theta": "full_attention",
@@ -32,7 +34,7 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
             assert [kind == "full_attention" for kind in theirs.layer_types] == [
                 not (i + 1) % value for i in range(12)
             ]
-        elif key == "sliding_window" and not DESIGNS[family].defaults.get(
+        elif key == "sliding_window" and not DECODED[family].decoder.defaults.get(
             "use_sliding_window", True
         ):
             assert CONFIG_MAPPING[family](use_sliding_window=True).sliding_window == value
@@ -40,7 +42,7 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(famil
             assert getattr(theirs, key) == value, key
 
 
-@pytest.mark.parametrize("family", DESIGNS)
+@pytest.mark.parametrize("family", DECODED)
 def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family):
     theirs = CONFIG_MAPPING[family](
         **SIZES, **({} if family == "gpt_neox" else {"num_key_value_heads": 2})
@@ -49,22 +51,21 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
     assert isinstance(found, Blueprint), found
 
 
-@pytest.mark.parametrize("family", DESIGNS)
+@pytest.mark.parametrize("family", DECODED)
 def test_the_products_are_the_groups_of_the_graph(family):
     config = CONFIG_MAPPING[family](**{**SIZES, "num_key_value_heads": 4, "pad_token_id": 0})
     names, mixture, (layer, *_) = (
-        DESIGNS[family].names,
-        DESIGNS[family].mixture,
+        DECODED[family].names,
+        DECODED[family].mixture,
         graph_for(config).layers,
     )
     ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
     for number in range(layer.experts):
         gate, up, down = (f"{mixture.block}.experts.{number}.{name}" for name in mixture.linears)
         ours += [(gate, up), (down,)]
-    ours += [
-        tuple(f"{mixture.block}.{name}" for name in group.linears)
-        for group in (mixture.shared if mixture else ())
-    ]
+    if mixture and mixture.shared:
+        gate, up, down = (f"{mixture.block}.{name}" for name in mixture.shared)
+        ours += [(gate, up), (down,)]
     theirs = [tuple(map(layer.inside, group.linears)) for group in layer.groups]
     assert sorted(name for group in ours for name in group) == sorted(
         name for group in theirs for name in group
@@ -153,8 +154,8 @@ def test_what_is_not_implemented_is_a_no_that_says_what(change, reason):
 
 
 def test_no_key_that_is_read_passes_as_one_that_changes_nothing():
-    for family, design in DESIGNS.items():
-        assert not set(design.defaults) & NEUTRAL, family
+    for family, row in DECODED.items():
+        assert not set(row.decoder.defaults) & NEUTRAL, family
 
 
 def test_the_old_spelling_of_a_rotation_is_the_new_one():

@@ -10,8 +10,8 @@ from quantflow.core.parallel import Workers
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UsageError
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.linear import QuantLinear
 from quantflow.runtime.load import load

@@ -1,4 +1,4 @@
-"""Transformers' modules that torch.compile compiles, by its backend `eager`, which writes no C++."""
+"""Transformers' modules under torch.compile's backend `eager`, which writes no C++."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Folders of other programs in the runtime: what they compute, beside transformers' model with their dequantized weights."""
+"""Folders of other programs in the runtime, beside transformers' model of their weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Decode steps that are replayed, against transformers' own cache; a recorder stands in for the GPU's graph.
+"""Replayed decode steps against transformers' own cache; a recorder stands in for the graph.
 
 The recorder keeps the operations of a step with the tensors that they read and wrote, and repeats
 them on these tensors: whatever a step took from Python is frozen, as in a graph, and waiting for a
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Capture:
-    """Does as `cuda.capture` does: some runs first, then one that is recorded and repeated. Counts captures and replays."""
+    """A `cuda.capture` that runs first, then records and repeats; it counts both."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
@@ -99,7 +99,7 @@ class Capture:
 
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch):
-    """Under a capture transformers looks at no mask's values; it sees that from the stream, which a CPU has not."""
+    """Transformers under a capture, which it sees from the stream: it reads no mask's values."""
     monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
 
 
@@ -181,7 +181,7 @@ def test_prompts_of_any_length_and_batches_with_padding_share_the_graph_of_their
     assert pair[1].captured == 2
 
 
-def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_leave_the_graph_as_it_is(
+def test_all_positions_of_several_tokens_after_a_prompt_are_not_replayed_and_keep_the_graph(
     pair,
 ):
     begin(pair, 1)

@@ -1,4 +1,4 @@
-"""Artifacts whose hashes are right and whose tensors or numbers are not what the configuration says: refused, never run.
+"""Artifacts with right hashes whose tensors or numbers contradict the configuration: refused.
 
 Whoever makes an artifact can recompute every hash in it, so `verify` passes here.
 """
@@ -43,7 +43,7 @@ PROMPT = torch.tensor([[3, 5, 7]])
 
 
 def reseal(folder):
-    """Make every hash of a changed artifact right again, and what its ledger says of tensors that were copied."""
+    """Make the hashes of a changed artifact right again, and its ledger of copied tensors."""
     body, headers = read_manifest(folder), open_checkpoint(folder).infos
     ledger, entries = Ledger.from_json(body["ledger"]), []
     for entry in ledger.tensors:
@@ -62,7 +62,7 @@ def reseal(folder):
 
 
 def changed(make_artifact, folder, config, *, tensors=(), **numbers):
-    """Return an artifact whose linears of the first layer are quantized, with other tensors and numbers."""
+    """An artifact with a quantized first layer, and with other tensors and numbers."""
     make_artifact(folder, config, lambda name: PRESETS["W8A8"] if ".layers.0." in name else None)
     held = load_file(folder / "model.safetensors")
     held |= {name: make(held[name]).contiguous() for name, make in dict(tensors).items()}

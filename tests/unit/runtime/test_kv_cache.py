@@ -1,4 +1,4 @@
-"""The cache: what decode.c keeps of a number, read back here by the formulas alone; rows and columns."""
+"""The KV cache: what decode.c keeps of a number, read back by the formulas; rows and columns."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
 
 
 def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Let decode.c write columns from the cache's length on, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
+    """Let decode.c write columns, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
     shared, count = keys.shape[1:3]
     block = DecoderBlock(products=())
     operations = Operations(
@@ -35,7 +35,7 @@ def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -
 
 
 def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the codes of the first columns stand for, keys and values [rows, kv_heads, end, DIM] float32."""
+    """Keys and values of the first columns, decoded, [rows, kv_heads, end, DIM] float32."""
     keys, values = kept.keys[layer], kept.values[layer]
     if kept.kind == "bfloat16":  # by twos
         keys, values = keys.transpose(4, 5).flatten(3, 4), values.transpose(3, 4).flatten(2, 3)

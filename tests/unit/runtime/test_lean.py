@@ -32,7 +32,7 @@ from quantflow.backends import native
 from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.runtime import projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder
@@ -204,7 +204,7 @@ def ids(rows: int, count: int, seed: int) -> torch.Tensor:
 
 
 def walk(decoder: Decoder) -> list[torch.Tensor]:
-    """Return the logits of everything that a decoder is asked for: a prompt, steps, a few at once, crop, other rows."""
+    """Logits of every call of a decoder: a prompt, steps, a few at once, crop, other rows."""
     found = []
     with torch.inference_mode():
         decoder.begin(rows=2, capacity=40)
@@ -413,7 +413,7 @@ def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory, make_artifact):
-    """The example model in W4A16: the artifact, and transformers' model with its dequantized weights."""
+    """The example model in W4A16: the artifact, and transformers' model of its weights."""
     folder = tmp_path_factory.mktemp("example")
     model = AutoModelForCausalLM.from_pretrained(
         ROOT / "examples/tiny-llama", dtype=torch.float32
@@ -459,7 +459,7 @@ def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, ex
 def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(
     scheme, make_artifact, tmp_path
 ):
-    """Where inputs are rounded too: two sums of another order round some of them to another code."""
+    """Rounded inputs: sums of another order round some of them to another code."""
     model = AutoModelForCausalLM.from_pretrained(
         ROOT / "examples/tiny-llama", dtype=torch.float32
     ).eval()
@@ -579,6 +579,21 @@ def test_without_a_compiler_transformers_modules_run_it_and_say_so(
     assert torch.allclose(
         loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4
     )
+
+
+def test_the_cache_is_allocated_once_for_all_batches_that_fit(tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    decoder = LeanDecoder(open_artifact(tmp_path))
+    decoder.begin(rows=2, capacity=16)
+    cache = decoder.cache
+    places = [keys.data_ptr() for keys in cache.keys]
+    decoder.forward(ids(2, 3, 0))
+    decoder.forward(ids(2, 1, 1))
+    decoder.begin(rows=1, capacity=12)
+    assert decoder.cache is cache and cache.length == 0
+    assert [keys.data_ptr() for keys in cache.keys] == places
+    decoder.begin(rows=3, capacity=16)
+    assert decoder.cache is not cache
 
 
 def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):

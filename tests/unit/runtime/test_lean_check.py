@@ -1,4 +1,4 @@
-"""Export's comparison of the lean decoder with transformers' layers: it passes what is right, and names what is not."""
+"""Export's comparison of the lean decoder with transformers' layers: right ones and wrong ones."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from transformers import (
 from quantflow.core.scheme import PRESETS
 from quantflow.files.manifest import read_manifest, with_note, write_manifest
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
-from quantflow.runtime.architecture import DESIGNS, read
+from quantflow.models.open import graph_for
+from quantflow.runtime.architecture import read
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.lean_check import LeanCheck
 from quantflow.runtime.load import load
@@ -71,7 +71,7 @@ def reason_of(folder, change=None) -> str | None:
     artifact = open_artifact(folder, backend="reference", verify=False)
     graph, tokens = graph_for(artifact.config), torch.arange(5, 45)
     stream, check = LayerStream(artifact, graph), LeanCheck(artifact)
-    check._made = check._made if change is None else change(check._made)
+    check._blueprint = check._blueprint if change is None else change(check._blueprint)
     (state,) = stream.begin([tokens])
     check.embedding(tokens, state.hidden)
     for layer in graph.layers:
@@ -127,7 +127,7 @@ def test_whatever_is_left_out_is_named(family, change, where, name, tmp_path, ma
 
 
 def test_inputs_with_outliers_may_fall_to_other_codes(tmp_path, make_artifact, edit_tensors):
-    """All other inputs of a linear have few codes beside an outlier, so that one code more is a large share of the output."""
+    """Inputs beside an outlier have few codes: one code more is a large share of the output."""
     make_artifact(tmp_path, MODELS["llama"], PRESETS["W8A8"])
 
     def with_outlier(tensors):
@@ -168,7 +168,7 @@ def test_an_artifact_that_it_does_not_run_is_not_compared(tmp_path, make_artifac
     check = LeanCheck(open_artifact(tmp_path))
     check.layer(0, torch.zeros(1, 3, 64), torch.ones(1, 3, 64))
     assert check.reason == "it knows qk_layernorm=False of config.json, not True"
-    assert DESIGNS and isinstance(read({"model_type": "phi"}), str)
+    assert isinstance(read({"model_type": "phi"}), str)
 
 
 def test_a_manifest_that_says_so_sends_the_artifact_to_transformers(tmp_path, make_artifact):

@@ -1,4 +1,4 @@
-"""Artifacts made in the test, loaded, and compared with transformers' model holding the dequantized weights."""
+"""Artifacts made in the test, loaded, and compared with transformers' model of their weights."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors as layout
-from quantflow.models.graph import graph_for
+from quantflow.models.open import graph_for
 from quantflow.runtime.linear import QuantLinear
 from quantflow.runtime.load import load
 
@@ -54,7 +54,7 @@ SCHEMES = {
     for name, s in PRESETS.items()
 }
 # else torch's kernels, as far as they go
-OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+OURS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None
 if OURS:
     BACKENDS = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     BACKENDS |= {name: "w4a16" for name in SCHEMES if name[:5] in ("W4A16", "W3A16", "W2A16")}

@@ -1,4 +1,4 @@
-"""A model whose weights stay on disk computes what the loaded model computes, and holds almost none of them."""
+"""A model whose weights stay on disk computes what the loaded model does, and holds few of them."""
 
 import threading
 import time
@@ -104,7 +104,7 @@ def test_the_model_holds_norms_and_nothing_else(w4a16):
     assert sum(parameter.numel() for parameter in model.parameters()) == (2 * 3 + 1) * 64
 
 
-def test_a_damaged_file_is_refused_before_the_first_token_when_it_is_verified_and_at_its_linear_when_not(
+def test_a_damaged_file_is_refused_before_the_first_token_if_verified_else_at_its_linear(
     w4a16, tmp_path, edit_tensors
 ):
     for path in w4a16.iterdir():

@@ -1,5 +1,6 @@
 """Attention beside a softmax in float64 over what each query sees, and the gate."""
 
+import ctypes
 import itertools
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantflow.backends import native
+from quantflow.errors import IntegrityError
+from quantflow.runtime import operations
 from quantflow.runtime.kv_cache import KINDS, KVCache
 from quantflow.runtime.operations import (
     DecoderBlock,
     Heads,
     Operations,
+    argmax_logsumexp,
     product,
-    summarize,
     why_not,
 )
 
@@ -33,7 +37,7 @@ def attended(
     kind: str = "float32",
     rounds: bool = False,
 ):
-    """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
+    """Feed columns in pieces; their outputs [B, T, query, DIM], and their queries, keys, values."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
     block = DecoderBlock(products=(), window=window)
     operations = Operations(heads, [block], rounds=rounds)
@@ -62,7 +66,7 @@ def attended(
 
 
 def expected(q, k, v, *, window: int, padding: list[int]):
-    """Return softmax(0.7 q k) v of every query that is text, one after the other; None where it is padding."""
+    """Yield softmax(0.7 q k) v of every query that is text; padding is left out."""
     rows, columns, query, _ = q.shape
     repeats = query // k.shape[2]
     for row in range(rows):
@@ -149,7 +153,7 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 
 @pytest.mark.parametrize("kind, rounds", [*((kind, False) for kind in KINDS), ("bfloat16", True)])
 @pytest.mark.parametrize("window", [0, 33])
-def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(
+def test_the_bits_of_a_query_do_not_depend_on_its_blocks_nor_on_other_sequences(
     kind, rounds, window
 ):
     query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
@@ -247,17 +251,29 @@ def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total
     rows, width, scale
 ):
     logits = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
-    best, log_total = summarize(logits)
+    best, log_total = argmax_logsumexp(logits)
     assert best == logits.argmax(dim=-1).tolist()
     assert log_total == pytest.approx(
         logits.double().logsumexp(dim=-1).tolist(), rel=1e-6, abs=1e-6
     )
-    assert [summarize(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
+    assert [argmax_logsumexp(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
 
 
 def test_of_equal_logits_the_lowest_token_is_best_minus_infinity_counts_nothing_and_nan_shows():
     inf, nan = float("inf"), float("nan")
-    best, log_total = summarize(torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]]))
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]])
+    best, log_total = argmax_logsumexp(logits)
     assert best[:2] == [1, 0]
     assert log_total[1] == pytest.approx(0.6931472)
     assert log_total[2] != log_total[2]
+
+
+def test_a_step_with_two_fields_exchanged_is_refused_before_c_reads_it():
+    fields = list(operations._Step._fields_)
+    at = [name for name, _ in fields].index("query_heads")
+    fields[at : at + 2] = fields[at + 1], fields[at]
+    exchanged = type("_Step", (ctypes.Structure,), {"_fields_": fields})
+    parts = (operations._Norm, operations._Product, operations._Layer)
+    with pytest.raises(IntegrityError, match="Step, kv_heads: "):
+        native.require_same_fields(operations.SOURCE, *parts, exchanged)
+    native.require_same_fields(operations.SOURCE, *parts, operations._Step)

@@ -1,4 +1,4 @@
-"""Weights kept as kernels want them: the same decoder without preparing anything, and nothing that is damaged."""
+"""Weights kept for the kernels: the same decoder without preparing, and nothing damaged."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForC
 W4A16 = with_group_size(PRESETS["W4A16_ASYM"], 32)
 PROMPT = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
 MAPS = Path("/proc/self/maps")
-OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+OURS = native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is None
 
 
 def logits(loaded) -> torch.Tensor:
@@ -101,7 +101,7 @@ def exchange(content: bytearray, at: int) -> None:
 
 
 def swap_words(content: bytearray, at: int) -> None:
-    """Words of four bytes, of one row and of one column of a block; those of a row differ in one byte."""
+    """Words of four bytes of one row and one column of a block; a row's differ in one byte."""
     at -= at % 4
     for other in (at + 4, at + 4096):
         content[at : at + 4], content[other : other + 4] = (
@@ -190,7 +190,7 @@ def test_a_changed_config_beside_a_whole_pack_is_still_noticed(tmp_path, make_ar
         load(folder, decoder="auto", pack=True)
 
 
-def test_tensors_of_every_dtype_and_shape_come_back_and_those_of_whole_lines_of_the_cache_begin_at_one(
+def test_tensors_of_every_dtype_and_shape_come_back_and_whole_cache_lines_begin_at_one(
     tmp_path,
 ):
     written = {
@@ -297,7 +297,7 @@ SIZES_OF_C = ("rows", "columns", "group", "groups")
 @pytest.mark.parametrize("field", RECORD)
 @pytest.mark.parametrize("value", [-1, 0, 1, 2, 3, 17, 1 << 20, (1 << 31) - 1])
 def test_a_changed_record_is_an_integrity_error_or_leads_c_nowhere_else(field, value, quantize):
-    """Whoever may write a pack can make its hash agree; the sanitizers' run of this test sees every place that C reads."""
+    """A pack with an agreeing hash; the sanitizers' run of this test sees every place C reads."""
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     for scheme in (W4A16, PRESETS["W8A8"], PRESETS["FP8_DYNAMIC"]):
         parts = kernels.dump(kernels.prepare(quantize("x", weight, scheme), torch.float32))

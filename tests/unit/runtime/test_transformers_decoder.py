@@ -1,4 +1,4 @@
-"""Transformers' modules as a decoder: token by token as in one forward, with the cache that a family insists on."""
+"""Transformers' modules as a decoder: step by step as in one forward, with a family's own cache."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MiniMaxConfig, MiniMaxForCausalLM

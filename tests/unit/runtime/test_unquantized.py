@@ -1,4 +1,4 @@
-"""A model that is not quantized runs in both decoders, after what can be checked without hashes was checked."""
+"""A model that is not quantized runs in both decoders, after the checks that need no hash."""
 
 import json
 
@@ -60,7 +60,7 @@ def test_in_bfloat16_its_logits_are_those_of_transformers_within_its_rounding(de
     assert not torch.equal(found, logits(load(tmp_path, decoder=decoder).decoder))
 
 
-def test_in_float16_its_logits_are_those_of_transformers_and_the_lean_decoder_says_why_it_is_not_used(
+def test_float16_logits_are_those_of_transformers_and_the_lean_decoder_says_why_not(
     tmp_path,
 ):
     expected = saved(tmp_path, "llama", torch.float16).float()(IDS).logits[:, 7:].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""A server of the example model in 8 bits, in a thread of the test process, and what asks it."""
+"""A server of the example model in 8 bits, in a thread of the test process, and its client."""
 
 import json
 import socket
@@ -21,7 +21,8 @@ from quantflow.server.settings import ServeJob
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE = """{{ bos_token }}{% for m in messages %}\
-{% if m['role'] == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}{{ m['role'] }}: {{ m['content'] }}
+{% if m['role'] == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}\
+{{ m['role'] }}: {{ m['content'] }}
 {% endfor %}{% if tools %}tools: {{ tools | tojson }}
 {% endif %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
@@ -61,12 +62,12 @@ class Answered(SimpleNamespace):
 
 
 class Asking:
-    """A running server.
+    """A client of a running server.
 
     Attributes:
-        models, site: its state.
-        connections: that are open.
-        url: where it listens.
+        models, site: state of the server.
+        connections: open connections of the server.
+        url: address of the server.
     """
 
     def __init__(self, models, site, port, connections=()):
@@ -84,7 +85,7 @@ class Asking:
         return found
 
     def take_nothing(self, path, body):
-        """Return a connection that has asked for something and takes none of the answer."""
+        """A connection that has sent a request and takes none of the answer."""
         data = json.dumps(body).encode()
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -140,14 +141,17 @@ def serving(job):
 
 @pytest.fixture(scope="module")
 def server(artifact, template):
-    """One server for the tests of a module that leave it as it was; its thread ends before another module's tests begin."""
+    """One server for the tests of a module that leave it unchanged.
+
+    Its thread ends before another module's tests begin.
+    """
     with serving(ServeJob(artifact=artifact, chat_template=template, port=0)) as asking:
         yield asking
 
 
 @pytest.fixture(scope="session")
 def serve(artifact, template):
-    """Return what runs another server, told `options`."""
+    """A function that runs another server with `options`."""
     return lambda **options: serving(
         ServeJob(**{"artifact": artifact, "chat_template": template, "port": 0} | options)
     )
@@ -155,5 +159,5 @@ def serve(artifact, template):
 
 @pytest.fixture(scope="session")
 def asking():
-    """Return what asks a server of another process, by its port."""
+    """A function from a port to the client of a server in another process."""
     return lambda port: Asking(None, None, port)

@@ -1,7 +1,8 @@
-"""Clients that nobody here wrote, against a running server; run by the Python of an environment that has them.
+"""Foreign clients against a running server; the Python of an environment that has them runs this.
 
-Usage: python foreign_clients.py {hub,text-generation,langchain} URL
-Each asks what its users ask, and prints what it got as JSON.
+    python foreign_clients.py {hub,text-generation,langchain} URL
+
+Each sends what its users send, and prints the result as JSON.
 """
 
 import json

@@ -25,7 +25,7 @@ def talk(monkeypatch, capsys):
 
 
 def answers(server):
-    """Return what the server says in the conversation of LINES."""
+    """The server's answers in the conversation of LINES."""
 
     def ask(*messages):
         pairs = [{"role": role, "content": content} for role, content in messages]

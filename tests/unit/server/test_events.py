@@ -1,4 +1,4 @@
-"""Server-sent events on their way: their bytes, comments in silences, and clients that read nothing or go away."""
+"""Server-sent events: their bytes, comments in silences, and clients that read nothing or leave."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from quantflow.server.tgi import ENDPOINTS as TGI
 
 
 class Client:
-    """Takes what is sent; from the piece `stuck` on nothing is taken any more."""
+    """A client that takes what is sent, up to the piece `stuck`."""
 
     def __init__(self, stuck=None):
         self.got, self.stuck = [], stuck
@@ -30,7 +30,10 @@ class Client:
 
 
 class Events:
-    """Yields texts, each after a wait; knows whether what it holds was closed, and not before it ended."""
+    """A source of texts, each after a wait.
+
+    It knows whether what it holds was closed, and not before its end.
+    """
 
     def __init__(self, *texts, wait=0.0, error=None):
         self.texts, self.wait, self.error = texts, wait, error

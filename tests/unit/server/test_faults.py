@@ -1,4 +1,4 @@
-"""Clients that go away at random moments, that read slowly, and that send half: promised answers, and no block is left."""
+"""Clients that leave at random, read slowly or send half: good answers, and no block is left."""
 
 import asyncio
 import gc
@@ -79,7 +79,7 @@ def test_clients_that_go_away_leave_nothing(serve):
 
 @pytest.mark.slow
 def test_a_thousand_clients_that_go_away_leave_nothing_and_no_memory(serve):
-    # its pages are all in memory after the first clients
+    # so small a cache has all of its pages in memory after the first clients
     small = Limits(max_batch_total_tokens=4096)
     with serve(limits=small) as server:
         expected = server.generate(PROMPT, max_new_tokens=20).json()

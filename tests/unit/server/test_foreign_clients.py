@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, each in an environment of its own, and requests that schemathesis makes up."""
+"""Foreign clients, each in an environment of its own, and requests that schemathesis makes up."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def client(server):
-    """Return what a client got, by its name."""
+    """A function that runs a client by name and returns its result."""
 
     def run(name):
         command = [
@@ -93,7 +93,7 @@ def test_langchain(client, expected):
 
 
 def test_requests_that_schemathesis_makes_up_get_no_5xx_and_no_reset(serve):
-    """About REQUESTS over all operations, in the phases that schemathesis has; answers are kept short by a limit."""
+    """About REQUESTS over all operations, in schemathesis's phases; a limit keeps answers short."""
     with serve(limits=Limits(max_total_tokens=48)) as server:
         operations = sum(
             len(methods) for methods in server.get("/openapi.json").json()["paths"].values()

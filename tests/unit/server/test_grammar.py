@@ -39,7 +39,7 @@ def grammars(tokenizer):
 
 
 def drawn(grammars, tokenizer, grammar, *, seed, most=400):
-    """Return a text of tokens drawn evenly from those that are allowed; None where it does not end."""
+    """A text of tokens drawn evenly from the allowed ones; None where it does not end."""
     generator, mask, tokens = torch.Generator().manual_seed(seed), grammars.mask(grammar), []
     for _ in range(most):
         bits = mask.allowed(tokens)

@@ -1,4 +1,4 @@
-"""A server's life: who may ask, how many at once, slow clients, the end, and an engine that dies."""
+"""A server's life: keys, the number of clients, slow clients, the end, and an engine that dies."""
 
 import asyncio
 import json
@@ -18,11 +18,14 @@ from quantflow.server.process import bound, opening_lines
 from quantflow.server.settings import Limits, ServeJob
 
 PROMPT = "class Stack:\n    def"
-HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
 
 
 def long_answer(server, count=400):
-    """Ask for a long answer in a thread; return the thread and where its answer comes."""
+    """Request a long answer in a thread; return the thread and the list for its answer."""
     found = []
     thread = threading.Thread(
         target=lambda: found.append(server.generate(PROMPT, max_new_tokens=count))
@@ -99,7 +102,7 @@ def test_a_client_that_goes_away_frees_its_row(serve):
             client.sendall(HEAD % len(body) + body)
             wait_for(lambda: server.models.first.engine.counters().running == 1)
         counters = server.settled()
-        # of the 1000 that it asked for
+        # the request was for 1000 tokens
         assert counters.cancelled == 1 and counters.generated_tokens < 900
 
 
@@ -167,7 +170,8 @@ def test_slow_clients_are_given_up(serve):
                 assert client.recv(1000) == b""  # closed
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(
-                b'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"inputs"'
+                b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+                b'{"inputs"'
             )
             assert client.recv(1000).startswith(b"HTTP/1.1 408")
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:

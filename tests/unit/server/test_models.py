@@ -52,7 +52,7 @@ def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_r
         texts += [ask(server, name).json()["choices"][0]["text"] for name in ("c", "a", "b")]
         assert loaded(server) == ["a", "b"] and len(set(texts)) == 1
         assert ask(server, "b").json()["model"] == "b"
-        # loaded once, for all of them
+        # four requests at once load the model once
         threads = [threading.Thread(target=ask, args=(server, "c")) for _ in range(4)]
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""Requests that were almost right: 10,000 mutations of good bodies over every route, drawn from a seed."""
+"""Requests that are almost right: 10,000 mutations of good bodies over every route, from a seed."""
 
 import copy
 import json
@@ -125,7 +125,7 @@ JUNK += [{"type": "json", "value": {"$ref": "#"}}, {"type": "regex", "value": "(
 
 
 def mutated(value, rng):
-    """Return a copy with one to three places replaced, removed, doubled or added to."""
+    """A copy with one to three places replaced, removed, doubled or added to."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         places = list(_places(value))

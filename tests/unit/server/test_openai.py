@@ -282,7 +282,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(client, server):
 
 
 def test_the_best_of_several_completions_is_returned(client, server):
-    # neither of the two ends early
+    # neither of the two continuations ends early
     no_end = {str(end): -100 for end in server.models.first.loaded.eos_token_ids}
     answer = client.completions.create(
         model="tgi", prompt="def", max_tokens=5, best_of=2, temperature=1.0, logit_bias=no_end
@@ -315,7 +315,7 @@ def test_an_echoed_prompt_has_the_likeliest_tokens_of_each_place_and_what_stands
         max(top, key=top.get) == token
         for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True)
     ]
-    # the answer is greedy, the prompt is not
+    # the answer holds the likeliest tokens, the prompt does not
     assert count == 0 or (not all(likeliest) and all(likeliest[-3:]))
     special = [place for place, token in enumerate(found.tokens) if token == "<s>"]
     for place, (token, offset) in enumerate(zip(found.tokens, found.text_offset, strict=True)):

@@ -1,4 +1,4 @@
-"""The page, used in headless Chromium over WebDriver; skipped where chromedriver is not installed."""
+"""The page in headless Chromium over WebDriver; skipped where chromedriver is not installed."""
 
 import base64
 import json

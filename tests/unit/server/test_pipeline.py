@@ -1,4 +1,4 @@
-"""The pipeline beside transformers' own on the model with the dequantized weights, and LangChain's wrapper."""
+"""The pipeline beside transformers' own with the dequantized weights, and LangChain's wrapper."""
 
 import pytest
 

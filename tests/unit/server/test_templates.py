@@ -1,4 +1,7 @@
-"""Chat templates that take time, memory or the stack: server, pipeline and `chat` refuse them and go on afterwards."""
+"""Chat templates that take time, memory or the stack: they are refused, and work goes on.
+
+Server, pipeline and `chat` each meet all of them.
+"""
 
 import io
 
@@ -27,8 +30,10 @@ ATTACKS = {
     "raise": ("{{ raise_exception('not\ntoday') }}", "not today"),
 }
 CASES = "".join(f"{{% elif word == '{name}' %}}{text}" for name, (text, _) in ATTACKS.items())
-TEMPLATE = f"""{{{{ bos_token }}}}{{% set word = messages[0].content %}}{{% if false %}}{CASES}{{% else %}}\
-{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{{% if m.name is defined %}} ({{{{ m.name }}}}){{% endif %}}
+TEMPLATE = f"""{{{{ bos_token }}}}{{% set word = messages[0].content %}}\
+{{% if false %}}{CASES}{{% else %}}\
+{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}\
+{{% if m.name is defined %}} ({{{{ m.name }}}}){{% endif %}}
 {{% endfor %}}{{% if tools %}}tools: {{{{ tools | tojson }}}}
 {{% endif %}}{{% if mood is defined %}}{{{{ mood }}}}
 {{% endif %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}{{% endif %}}"""

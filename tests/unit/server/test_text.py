@@ -16,7 +16,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
 
 
 def grow(text, *, stops=(), keeps_stop=False):
-    """Return the pieces that are shown of a text whose tokens come one by one, until a stop string stands in it."""
+    """The shown pieces of a text whose tokens come one by one, until it holds a stop string."""
     answer, pieces = AnswerText(TOKENIZER, [0], stops=stops, keeps_stop=keeps_stop), []
     tokens, whole = TOKENIZER(text, add_special_tokens=False)["input_ids"], ""
     for token in tokens:
@@ -93,7 +93,7 @@ def test_a_string_is_found_where_it_stands_first_and_begins_where_it_may(stop, p
 
 @pytest.fixture(scope="module")
 def metaspace():
-    """A tokenizer as SentencePiece's: a word begins with its space, which is dropped where the word begins a text."""
+    """A tokenizer like SentencePiece's: words begin with a space, which a text's begin drops."""
     pieces = ["<unk>", "a", "▁a", "▁END", "END", "▁x"]
     tokenizer = Tokenizer(
         models.Unigram([(piece, -float(place)) for place, piece in enumerate(pieces)], unk_id=0)
@@ -116,5 +116,5 @@ def test_a_stop_string_with_a_space_is_found_in_the_first_token(metaspace):
     prompt = metaspace("a")["input_ids"]
     assert stop_string(metaspace, [" END"], prompt=prompt)([end]) == " END"
     assert stop_string(metaspace, [" END"], prompt=prompt)([other, end]) == " END"
-    # what the prompt says is not the text
+    # a stop string that begins in the prompt does not count
     assert stop_string(metaspace, ["END a"], prompt=[end])([other]) is None

@@ -1,4 +1,4 @@
-"""TGI's routes of a running server: answers, streams, headers, texts, and what a client is told of a mistake."""
+"""TGI's routes of a running server: answers, streams, headers, texts, and refusals."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ PROMPT = "class Stack:\n    def"
 
 @pytest.fixture(scope="module")
 def alone(artifact):
-    """Return what `generate` makes of a prompt: the tokens that follow."""
+    """A function from a prompt to the tokens with which `generate` continues it."""
     loaded = load(artifact, decoder="auto")
 
     def run(prompt, count, **options):

@@ -16,14 +16,15 @@ def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the
     options = {
         "profile": tmp_path / "new",
         "profile_steps": 3,
-        "profile_wait": 1,
-        "profile_warmup": 1,
+        "profile_wait": 2,
+        "profile_warmup": 2,
         "profile_shapes": shapes,
     }
     path = tmp_path / "new" / "org-code.json"
     with serve(name="org/code", **options) as server:
-        # two steps: its prompt, and its second token
-        assert server.generate("def", max_new_tokens=2).status == 200
+        # Six steps: its prompt, and five tokens. Without the four that are left alone the trace
+        # ends before the last.
+        assert server.generate("def", max_new_tokens=6).status == 200
         assert not path.exists()
         assert server.generate("import", max_new_tokens=6).status == 200
     events = json.loads(path.read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""What is refused, in TGI's order and with TGI's words; the texts stand in TGI's own source, not in ours."""
+"""Refusals in TGI's order and with TGI's words; the texts are from TGI's source, not ours."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from quantflow.server.tgi import asked_by
 from quantflow.server.validation import Asked, check, check_truncate, new_tokens
 
 P = "Input validation error: "
-# In the order in which TGI looks at them.
+# The order is that of TGI's checks.
 TEXTS = {
     "best_of above the limit": ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
     "best_of without sampling": ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
@@ -61,7 +61,7 @@ def test_the_first_condition_that_fails_is_told():
     for (_, (first, text)), (_, (second, _)) in itertools.combinations(TEXTS.items(), 2):
         if first.keys() & second.keys() or "best_of" in second:
             continue
-        # what lets a draw be asked for repairs "without sampling"
+        # a parameter of sampling turns sampling on, so that "without sampling" cannot fail
         if (
             "best_of" in first
             and second.keys() & {"temperature", "top_p", "typical_p", "top_k"}

@@ -1,4 +1,7 @@
-"""`serve --engine vllm`: the command that an artifact's files ask for. vLLM itself is a program that says what it was given."""
+"""`serve --engine vllm`: the command that follows from an artifact's files.
+
+vLLM itself is a program that prints its arguments.
+"""
 
 import json
 import os
@@ -56,7 +59,7 @@ def test_the_command_says_what_the_artifact_says(artifact, capsys):
 
 
 def changed(artifact, folder, change):
-    """Return a copy whose config.json was changed; its hashes are not looked at."""
+    """A job for a copy whose config.json was changed; nothing checks its hashes."""
     shutil.copytree(artifact, folder)
     config = json.loads((folder / "config.json").read_text())
     change(config)

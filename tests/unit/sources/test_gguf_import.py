@@ -1,4 +1,4 @@
-"""A GGUF file as a source: what export wrote comes back, foreign readers agree, and what is not understood is refused."""
+"""A GGUF file as a source: export's files come back, foreign readers agree, and refusals."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ TEXTS = ("value scale round.", " group  of 128,\n\nin 2026: élan", "<s>token</s
 
 @pytest.fixture(scope="module")
 def exported(family_model, tmp_path_factory):
-    """Return the GGUF file of a family in bf16, made on first use."""
+    """The GGUF file of a family in bf16, made on first use."""
     made = {}
 
     def make(family: str) -> Path:
@@ -54,7 +54,10 @@ def exported(family_model, tmp_path_factory):
 def rewritten(
     source: Path, target: Path, *, kind: str | None = None, fields=None, without=(), tensors=None
 ) -> Path:
-    """Write a file again with llama.cpp's own package: other types, fields (None removes) and tensors."""
+    """Write a file again with llama.cpp's own package: other types, tensors and fields.
+
+    A field of None is removed.
+    """
     header = gguf.read_header(source)
     metadata = {**header.metadata, **(fields or {})}
     writer = foreign.GGUFWriter(target, metadata.pop("general.architecture")[1])
@@ -235,6 +238,14 @@ def test_rotations_and_windows_come_along(exported, tmp_path):
         "factor": 4.0,
         "original_max_position_embeddings": 32,
     }
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "qwen2"), ("gpt_neox", "gptneox")])
+def test_a_window_in_a_family_whose_files_have_none_is_refused(exported, tmp_path, family, name):
+    field = {f"{name}.attention.sliding_window": ("u32", 48)}
+    path = rewritten(exported(family), tmp_path / "m.gguf", fields=field)
+    with pytest.raises(UnsupportedError, match=f"attention.sliding_window 48 of a {family}"):
+        import_gguf(path, tmp_path / "cache", SILENT)
 
 
 @pytest.mark.parametrize(

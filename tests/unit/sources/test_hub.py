@@ -1,4 +1,4 @@
-"""A model by its name on the hub: downloaded once from a server of its shape, taken from the cache without, or refused."""
+"""A model by its name on the hub: downloaded once, taken from the cache, or refused."""
 
 import hashlib
 import json
@@ -44,7 +44,10 @@ class Hub(ThreadingHTTPServer):
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """The hub's API as far as a download needs it: model info of a revision, and files with their ETag and commit."""
+    """The hub's API as far as a download needs it.
+
+    It has model info of a revision, and files with their ETag and commit.
+    """
 
     def log_message(self, *_) -> None:
         pass

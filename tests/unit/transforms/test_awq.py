@@ -1,4 +1,4 @@
-"""AWQ: by hand, as a property, against AutoAWQ's own steps, at the edges, its errors, and why it exists."""
+"""AWQ: by hand, a property, AutoAWQ's own steps, edges, errors, and why it exists."""
 
 import math
 
@@ -52,7 +52,7 @@ def textbook(weight: torch.Tensor, size: int, bits: int = 4) -> torch.Tensor:
 
 
 def with_zeros(weight: torch.Tensor, size: int) -> torch.Tensor:
-    """Round to nearest in groups, asymmetric, as AutoAWQ's pseudo_quantize_tensor does with four bits.
+    """Asymmetric round to nearest in groups, as AutoAWQ's pseudo_quantize_tensor with four bits.
 
     With symmetric ranges the largest negative value lies halfway between two points, where the last
     digit decides.
@@ -65,7 +65,7 @@ def with_zeros(weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def autoawq(weights, x, size, *, duo):
-    """Return (loss without scales, least loss, ratio) as AutoAWQ's _search_best_scale finds them, on the linears' outputs."""
+    """Loss without scales, least loss and ratio, of AutoAWQ's _search_best_scale on outputs."""
     w = torch.cat(list(weights.values()))
     split = w.view(-1, size)
     w_mean = (split.abs() / (split.abs().amax(dim=1, keepdim=True) + 1e-6)).view(w.shape).mean(0)
@@ -173,7 +173,7 @@ def test_the_search_is_the_same_on_two_workers():
 
 
 def autoawq_clip(weight, x, size):
-    """Return what AutoAWQ's _compute_best_clip makes of a weight, on all tokens."""
+    """AutoAWQ's _compute_best_clip of a weight, on all tokens."""
     w, grouped = weight.reshape(len(weight), -1, size), x.reshape(len(x), -1, size)
     outputs = torch.einsum("tgi,ogi->tog", grouped, w)
     top = w.abs().amax(-1, keepdim=True)
@@ -257,7 +257,7 @@ def test_rtn_alone_has_its_weights_clipped_unless_the_recipe_says_otherwise():
         (
             {"weights": {"q": torch.ones(2, 32)}},
             InputError,
-            r"q: weight is \[2, 32\], what it reads has 16 features",
+            r"q: weight is \[2, 32\], its input has 16 features",
         ),
         ({"weights": {"q": torch.full((2, 16), math.nan)}}, InputError, r"weight holds NaN or Inf"),
         (
@@ -291,7 +291,7 @@ def test_a_statistic_that_is_missing_is_named():
 
 
 def test_enlarging_what_matters_lowers_the_output_error_and_raises_that_of_the_weight():
-    """Why it exists: with a few salient channels, rounding is saved where they are and given away everywhere else."""
+    """Why it exists: with a few salient channels, rounding costs less there and more elsewhere."""
     x, weight = random(512, 256), random(96, 256, seed=1)
     x[:, ::64] *= 20
     s = awq.solve(

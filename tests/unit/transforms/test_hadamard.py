@@ -1,4 +1,4 @@
-"""Hadamard rotation: the algebra of each fold, by hand and against dense matrices, its errors, and why it exists."""
+"""Hadamard rotation: each fold by hand and by dense matrices, errors, and why it exists."""
 
 import pytest
 import torch
@@ -19,7 +19,10 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_channels_worked_by_hand():
-    """Q = diag(signs) [[1, 1], [1, -1]] / sqrt(2), norm weights 2 and 4: the columns become 2 a + 4 b and 2 a - 4 b."""
+    """Q = diag(signs) [[1, 1], [1, -1]] / sqrt(2), norm weights 2 and 4.
+
+    The columns become 2 a + 4 b and 2 a - 4 b.
+    """
     by = rotation(2, seed=0)
     a, b = by.signs.tolist()
     found = hadamard.reader(
@@ -120,7 +123,7 @@ def test_options_without_a_meaning_are_refused(options, message):
 
 
 def test_an_outlier_in_one_channel_is_spread_over_all():
-    """Why it exists: the largest magnitude of a rotated token is near that of one without outliers."""
+    """Why it exists: a rotated token's largest magnitude is near that of one without outliers."""
     x = random(64, 512)
     x[:, 7] = 300
     y = rotated(x, rotation(512, seed=0))

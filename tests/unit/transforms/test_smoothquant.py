@@ -1,4 +1,4 @@
-"""SmoothQuant: by hand, as a property, against the authors' rule, at the edges, its errors, and why it exists."""
+"""SmoothQuant: by hand, a property, the authors' rule, edges, errors, and why it exists."""
 
 import math
 
@@ -20,7 +20,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def fold_of(weights, amax, absorber=None, *, scheme="W8A8", **statistics):
-    """Return a fold with a norm of ones, or what is given."""
+    """A fold with a norm of ones, unless another is given."""
     return Fold(
         weights=weights,
         schemes=dict.fromkeys(weights, preset(scheme)),
@@ -48,7 +48,10 @@ def test_two_channels_worked_by_hand():
 
 
 def test_heads_that_share_their_values_share_factors_worked_by_hand():
-    """Two heads of one value head of two features; the larger amax of each feature counts: 16 and 4, over columns 1 and 4."""
+    """Two heads of one value head of two features.
+
+    The larger amax of each feature counts: 16 and 4, over columns 1 and 4.
+    """
     weights = {"o": torch.tensor([[1.0, 4.0, 0.5, 1.0]])}
     smoothing = solve(
         weights, torch.tensor([16.0, 1.0, 1.0, 4.0]), Absorber(repeats=2, head_dim=2), alpha=0.5
@@ -111,7 +114,10 @@ def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
 def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(
     seed, alpha, repeats, has_bias
 ):
-    """Attention's mean over tokens stands for all that weighs values: each value head is read by several query heads."""
+    """Attention's mean over tokens stands for its weighted sum of values.
+
+    Each value head is read by several query heads.
+    """
     torch.manual_seed(seed)
     values, output = nn.Linear(6, 8, bias=has_bias), nn.Linear(8 * repeats, 5)
     # as the output has weights below 8 ** -0.5, some factor exceeds 1 at any alpha
@@ -236,7 +242,7 @@ def test_amax_is_taken_from_the_range_where_channels_are_missing_and_dropped_wit
         (
             {"weights": {"q": torch.ones(2, 3)}},
             InputError,
-            r"q: weight is \[2, 3\], what it reads has 2 features",
+            r"q: weight is \[2, 3\], its input has 2 features",
         ),
         (
             {"weights": {"q": torch.full((2, 2), math.nan)}},
@@ -331,7 +337,10 @@ def test_the_automatic_alpha_is_the_one_of_least_output_error():
 
 
 def test_static_inputs_are_tried_with_the_range_that_they_will_have():
-    """The outlier's channel alone decides a static range: the search sees that, and moves it into the weight."""
+    """The outlier's channel alone decides a static range.
+
+    The search sees that, and moves it into the weight.
+    """
     x, weight = random(256, 64), random(32, 64, seed=1)
     x[:, 7] = 100 + x[:, 7]
     ranges = {"min_val": x.amin(0), "max_val": x.amax(0)}

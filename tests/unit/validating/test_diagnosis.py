@@ -10,8 +10,8 @@ import quantflow
 from quantflow.errors import UsageError
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
-from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
+from quantflow.models.open import graph_for
 from quantflow.planning.recipe import (
     HeadSettings,
     Quantize,

@@ -9,8 +9,8 @@ from torch.nn import functional
 from quantflow.exporting import export
 from quantflow.exporting.job import ExportJob
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
+from quantflow.models.open import graph_for
 from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.progress import SILENT
 from quantflow.quantizing import quantize

@@ -1,4 +1,4 @@
-"""Our statistics as Gaudi's nodes and back, what the postprocessing changes, and the scales of every node."""
+"""Our statistics as Gaudi's nodes and back, the postprocessing, and the scales of every node."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""QUANT_CONFIG: every key, its default, what is refused in which words, and which modules the lists select."""
+"""QUANT_CONFIG: every key and its default, the words of refusals, and the modules of the lists."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The reader of foreign pickles: what numpy writes is read, what does anything else is refused before it is done."""
+"""The reader of foreign pickles: what numpy writes is read, all else is refused before it runs."""
 
 import copyreg
 import io

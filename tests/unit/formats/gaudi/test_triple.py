@@ -1,4 +1,4 @@
-"""Gaudi's measurement files: names taken apart exactly, content read strictly, written in one byte form."""
+"""Gaudi's measurement files: exact names, strict reading, and one byte form."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Blocks of llama.cpp's: bytes worked by hand, `gguf`'s own dequantization as the judge, and what no block holds."""
+"""llama.cpp's blocks: bytes worked by hand, `gguf`'s dequantization as the judge, and refusals."""
 
 import gguf
 import numpy as np
@@ -25,7 +25,7 @@ TYPES = sorted(BLOCK_TYPES)
 
 
 def quantized(weight: torch.Tensor, name: str, *, searched: bool = True) -> QTensor:
-    """Return a weight rounded to nearest onto scales that lose little, or onto its whole range."""
+    """A weight rounded to nearest onto scales that lose little, or onto its whole range."""
     scheme, kind = preset(name).weights, BLOCK_TYPES[name]
     importance = torch.ones(weight.shape[1]) if searched else None
     grids = weight_grids(
@@ -104,7 +104,7 @@ def test_a_block_of_q8_0_worked_by_hand():
 def fixed(
     name: str, scale: list[float], minimum: list[float] | None = None, qvalue: int = 0
 ) -> QTensor:
-    """Return a block of one row whose values are given."""
+    """A block of one row whose values are given."""
     scheme, kind = preset(name).weights, BLOCK_TYPES[name]
     scales = torch.tensor([scale])
     zero_point = None if minimum is None else torch.tensor([minimum]) / scales

@@ -1,4 +1,4 @@
-"""Sentence pieces as llama.cpp's metadata: scores from ranks, where spaces go, and tokenizers whose merges are not tokens'."""
+"""Sentence pieces as llama.cpp's metadata: scores from ranks, where spaces go, and refusals."""
 
 from pathlib import Path
 

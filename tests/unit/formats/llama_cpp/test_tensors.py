@@ -1,4 +1,4 @@
-"""A model in llama.cpp's words: every tensor has one place, rows of q and k are interleaved, sizes are told."""
+"""A model in llama.cpp's words: one place for every tensor, interleaved rows of q and k, sizes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A tokenizer as llama.cpp's metadata: tokens, types and merges, the name of what splits the text, and refusals."""
+"""A tokenizer as llama.cpp's metadata: tokens, types, merges, pre-tokenizers, and refusals."""
 
 import copy
 import json
@@ -93,7 +93,10 @@ def test_what_the_tokenizer_puts_around_a_text_is_told():
         convert(around=([5], []))
 
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = {**BYTE_LEVEL, "use_regex": False}
 
 

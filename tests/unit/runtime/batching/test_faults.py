@@ -1,4 +1,4 @@
-"""Requests that go away, fail or do not fit: the others notice nothing, and no block stays behind."""
+"""Requests that go away, fail or do not fit: the others are unchanged, and no block is lost."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ from quantflow.runtime.generate_job import Sampling
 from quantflow.runtime.load import load
 
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None,
     reason="our kernels do not run here",
 )
 SMALL = BatchLimits(
@@ -56,7 +56,7 @@ def request(draw: random.Random, **options) -> BatchRequest:
 
 
 def torment(engine: Engine, count: int, *, seed: int) -> None:
-    """Submit requests of which many are cancelled at any moment, by other threads, and some fail."""
+    """Submit requests; other threads cancel many of them at any moment, and some fail."""
     draw, places = random.Random(seed), threading.Semaphore(60)
 
     def one(asked: BatchRequest, patience: int | None, wait: float) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from quantflow.backends import kernels, native
+from quantflow.core.scheme import PRESETS
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.generate_job import Lookup, Rules, Sampling
@@ -17,7 +20,7 @@ from quantflow.runtime.load import load
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "quantflow/errors.py").read_text()
 pytestmark = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None,
     reason="our kernels do not run here",
 )
 
@@ -59,7 +62,7 @@ def requests(tokenizer, count: int, *, seed: int) -> list[BatchRequest]:
 
 
 def alone(decoder, tokenizer, request: BatchRequest):
-    """Return the events and the prompt's log-probabilities of a request on an engine that has seen no other."""
+    """Events and prompt log-probabilities of a request on an engine that has seen no other."""
     limits = BatchLimits(max_batch_size=1, prefill_chunk=4096, max_total_tokens=400)
     with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
         stream = engine.submit(request)
@@ -97,6 +100,52 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(
         assert in_company == by_themselves
         assert counters.pool.used == counters.running == counters.waiting == 0
         assert counters.pool.hit_tokens > 0
+
+
+def test_fp8_that_was_measured_is_served_with_the_scales_of_its_inputs(
+    tokenizer, make_artifact, tmp_path
+):
+    model = LlamaForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32)
+    make_artifact(tmp_path, model.config, PRESETS["FP8"], model=model)
+    ids = tokenizer(TEXT[:200])["input_ids"]
+
+    def served() -> torch.Tensor:
+        decoder = load(tmp_path, decoder="lean", verify=False).decoder
+        with Engine(
+            decoder, limits=BatchLimits(max_batch_size=1, max_total_tokens=400), tokenizer=tokenizer
+        ) as engine:
+            stream = engine.submit(
+                BatchRequest(input_ids=tuple(ids), max_new_tokens=1, prompt_logprobs=True)
+            )
+            list(stream)
+        return torch.tensor([token.logprob for token in stream.prompt[1:]])
+
+    def expected() -> torch.Tensor:
+        rows = torch.tensor([ids])
+        with torch.no_grad():
+            said = (
+                load(tmp_path, backend="reference", verify=False)
+                .model(rows)
+                .logits[0, :-1]
+                .log_softmax(dim=-1)
+            )
+        return said.gather(1, rows[0, 1:, None])[:, 0]
+
+    found, wanted = [served()], [expected()]
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {
+        name: tensor / 256 for name, tensor in tensors.items() if name.endswith("input_scale")
+    }
+    save_file(
+        tensors | scales, tmp_path / "model.safetensors"
+    )  # so that many inputs are beyond the largest code
+    found.append(served())
+    wanted.append(expected())
+    changed = (wanted[1] - wanted[0]).abs().mean()
+    assert all(
+        (ours - theirs).abs().mean() < changed / 20
+        for ours, theirs in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.slow

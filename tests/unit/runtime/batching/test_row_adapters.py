@@ -1,4 +1,4 @@
-"""LoRA adapters by request: each row has its own, with the logits that the merged weights give, and bits that are its own."""
+"""LoRA adapters by request: the logits of merged weights, with bits that are the row's own."""
 
 import random
 

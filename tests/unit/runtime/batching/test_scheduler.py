@@ -1,4 +1,4 @@
-"""The scheduler against a short model of TGI's rules (reference: its router's queue), for any traffic."""
+"""The scheduler against a short model of TGI's rules (its router's queue), for any traffic."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Job:
 
 
 class Model:
-    """Which rows join, written down again without any structure: a list of what waits and a list of what runs."""
+    """The rows that join, by a model without structure: a waiting list and a running list."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits, self.waiting, self.running, self.since = limits, [], [], 0

@@ -1,4 +1,4 @@
-"""Threads of loops: libgomp lets all of them sleep between two loops where they are more than the cores."""
+"""Threads of loops: libgomp lets all sleep between two loops where they exceed the cores."""
 
 import os
 import time

@@ -72,14 +72,14 @@ def peer(tiny):
 
 
 class Chain:
-    """A decoder whose next token depends on the last one alone, and whose hidden state is that token's own."""
+    """A decoder whose next token and hidden state depend on the last token alone."""
 
     positions, device = None, torch.device("cpu")
 
     def __init__(
         self, table: dict[int, dict[int, float]], states: list[list[float]] | None = None
     ) -> None:
-        """Take the probabilities of what follows each token that is ever followed, and a state of every token."""
+        """Take the probabilities of each token's successors, and a state of every token."""
         self.vocab_size = 1 + max(token for row in table.values() for token in (*row, *table))
         self._logits = torch.full((self.vocab_size, self.vocab_size), -torch.inf)
         for token, row in table.items():

@@ -128,6 +128,17 @@ def test_a_padded_row_in_a_sliding_window_says_what_it_says_alone():
     assert torch.equal(found[:1, 4:], generate(model, ids[:1, 4:], max_new_tokens=NEW))
 
 
+def test_of_a_prompt_the_logits_of_the_last_token_alone_are_computed(tiny, rows):
+    seen = []
+    head = tiny.get_output_embeddings()
+    hook = head.register_forward_hook(lambda _, given, logits: seen.append(tuple(logits.shape[:2])))
+    try:
+        generate(tiny, torch.tensor([rows[0]]), max_new_tokens=2)
+    finally:
+        hook.remove()
+    assert seen == [(1, 1), (1, 1)] and len(rows[0]) > 1
+
+
 def test_transformers_modules_are_a_decoder_that_shows_hidden_states(tiny):
     decoder = TransformersDecoder(tiny)
     assert isinstance(decoder, Decoder) and isinstance(decoder, HiddenDecoder)

@@ -41,6 +41,24 @@ def test_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty
     assert torch.isin(found[:, ids.shape[1] : -1], torch.tensor(ends)).any()
 
 
+def test_when_beams_end_is_said_by_early_stopping_as_in_transformers(tiny, rows, peer):
+    ids, new = torch.tensor([rows[3]]), 20
+    end = int(generate(tiny, ids, max_new_tokens=new, method=Beams(count=2))[0, ids.shape[1] + 2])
+    said = {}
+    for penalty, early in itertools.product((1.0, 2.0), (True, False, "never")):
+        options = {"length_penalty": penalty, "early_stopping": early}
+        beams = Beams(count=2, **options)
+        found = generate(
+            tiny, ids, max_new_tokens=new, method=beams, eos_token_id=end, pad_token_id=PAD
+        ).tolist()
+        assert (
+            found
+            == peer(ids, max_new_tokens=new, eos_token_id=end, num_beams=2, **options).tolist()
+        )
+        said[penalty, early] = found
+    assert said[1.0, "never"] != said[1.0, False] and said[2.0, True] != said[2.0, False]
+
+
 def test_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
     def likelihood(sequence, start):
         steps = tiny(sequence).logits[0, start - 1 : -1].log_softmax(-1)

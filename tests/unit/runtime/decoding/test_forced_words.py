@@ -9,7 +9,7 @@ NEW = 8
 
 
 def owes(text, words):
-    """How many tokens are missing, and which come next: written apart from the code, by trying every position."""
+    """The number of missing tokens, and the next ones, found by trying every position."""
     joined = [tuple(word) for word in words]
     missing = [
         w for w in joined if w not in [tuple(text[i : i + len(w)]) for i in range(len(text))]

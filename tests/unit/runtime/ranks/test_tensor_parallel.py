@@ -1,4 +1,4 @@
-"""A model over several ranks, here threads, has the bits and the tokens of one process; each rank holds its rows alone."""
+"""A model over several ranks, here threads, has the bits of one process; ranks hold their rows."""
 
 import threading
 from dataclasses import replace
@@ -42,20 +42,31 @@ WIDE = LlamaConfig(
 WHOLE = SIZES | {"intermediate_size": 512, "architectures": ["LlamaForCausalLM"]}
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
 FAMILIES = {
-    "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=48, architectures=["LlamaForCausalLM"]),
+    "biases": LlamaConfig(
+        **SIZES,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=48,
+        architectures=["LlamaForCausalLM"],
+    ),
     "seven to a head": LlamaConfig(
-        **SIZES | {"hidden_size": 224, "num_attention_heads": 7, "num_key_value_heads": 1}, head_dim=32,
+        **SIZES | {"hidden_size": 224, "num_attention_heads": 7, "num_key_value_heads": 1},
+        head_dim=32,
         architectures=["LlamaForCausalLM"],
     ),
     "a tied head, one layer slides": Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True,
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+        tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
     ),
     "norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
-}  # fmt: skip
+}
 exact = pytest.mark.skipif(
-    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None
-    or native.why_not(operations.SOURCE, needs=()) is not None,
+    native.why_not(kernels.SOURCE, cpu_flags=kernels.CPU_FLAGS) is not None
+    or native.why_not(operations.SOURCE, cpu_flags=()) is not None,
     reason="bits are promised of our own kernels",
 )
 
@@ -89,7 +100,7 @@ def ids(rows, count, seed):
 
 
 def walk(decoder: Decoder) -> list[torch.Tensor]:
-    """Return the logits of everything that a decoder is asked for: a padded prompt, steps, crop, other rows, hidden states."""
+    """Logits of all calls of a decoder: a padded prompt, steps, crop, keep, hidden states."""
     found = []
     decoder.begin(rows=2, capacity=40)
     found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, 3])))

@@ -1,4 +1,4 @@
-"""The layout of a model by arithmetic on config.json is that of transformers' module tree."""
+"""The tensors of a model by arithmetic on config.json are those of transformers' module tree."""
 
 import itertools
 import json
@@ -6,11 +6,11 @@ import json
 import pytest
 from transformers import CONFIG_MAPPING
 
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
+from quantflow.models.family import FAMILIES
 from quantflow.models.names import HubNames, twins
-from quantflow.runtime.architecture import DESIGNS
-from quantflow.runtime.layout import ListedLayout, listed
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
+from quantflow.runtime.model_tensors import ListedTensors, listed
 
 SIZES = {
     "hidden_size": 64,
@@ -27,11 +27,12 @@ SPARSE = {
     "num_local_experts": 4,
 }
 SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
+DECODED = [row.model_type for row in FAMILIES.values() if row.decoder is not None]
 FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "tie_word_embeddings")
 
 
 def configurations(family):
-    """Yield configurations of a family with every combination of its flags, and as its defaults are."""
+    """Configurations of a family: its defaults, and every combination of its flags."""
     theirs = CONFIG_MAPPING[family]
     has = theirs().to_dict()
     keys = [key for key in FLAGS if key in has]
@@ -46,7 +47,7 @@ def configurations(family):
         )
 
 
-@pytest.mark.parametrize("family", DESIGNS)
+@pytest.mark.parametrize("family", DECODED)
 def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
     for config, flags in configurations(family):
         model, told = skeleton(config), config.to_dict()
@@ -54,11 +55,11 @@ def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
         for key in () if flags else FLAGS:
             told.pop(key, None)  # what stands for a key that config.json leaves out
         found = listed(told | {"architectures": [type(model).__name__]})
-        assert isinstance(found, ListedLayout), (family, flags)
+        assert isinstance(found, ListedTensors), (family, flags)
         expected = {
             hub.of(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()
         }
-        if DESIGNS[family].mixture:  # the linears of experts are ours, and have the graph's names
+        if FAMILIES[family].mixture:  # the linears of experts are ours, and have the graph's names
             expected = {name: shape for name, shape in expected.items() if ".experts." not in name}
             ours = {name: shape for name, shape in found.shapes.items() if ".experts." not in name}
             assert ours == expected, (family, flags)

@@ -1,15 +1,19 @@
-"""compressed-tensors as its other writers spell it, read; and the layout as one of `quantflow.formats.LAYOUTS`, written.
+"""The compressed-tensors layout as one of `quantflow.formats.LAYOUTS`.
 
-Beside what `quantflow.formats.compressed_tensors` knows, files by llm-compressor have
+Files by llm-compressor and its releases spell some things otherwise. They are read, and not
+written:
 
-- `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the
-  weights have;
-- `quantization_status` frozen, in releases before `compressed`, or none, as vLLM reads them: the
-  tensors say it;
-- `actorder` group, which is also called dynamic and true: NAME.weight_g_idx int32 [I] has the group
-  of each input, whose codes stand in the place of the input. `decode` puts groups side by side and
-  returns the order of inputs. A linear of several groups without it is refused: release 0.17 reads
-  its groups as those of neighbours, release 0.20 no such folder.
+| in the configuration  | by others                          | meaning                             |
+|-----------------------|------------------------------------|-------------------------------------|
+| `format`              | naive-quantized                    | the layout of the weights' type     |
+|                       | missing in a group                 | that of the whole configuration     |
+| `quantization_status` | frozen (early releases), missing   | compressed: the tensors say it      |
+| `actorder`            | group, dynamic, true               | act-order: NAME.weight_g_idx        |
+
+NAME.weight_g_idx int32 [I] has the group of each input; the input's codes stay in the place of the
+input. `decode` puts groups side by side and returns the order of inputs. A linear of several groups
+with act-order and without that tensor is refused: release 0.17 reads its groups as those of
+neighbours, release 0.20 loads no such folder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +52,7 @@ class CompressedTensorsLayout:
 
     @property
     def name(self) -> str:
-        """Its key of `quantflow.formats.LAYOUTS`."""
+        """Key of the layout in `quantflow.formats.LAYOUTS`."""
         return compressed_tensors.NAME
 
     @property
@@ -57,11 +61,11 @@ class CompressedTensorsLayout:
         return bool(self.ordered)
 
     def with_order(self) -> "CompressedTensorsLayout":
-        """Return itself: it has no words for groups of inputs that do not stand together."""
+        """The layout itself: it has no words for groups of inputs that do not stand together."""
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        """Reason why the layout cannot hold a linear of `shape` (O, I); None when it can."""
         try:
             compressed_tensors.tensor_specs("weight", scheme, shape, torch.float32)
         except UnsupportedError as error:
@@ -69,21 +73,27 @@ class CompressedTensorsLayout:
         return None
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
-        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        """Names of the tensors that hold the linear `name` (without `.weight`)."""
         names = compressed_tensors.tensor_names(name, scheme)
         return (*names, f"{name}.weight_g_idx") if name in self.ordered else names
 
     def encode(
         self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        """Tensors of a linear; see `WeightLayout.encode`."""
         if linear.order is not None:
-            cause = f"{name}: its groups are of inputs that do not stand together, which no loader of the layout runs today"
+            cause = (
+                f"{name}: its groups are of inputs that do not stand together, which no loader of "
+                "the layout runs today"
+            )
             raise UnsupportedError(cause, "keep it in a layout with g_idx and desc_act")
         if linear.weight.global_scale is not None:
             local = affine.local_scales(linear.weight.scale, linear.weight.global_scale)
             back = float8.widen(local) / linear.weight.global_scale
-            instead = "keep it in the layout that it has, or quantize the model here: its global scales are powers of two"
+            instead = (
+                "keep it in the layout that it has, or quantize the model here: its global scales "
+                "are powers of two"
+            )
             require_same_scales(f"{name}.weight_scale", linear.weight.scale, back, instead=instead)
         if linear.scheme.layout != "pack-quantized":
             return compressed_tensors.encode(name, linear)
@@ -93,7 +103,7 @@ class CompressedTensorsLayout:
     def decode(
         self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme
     ) -> QuantizedLinear:
-        """Return the linear; see `TensorLayout.decode`."""
+        """The linear; see `TensorLayout.decode`."""
         linear = compressed_tensors.decode(name, tensors, scheme)
         if name not in self.ordered:
             return linear
@@ -114,7 +124,7 @@ class CompressedTensorsLayout:
         model_type: str,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        """The `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         return compressed_tensors.quantization_config(
             schemes, ignore=ignore, model_type=model_type, modules=modules
         )
@@ -126,16 +136,18 @@ class CompressedTensorsLayout:
         infos: Infos,
         modules: Mapping[str, str] = SAME_NAMES,
     ) -> dict[str, LinearScheme]:
-        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
-        words = _in_our_words(config)
+        """Scheme of each quantized linear; see `WeightLayout.schemes`."""
+        table = _in_our_words(config)
         try:
-            found = compressed_tensors.schemes_from_config(words, tuple(shapes), modules=modules)
+            every_scheme = compressed_tensors.schemes_from_config(
+                table, tuple(shapes), modules=modules
+            )
         except SchemeError as error:
             raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
-        schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+        schemes = {name: scheme for name, scheme in every_scheme.items() if scheme is not None}
         _require_orders(
             config,
-            compressed_tensors.groups_of_linears(words, tuple(schemes), modules=modules),
+            compressed_tensors.groups_of_linears(table, tuple(schemes), modules=modules),
             schemes,
             shapes,
             infos,
@@ -144,10 +156,13 @@ class CompressedTensorsLayout:
 
 
 def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration as `schemes_from_config` takes it; what has another form is left to it."""
+    """The configuration in the form of `schemes_from_config`.
+
+    Parts of another form are left to its checks.
+    """
     groups = {}
-    found = config.get("config_groups")
-    for label, group in (found if isinstance(found, dict) else {}).items():
+    listed = config.get("config_groups")
+    for label, group in (listed if isinstance(listed, dict) else {}).items():
         groups[label] = group
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             continue
@@ -160,13 +175,13 @@ def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
     status = config.get("quantization_status")
     return {
         **config,
-        "config_groups": groups or found,
+        "config_groups": groups or listed,
         "quantization_status": "compressed" if status in (None, "frozen") else status,
     }
 
 
 def _is_ordered(group: Mapping[str, Any]) -> bool:
-    """Return whether a group of the configuration has groups of inputs that need not stand together."""
+    """Whether a group of the configuration has act-order: groups of inputs that lie apart."""
     actorder = group["weights"].get("actorder")
     return actorder is True or actorder in ("group", "dynamic")
 
@@ -178,17 +193,17 @@ def _require_orders(
     shapes: Mapping[str, tuple[int, int]],
     infos: Infos,
 ) -> None:
-    """Refuse a linear of several ordered groups that does not say of which group each input is.
+    """Refuse a linear of several groups with act-order that does not name the group of each input.
 
     Args:
         config: the configuration as it was written.
         groups: quantized linear -> its group of the configuration.
-        schemes: of the quantized linears.
-        shapes: of all linears.
+        schemes: schemes of the quantized linears.
+        shapes: shapes of all linears.
         infos: headers of all tensors.
 
     Raises:
-        InputError: naming the tensor that is missing.
+        InputError: the tensor of the groups is missing; it is named.
     """
     ordered = {label for label, group in config["config_groups"].items() if _is_ordered(group)}
     if not ordered:
@@ -205,7 +220,7 @@ def _require_orders(
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> CompressedTensorsLayout | None:
-    """Return the layout if a quantization_config names it; None for one of another method."""
+    """The layout if a quantization_config names it; None for one of another method."""
     if config.get("quant_method") != compressed_tensors.NAME:
         return None
     suffix = ".weight_g_idx"

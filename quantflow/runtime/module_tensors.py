@@ -1,4 +1,4 @@
-"""The tensors of a model as transformers' module tree has them: made of its configuration, without storage."""
+"""The tensors of a model as transformers' module tree has them; the tree gets no storage."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from quantflow.errors import InputError
-from quantflow.models.graph import graph_for
-from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
-from quantflow.runtime.layout import Bound, Parameter
+from quantflow.models.open import graph_for
+from quantflow.models.skeleton import skeleton
+from quantflow.runtime.model_tensors import Bound, Parameter
 
 
-class ModuleLayout:
-    """The layout of any model that transformers knows; see `quantflow.runtime.layout.Layout`."""
+class ModuleTensors:
+    """The tensors of any model that transformers knows; see `model_tensors.ModelTensors`."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         """Make the modules.
@@ -26,29 +26,31 @@ class ModuleLayout:
         self._names = NameMap(self._model)
 
     def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Return the linears among these names; see `Layout`."""
-        known = {
+        """The linears among these names; see `ModelTensors`."""
+        modules = {
             name: module
             for name, module in self._model.named_modules()
             if isinstance(module, nn.Linear)
         }
-        modules = {
-            name: known.get(self.module(name))
+        linears = {
+            name: modules.get(self.module(name))
             for name in names
             if not self._names.beside(f"{name}.weight")
         }
         return {
             name: (module.out_features, module.in_features)
-            for name, module in modules.items()
+            for name, module in linears.items()
             if module is not None
         }
 
     def module(self, linear: str) -> str:
-        """Return what the model calls a linear of the checkpoint; see `Layout`."""
+        """The name of a linear in transformers' model; see `ModelTensors`."""
         return self._names.module_name(f"{linear}.weight").removesuffix(".weight")
 
     def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
-        """Match tensors with parameters; see `Layout`. The twin of a quantized linear has no tensor.
+        """Match tensors with parameters; see `ModelTensors`.
+
+        The twin of a quantized linear has no tensor.
 
         Raises:
             InputError: naming the tensor or the parameter.
@@ -71,12 +73,12 @@ class ModuleLayout:
             for name, source in to_source.items()
         )
         head: Any = self._model.get_output_embeddings()
-        called = next(name for name, module in self._model.named_modules() if module is head)
+        place = next(name for name, module in self._model.named_modules() if module is head)
         return Bound(
-            parameters=parameters, head=to_source[f"{called}.weight"].removesuffix(".weight")
+            parameters=parameters, head=to_source[f"{place}.weight"].removesuffix(".weight")
         )
 
     def caches(self) -> dict[str, int]:
-        """Return the attentions and their heads; see `Layout`."""
+        """The attentions and their kv heads; see `ModelTensors`."""
         layers = graph_for(self._config).layers
         return {layer.attention: layer.kv_heads for layer in layers if layer.attention is not None}

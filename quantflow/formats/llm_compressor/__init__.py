@@ -1,1 +1,0 @@
-"""compressed-tensors as llm-compressor and others write it, and the layout as one that folders are converted to."""

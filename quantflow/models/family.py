@@ -1,0 +1,623 @@
+"""One row per family: what config.json and a trace of the model's forward do not say.
+
+A model that transformers knows needs no row: `quantflow.models.discovery` runs its forward once and
+finds which linears share an input. A row adds what no forward shows, and everything that knows a
+family by name reads it here:
+
+    quantflow.models.graph              the linears of a layer, without the trace (`traced` false)
+    quantflow.runtime.architecture      the lean decoder's design of a layer (`decoder`)
+    quantflow.runtime.model_tensors     names and shapes of all tensors, without a module
+    quantflow.formats.llama_cpp         names and order of rows in a GGUF file (`gguf`)
+    quantflow.distributed.sharding      which heads lie in which linear, so that heads go whole
+
+The names of a layer's parts stand in a row once, by their role. A row is plain data: nothing here
+imports torch or transformers, so that a command that reads a row starts in 0.04 s; the trace takes
+3.8 s, nearly all of it for the import of transformers' model code.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+# A fact that is always so, or a key of config.json that says it and what holds without that key.
+BiasFlag = bool | tuple[str, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartNames:
+    """Names of a model's parts by their role, without `.weight`: inside a layer, or outside of all.
+
+    Attributes:
+        qkv: linears of queries, keys and values, or one linear of all three.
+        output: attention's last linear.
+        up: gate and up of the MLP, up alone where there is no gate, or one linear of both.
+        down: the MLP's last linear.
+        attention_norm: norm of what attention reads; None where there is none.
+        attended_norm: norm of what attention adds to the hidden state; None where there is none.
+        mlp_norm: norm of what the MLP reads; None where there is none.
+        gated_norm: norm of what the MLP adds to the hidden state; None where there is none.
+        q_norm, k_norm: norms of queries and of keys; None where there are none.
+        layers: the list of decoder layers.
+        embedding, norm, head: token embedding, last norm and head of the model.
+    """
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    attention_norm: str | None = "input_layernorm"
+    attended_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    gated_norm: str | None = None
+    q_norm: str | None = None
+    k_norm: str | None = None
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+    @property
+    def attention(self) -> str:
+        """The attention module inside a layer, the one that writes the KV cache."""
+        return self.output.rpartition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The mixture of experts in the place of a sparse layer's MLP.
+
+    Attributes:
+        block: module of the mixture inside a layer, as the checkpoint calls it; transformers calls
+            it `mlp` in every family.
+        linears: gate, up and down linears of an expert.
+        shared: gate, up and down linears that every token goes through beside the experts; empty
+            where there is no shared expert.
+        routers: linears that decide which experts a token goes to, then how much the shared one
+            counts; they are never quantized.
+    """
+
+    block: str = "mlp"
+    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ("gate",)
+
+
+class Windows(Enum):
+    """Rules that say which layers see a sliding window of `sliding_window` positions."""
+
+    ALL_LAYERS = "every layer"
+    ALL_LAYERS_IF_USED = "every layer, if use_sliding_window says so"
+    AFTER_N_LAYERS = "if use_sliding_window says so: layer_types, else from max_window_layers on"
+    EVEN_OF_FIRST_N = (
+        "if use_sliding_window says so: layer_types, else every second before max_window_layers"
+    )
+    ALL_BUT_EVERY_NTH = "layer_types, else all layers but every sliding_window_pattern-th"
+    LAYERS_WITHOUT_ROPE = (
+        "if use_sliding_window says so: layer_types, else layers without a rotary embedding"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderDesign:
+    """How the lean decoder runs a family; what is not said is as in Llama.
+
+    Attributes:
+        defaults: transformers' defaults of the keys of config.json that are read.
+        supported_values: keys that may have this value alone, or be null.
+        ignored_keys: keys that the family's own modules do not read.
+        activation_aliases: activation in config.json -> the one that the family means by it.
+        activation_key: key of the activation.
+        eps_key: key of the norms' epsilon.
+        normalized_experts: whether the weights of a token's experts are divided by their sum, or
+            the key that says it.
+        expert_size_key: key of the width of an expert.
+        windows: which layers have a sliding window; None where none has.
+        rope_by_layer_type: sliding layers have a rotary embedding of their own.
+        partial_rope: the rotary embedding may turn a part of a head alone.
+        no_rope_layers: the key `no_rope_layers` says which layers have no rotary embedding.
+        query_pre_attn_scalar: scores are multiplied by query_pre_attn_scalar^-0.5, not by
+            head_dim^-0.5.
+        soft_caps: scores and logits may have a soft cap.
+        multipliers: embedding, branches, scores and logits have multipliers, as Granite's.
+        scaled_embedding: a token's embedding is multiplied by hidden_size^0.5.
+        parallel_residual: the MLP reads the hidden state that attention reads, or the key that says
+            it.
+        whole_qk_norms: norms of queries and keys are of all heads at once, not of each.
+        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers
+            have none.
+        tied: the head is the embedding where config.json has no `tie_word_embeddings`.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    supported_values: Mapping[str, Any] = field(default_factory=dict)
+    ignored_keys: frozenset[str] = frozenset()
+    activation_aliases: Mapping[str, str] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    eps_key: str = "rms_norm_eps"
+    normalized_experts: bool | str = "norm_topk_prob"
+    expert_size_key: str = "moe_intermediate_size"
+    windows: Windows | None = None
+    rope_by_layer_type: bool = False
+    partial_rope: bool = False
+    no_rope_layers: bool = False
+    query_pre_attn_scalar: bool = False
+    soft_caps: bool = False
+    multipliers: bool = False
+    scaled_embedding: bool = False
+    parallel_residual: bool | str = False
+    whole_qk_norms: bool = False
+    qkv_bias: BiasFlag = ("attention_bias", False)
+    output_bias: BiasFlag = ("attention_bias", False)
+    mlp_bias: BiasFlag = False
+    head_bias: BiasFlag = False
+    tied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufDesign:
+    """How llama.cpp has a family in a GGUF file.
+
+    Attributes:
+        architecture: value of `general.architecture`; several families may share one.
+        names: llama.cpp's names of the parts, `layers` being the word before a layer's number.
+        rotary_pairs: llama.cpp rotates neighbouring rows of a head together, where transformers
+            rotates rows half a head apart; so rows of queries and keys are written in pairs.
+        biased: roles, of `PartNames`, whose linears have a bias in every model.
+        may_be_biased: roles whose linears llama.cpp runs with and without a bias.
+        may_be_tied: llama.cpp takes the embedding for a head that the file does not have.
+        activations: values of config.json's activation that llama.cpp computes; the first is what a
+            file means.
+    """
+
+    architecture: str
+    names: PartNames
+    rotary_pairs: bool = False
+    biased: frozenset[str] = frozenset()
+    may_be_biased: frozenset[str] = frozenset()
+    may_be_tied: bool = True
+    activations: tuple[str, ...] = ("silu",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRow:
+    """One model type of transformers.
+
+    Attributes:
+        model_type, architecture: the type and its causal language model, as config.json names them.
+        names: names of the parts, in the checkpoint.
+        mixture: mixture of experts in the layers that config.json makes sparse; None in a dense
+            family.
+        gated: the MLP is activation(gate) * up, else activation(up).
+        centered: norms subtract the mean and have a bias (LayerNorm), else neither (RMSNorm).
+        unit_offset: norms multiply by 1 + their weight, so no factor can be folded into it.
+        by_head: rows of the one linear of queries, keys and values come head by head: its query,
+            its key, its value.
+        traced: the linears of a layer come from a trace of the model's forward, not from this row.
+        decoder: how the lean decoder runs it; None leaves it to transformers' modules.
+        gguf: how llama.cpp has it in a file; None where export to GGUF refuses it. It needs
+            `decoder`, whose keys of config.json it shares.
+    """
+
+    model_type: str
+    architecture: str
+    names: PartNames = PartNames()
+    mixture: Mixture | None = None
+    gated: bool = True
+    centered: bool = False
+    unit_offset: bool = False
+    by_head: bool = False
+    traced: bool = False
+    decoder: DecoderDesign | None = None
+    gguf: GgufDesign | None = None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether a Hadamard rotation of the hidden state commutes with every norm of a layer.
+
+        It commutes with an RMSNorm of what a branch reads, whose weight is folded into the branch.
+        Routers read the hidden state too, and stay as they are.
+        """
+        added = (self.names.attended_norm, self.names.gated_norm)
+        return not (self.centered or self.unit_offset or self.mixture or any(added))
+
+
+def attention_heads(row: FamilyRow) -> dict[str, tuple[str, int]]:
+    """Heads along the axis on which each linear of an attention is cut: name -> (key, multiple).
+
+    The key of config.json counts the heads; each takes a multiple of head_dim. One linear that
+    holds all queries, then all keys, then all values has no such heads, and is not among them.
+    """
+    heads = {row.names.output: ("num_attention_heads", 1)}
+    if len(row.names.qkv) == 3:
+        queries, *keys_and_values = row.names.qkv
+        heads[queries] = ("num_attention_heads", 1)
+        heads |= dict.fromkeys(keys_and_values, ("num_key_value_heads", 1))
+    elif row.by_head:
+        heads[row.names.qkv[0]] = ("num_attention_heads", 3)
+    return heads
+
+
+_RMS_NORM: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+)
+_LAYER_NORM: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 10000.0}
+)
+_QWEN: Mapping[str, Any] = MappingProxyType(
+    {**_RMS_NORM, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+)
+_MLP_BIAS = ("mlp_bias", False)
+_HEAD_NORMS = PartNames(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+_SANDWICH = PartNames(
+    attended_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    gated_norm="post_feedforward_layernorm",
+)
+_GGUF_NAMES = PartNames(
+    qkv=("attn_q", "attn_k", "attn_v"),
+    output="attn_output",
+    up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    attention_norm="attn_norm",
+    mlp_norm="ffn_norm",
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    layers="blk",
+    embedding="token_embd",
+    norm="output_norm",
+    head="output",
+)
+_LINEARS = frozenset({"qkv", "output", "up", "down"})
+_NORMS = frozenset({"attention_norm", "mlp_norm", "norm"})
+_LLAMA_GGUF = GgufDesign(
+    architecture="llama", names=_GGUF_NAMES, rotary_pairs=True, may_be_biased=_LINEARS
+)
+_GEMMA_DECODER = DecoderDesign(
+    defaults={
+        **_RMS_NORM,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "num_key_value_heads": 16,
+    },
+    supported_values={"use_bidirectional_attention": False},
+    ignored_keys=frozenset({"hidden_activation"}),
+    activation_aliases={"gelu": "gelu_pytorch_tanh"},  # the first configurations said gelu
+    scaled_embedding=True,
+    tied=True,
+)
+_GEMMA2_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+)
+_GEMMA2_DECODER = replace(
+    _GEMMA_DECODER,
+    defaults=_GEMMA2_DEFAULTS,
+    ignored_keys=frozenset({"hidden_act"}),
+    activation_aliases={},
+    activation_key="hidden_activation",
+    windows=Windows.ALL_BUT_EVERY_NTH,
+    query_pre_attn_scalar=True,
+    soft_caps=True,
+)
+
+# The order of the rows is the order in which messages list families.
+FAMILIES: Mapping[str, FamilyRow] = MappingProxyType(
+    {
+        row.model_type: row
+        for row in (
+            FamilyRow(
+                model_type="llama",
+                architecture="LlamaForCausalLM",
+                decoder=DecoderDesign(
+                    defaults=_RMS_NORM,
+                    ignored_keys=frozenset({"is_llama_config"}),
+                    supported_values={"rope_interleaved": False},
+                    mlp_bias=_MLP_BIAS,
+                ),
+                gguf=_LLAMA_GGUF,
+            ),
+            FamilyRow(
+                model_type="mistral",
+                architecture="MistralForCausalLM",
+                decoder=DecoderDesign(
+                    defaults={**_RMS_NORM, "sliding_window": 4096, "num_key_value_heads": 8},
+                    windows=Windows.ALL_LAYERS,
+                    qkv_bias=False,
+                    output_bias=False,
+                ),
+                gguf=_LLAMA_GGUF,
+            ),
+            FamilyRow(
+                model_type="qwen2",
+                architecture="Qwen2ForCausalLM",
+                decoder=DecoderDesign(
+                    supported_values={"use_mrope": False},
+                    defaults={**_QWEN, "num_key_value_heads": 32},
+                    windows=Windows.AFTER_N_LAYERS,
+                    qkv_bias=True,
+                    output_bias=False,
+                ),
+                gguf=GgufDesign(architecture="qwen2", names=_GGUF_NAMES, biased=frozenset({"qkv"})),
+            ),
+            FamilyRow(
+                model_type="qwen3",
+                architecture="Qwen3ForCausalLM",
+                names=_HEAD_NORMS,
+                decoder=DecoderDesign(
+                    defaults={**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+                    windows=Windows.AFTER_N_LAYERS,
+                ),
+                gguf=GgufDesign(architecture="qwen3", names=_GGUF_NAMES),
+            ),
+            # The norms feed the same linears with and without use_parallel_residual; only what is
+            # added to the result differs.
+            FamilyRow(
+                model_type="gpt_neox",
+                architecture="GPTNeoXForCausalLM",
+                names=PartNames(
+                    qkv=("attention.query_key_value",),
+                    output="attention.dense",
+                    up=("mlp.dense_h_to_4h",),
+                    down="mlp.dense_4h_to_h",
+                    layers="gpt_neox.layers",
+                    embedding="gpt_neox.embed_in",
+                    norm="gpt_neox.final_layer_norm",
+                    head="embed_out",
+                ),
+                gated=False,
+                centered=True,
+                by_head=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_LAYER_NORM,
+                        "partial_rotary_factor": 0.25,
+                        "use_parallel_residual": True,
+                    },
+                    eps_key="layer_norm_eps",
+                    partial_rope=True,
+                    parallel_residual="use_parallel_residual",
+                    qkv_bias=("attention_bias", True),
+                    output_bias=("attention_bias", True),
+                    mlp_bias=True,
+                ),
+                gguf=GgufDesign(
+                    architecture="gptneox",
+                    names=replace(_GGUF_NAMES, qkv=("attn_qkv",), up=("ffn_up",)),
+                    biased=_LINEARS | _NORMS,
+                    may_be_tied=False,
+                    activations=("gelu", "gelu_new", "gelu_fast"),
+                ),
+            ),
+            FamilyRow(
+                model_type="mixtral",
+                architecture="MixtralForCausalLM",
+                mixture=Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2")),
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "rope_theta": 1000000.0,
+                        "num_key_value_heads": 8,
+                        "num_local_experts": 8,
+                        "num_experts_per_tok": 2,
+                    },
+                    windows=Windows.ALL_LAYERS,
+                    normalized_experts=True,
+                    expert_size_key="intermediate_size",
+                    qkv_bias=False,
+                    output_bias=False,
+                ),
+            ),
+            # The shared expert reads what the experts and the router read; its own gate is a row
+            # that says how much it counts.
+            FamilyRow(
+                model_type="qwen2_moe",
+                architecture="Qwen2MoeForCausalLM",
+                mixture=Mixture(
+                    shared=(
+                        "shared_expert.gate_proj",
+                        "shared_expert.up_proj",
+                        "shared_expert.down_proj",
+                    ),
+                    routers=("gate", "shared_expert_gate"),
+                ),
+                decoder=DecoderDesign(
+                    defaults={
+                        **_QWEN,
+                        "num_key_value_heads": 16,
+                        "num_experts": 60,
+                        "num_experts_per_tok": 4,
+                    },
+                    windows=Windows.EVEN_OF_FIRST_N,
+                    qkv_bias=("qkv_bias", True),
+                    output_bias=False,
+                ),
+            ),
+            FamilyRow(
+                model_type="qwen3_moe",
+                architecture="Qwen3MoeForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=Mixture(),
+                decoder=DecoderDesign(
+                    ignored_keys=frozenset({"max_window_layers"}),
+                    defaults={
+                        **_RMS_NORM,
+                        "sliding_window": 4096,
+                        "use_sliding_window": False,
+                        "num_key_value_heads": 4,
+                        "num_experts": 128,
+                        "num_experts_per_tok": 8,
+                    },
+                    windows=Windows.ALL_LAYERS_IF_USED,
+                ),
+            ),
+            FamilyRow(
+                model_type="olmoe",
+                architecture="OlmoeForCausalLM",
+                names=_HEAD_NORMS,
+                mixture=Mixture(),
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "rms_norm_eps": 1e-5,
+                        "num_experts": 64,
+                        "num_experts_per_tok": 8,
+                    },
+                    supported_values={"clip_qkv": None},
+                    expert_size_key="intermediate_size",
+                    whole_qk_norms=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="gemma",
+                architecture="GemmaForCausalLM",
+                unit_offset=True,
+                traced=True,
+                decoder=_GEMMA_DECODER,
+            ),
+            FamilyRow(
+                model_type="gemma2",
+                architecture="Gemma2ForCausalLM",
+                names=_SANDWICH,
+                unit_offset=True,
+                traced=True,
+                decoder=_GEMMA2_DECODER,
+            ),
+            FamilyRow(
+                model_type="gemma3_text",
+                architecture="Gemma3ForCausalLM",
+                names=replace(_SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
+                unit_offset=True,
+                traced=True,
+                decoder=replace(
+                    _GEMMA2_DECODER,
+                    defaults={
+                        **_GEMMA2_DEFAULTS,
+                        "attn_logit_softcapping": None,
+                        "final_logit_softcapping": None,
+                        "sliding_window_pattern": 6,
+                        "rope_theta": 1000000.0,
+                        "rope_local_base_freq": 10000.0,
+                    },
+                    supported_values={
+                        "use_bidirectional_attention": False,
+                        "attn_logit_softcapping": None,
+                    },
+                    rope_by_layer_type=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="phi3",
+                architecture="Phi3ForCausalLM",
+                names=PartNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={**_RMS_NORM, "rms_norm_eps": 1e-5},
+                    windows=Windows.ALL_LAYERS,
+                    partial_rope=True,
+                    qkv_bias=False,
+                    output_bias=False,
+                ),
+            ),
+            FamilyRow(
+                model_type="granite",
+                architecture="GraniteForCausalLM",
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "embedding_multiplier": 1.0,
+                        "logits_scaling": 1.0,
+                        "residual_multiplier": 1.0,
+                        "attention_multiplier": 1.0,
+                    },
+                    multipliers=True,
+                    mlp_bias=_MLP_BIAS,
+                ),
+            ),
+            FamilyRow(
+                model_type="smollm3",
+                architecture="SmolLM3ForCausalLM",
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_RMS_NORM,
+                        "num_key_value_heads": 4,
+                        "rope_theta": 2000000.0,
+                        "no_rope_layer_interval": 4,
+                    },
+                    ignored_keys=frozenset({"max_window_layers"}),
+                    windows=Windows.LAYERS_WITHOUT_ROPE,
+                    no_rope_layers=True,
+                    mlp_bias=_MLP_BIAS,
+                    tied=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="phi",
+                architecture="PhiForCausalLM",
+                names=PartNames(
+                    output="self_attn.dense",
+                    up=("mlp.fc1",),
+                    down="mlp.fc2",
+                    mlp_norm="input_layernorm",
+                    norm="model.final_layernorm",
+                ),
+                gated=False,
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        **_LAYER_NORM,
+                        "hidden_act": "gelu_new",
+                        "partial_rotary_factor": 0.5,
+                    },
+                    supported_values={"qk_layernorm": False},
+                    eps_key="layer_norm_eps",
+                    partial_rope=True,
+                    parallel_residual=True,
+                    qkv_bias=True,
+                    output_bias=True,
+                    mlp_bias=True,
+                    head_bias=True,
+                ),
+            ),
+            FamilyRow(
+                model_type="starcoder2",
+                architecture="Starcoder2ForCausalLM",
+                names=PartNames(up=("mlp.c_fc",), down="mlp.c_proj"),
+                gated=False,
+                centered=True,
+                traced=True,
+                decoder=DecoderDesign(
+                    defaults={
+                        "hidden_act": "gelu_pytorch_tanh",
+                        "norm_epsilon": 1e-5,
+                        "rope_theta": 10000.0,
+                        "num_key_value_heads": 2,
+                    },
+                    ignored_keys=frozenset({"activation_function"}),
+                    supported_values={"mlp_type": "default", "norm_type": "layer_norm"},
+                    eps_key="norm_epsilon",
+                    windows=Windows.ALL_LAYERS,
+                    qkv_bias=("use_bias", True),
+                    output_bias=("use_bias", True),
+                    mlp_bias=("use_bias", True),
+                    tied=True,
+                ),
+            ),
+        )
+    }
+)

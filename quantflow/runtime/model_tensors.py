@@ -1,0 +1,254 @@
+"""The tensors of a model by arithmetic on its config.json: names, shapes, linears.
+
+No module is made for it. An artifact's headers are compared with this list where
+`quantflow.runtime.architecture` knows the family. The list has every tensor of the family's module
+tree in transformers and no other; tests hold both to be equal, for all families that the lean
+decoder runs. An artifact that does not fit it exactly, by a name, a shape or a key of config.json,
+is judged by the module tree instead (`quantflow.runtime.module_tensors`), which knows older names
+of tensors and says what is wrong.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quantflow.errors import InputError
+from quantflow.models.family import FAMILIES, BiasFlag, DecoderDesign, FamilyRow, Mixture
+from quantflow.models.graph import HEAD, MLP
+from quantflow.runtime import architecture
+from quantflow.runtime.architecture import Blueprint, Keys, UnsupportedDesign
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a model, and the tensor that it is read from.
+
+    Attributes:
+        source: source name of the tensor.
+        shape: shape in the model.
+        floating: it holds floating-point numbers.
+    """
+
+    source: str
+    shape: Shape
+    floating: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Tensors, each of them a parameter.
+
+    Attributes:
+        parameters: the model's parameters; of two that are tied, where one tensor is there, both.
+        head: linear that makes logits, by the name of the tensor that it multiplies by, without
+            `.weight`.
+    """
+
+    parameters: tuple[Parameter, ...]
+    head: str
+
+
+class ModelTensors(Protocol):
+    """The tensors that a model is made of."""
+
+    def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """The linears among names of modules, and their (out_features, in_features)."""
+
+    def module(self, linear: str) -> str:
+        """The name of a linear of `linears` in transformers' model."""
+
+    def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
+        """Match tensors with parameters.
+
+        Args:
+            names: source names; a quantized linear stands for `NAME.weight`.
+            quantized: source names of the quantized linears.
+
+        Raises:
+            InputError: a tensor that is no parameter, a parameter without a tensor.
+        """
+
+    def caches(self) -> dict[str, int]:
+        """The attentions that write the KV cache, in order, and how many kv heads each has."""
+
+
+class ListedTensors:
+    """The tensors of a family that the lean decoder runs."""
+
+    def __init__(
+        self, row: FamilyRow, design: DecoderDesign, blueprint: Blueprint, keys: Keys
+    ) -> None:
+        """List all tensors.
+
+        Args:
+            row: row of the family.
+            design: its `decoder`.
+            blueprint: the model, as `architecture.read` returns it.
+            keys: keys of its config.json.
+
+        Raises:
+            UnsupportedDesign: a size that config.json does not say.
+        """
+        names = blueprint.names
+        self._names, self._kv_heads, self._layers = names, blueprint.heads.shared, blueprint.layers
+        self._block = None if blueprint.mixture is None else blueprint.mixture.block
+        self._tied = design.tied
+        if keys.has("tie_word_embeddings"):
+            self._tied = bool(keys.get("tie_word_embeddings"))
+        self._linears: dict[str, tuple[int, int]] = {}
+        biases: dict[str, Shape] = {}
+        for name, shape, has_bias in _linears(design, blueprint, keys):
+            self._linears[name] = shape
+            if has_bias:
+                biases[f"{name}.bias"] = shape[:1]
+        weights = {f"{name}.weight": shape for name, shape in self._linears.items()}
+        norms = {
+            f"{name}.{leaf}": (width,)
+            for name, width in _norms(blueprint, keys)
+            for leaf in (("weight", "bias") if row.centered else ("weight",))
+        }
+        embedding = {f"{names.embedding}.weight": weights[f"{names.head}.weight"]}
+        self._shapes: dict[str, Shape] = {**weights, **biases, **embedding, **norms}
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Source name of every tensor -> its shape; two that are tied are both there."""
+        return self._shapes
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding's tensor stands for the head's, where that one is not there."""
+        return self._tied
+
+    def linears(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """The linears among these names; see `ModelTensors`."""
+        return {name: self._linears[name] for name in names if name in self._linears}
+
+    def module(self, linear: str) -> str:
+        """The name of a linear in transformers' model; see `ModelTensors`.
+
+        The head is `lm_head` there, and a mixture has the name of the MLP in whose place it stands.
+        """
+        if linear == self._names.head:
+            return HEAD
+        return linear if self._block is None else linear.replace(f".{self._block}.", f".{MLP}.", 1)
+
+    def bind(self, names: Sequence[str], *, quantized: Collection[str]) -> Bound:
+        """Match tensors with parameters; see `ModelTensors`."""
+        head, embedding = f"{self._names.head}.weight", f"{self._names.embedding}.weight"
+        source = {name: name for name in self._shapes}
+        if self._tied and head not in names:
+            source[head] = embedding
+        if differing := sorted(set(names) ^ set(source.values())):
+            raise InputError(
+                f"{differing[0]}: in only one of config.json and the folder",
+                "export the artifact again",
+            )
+        parameters = tuple(
+            Parameter(source=source[name], shape=shape) for name, shape in self._shapes.items()
+        )
+        return Bound(parameters=parameters, head=source[head].removesuffix(".weight"))
+
+    def caches(self) -> dict[str, int]:
+        """The attentions and their kv heads; see `ModelTensors`."""
+        return {
+            f"{self._names.layers}.{index}.{self._names.attention}": self._kv_heads
+            for index in range(self._layers)
+        }
+
+
+def listed(config: Mapping[str, Any]) -> ListedTensors | None:
+    """The tensors of a model from its config.json; None where that alone does not say them."""
+    blueprint, row = architecture.read(config), FAMILIES.get(str(config.get("model_type")))
+    if isinstance(blueprint, str) or row is None or row.decoder is None:
+        return None
+    if not _is_causal_lm(row, config.get("architectures")):
+        return None
+    try:
+        return ListedTensors(row, row.decoder, blueprint, Keys(config, row.decoder.defaults))
+    except UnsupportedDesign:
+        return None
+
+
+def _is_causal_lm(row: FamilyRow, architectures: object) -> bool:
+    """Whether config.json names the causal language model of its type, or nothing."""
+    if architectures is None:
+        return True
+    expected = [row.architecture.lower()]  # old files spell LLaMAForCausalLM
+    return isinstance(architectures, list) and [str(name).lower() for name in architectures] == (
+        expected
+    )
+
+
+def _linears(
+    design: DecoderDesign, blueprint: Blueprint, keys: Keys
+) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    """Every linear, its (out_features, in_features), and whether it has a bias."""
+    names, hidden, heads = blueprint.names, keys.count("hidden_size"), blueprint.heads
+    queries, values = heads.query * heads.dim, heads.shared * heads.dim
+    for index, sparse in enumerate(blueprint.sparse):
+        prefix = f"{names.layers}.{index}"
+        qkv = (queries, values, values)
+        for name, rows in zip(names.qkv, qkv if len(names.qkv) > 1 else (sum(qkv),), strict=True):
+            yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.qkv_bias, keys)
+        yield f"{prefix}.{names.output}", (hidden, queries), _has_bias(design.output_bias, keys)
+        if sparse and blueprint.mixture is not None:
+            for name, shape in _of_mixture(design, blueprint, blueprint.mixture, keys):
+                yield f"{prefix}.{blueprint.mixture.block}.{name}", shape, False
+            continue
+        width = keys.count("intermediate_size")
+        rows = width * (2 if blueprint.form.gated else 1) // len(names.up)
+        for name in names.up:
+            yield f"{prefix}.{name}", (rows, hidden), _has_bias(design.mlp_bias, keys)
+        yield f"{prefix}.{names.down}", (hidden, width), _has_bias(design.mlp_bias, keys)
+    yield names.head, (blueprint.vocab_size, hidden), _has_bias(design.head_bias, keys)
+
+
+def _of_mixture(
+    design: DecoderDesign, blueprint: Blueprint, mixture: Mixture, keys: Keys
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The linears of a mixture by their names in its block, and their shapes."""
+    assert blueprint.routing is not None  # a layer is sparse
+    hidden = keys.count("hidden_size")
+
+    def expert(linears: Sequence[str], width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        *entering, down = linears
+        yield from ((name, (width, hidden)) for name in entering)
+        yield down, (hidden, width)
+
+    for name, rows in zip(mixture.routers, (blueprint.routing.experts, 1), strict=False):
+        yield name, (rows, hidden)
+    if mixture.shared:
+        yield from expert(mixture.shared, keys.count("shared_expert_intermediate_size"))
+    for number in range(blueprint.routing.experts):
+        for name, shape in expert(mixture.linears, keys.count(design.expert_size_key)):
+            yield f"experts.{number}.{name}", shape
+
+
+def _norms(blueprint: Blueprint, keys: Keys) -> Iterator[tuple[str, int]]:
+    """Every norm and its length."""
+    names, heads, hidden = blueprint.names, blueprint.heads, keys.count("hidden_size")
+    queries, values = (heads.query, heads.shared) if heads.whole_norms else (1, 1)
+    inside = (
+        (names.attention_norm, hidden),
+        (names.attended_norm, hidden),
+        (names.mlp_norm, hidden),
+        (names.gated_norm, hidden),
+        (names.q_norm, queries * heads.dim),
+        (names.k_norm, values * heads.dim),
+    )
+    for index in range(blueprint.layers):
+        yield from (
+            (f"{names.layers}.{index}.{name}", width) for name, width in inside if name is not None
+        )
+    yield names.norm, hidden
+
+
+def _has_bias(flag: BiasFlag, keys: Keys) -> bool:
+    """Whether there is a bias."""
+    if isinstance(flag, bool):
+        return flag
+    key, default = flag
+    return bool(keys.get(key)) if keys.has(key) else default

@@ -1,0 +1,58 @@
+"""Error feedback: two columns by hand, and the factorisation that its header states."""
+
+import torch
+
+from quantflow.core.scheme import TensorScheme
+from quantflow.numerics.feedback import Feedback, feedback_of, round_columns_
+
+INT4 = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+
+
+def one_plus_u(feedback: Feedback) -> torch.Tensor:
+    """I + U in the order of rounding, float64: the stored factor with rows and columns reversed."""
+    size = feedback.order.numel()
+    return torch.eye(size).double() + feedback.lower.tril(-1).double().flip(0, 1)
+
+
+def test_the_error_of_the_first_column_is_added_to_the_second_worked_by_hand():
+    # The second column has the larger diagonal, 4.04 with a damping of 0.04, and is rounded first:
+    # 1.4 to 1, e = 0.4. H = (I + U) D (I + U)^T has D = 2.04 for the first column and U = 2 / 2.04,
+    # so it aims at 1.2 + 0.4 * 2 / 2.04 = 1.592 and rounds to 2, e = -0.8. With the other sign it
+    # would aim at 0.808 and round to 1.
+    feedback = feedback_of(torch.tensor([[2.0, 2.0], [2.0, 4.0]]), name="w", dampings=[0.04 / 3])
+    assert feedback.order.tolist() == [0, 1]  # the last one to be rounded first
+    work = torch.tensor([[1.2], [1.4]])
+    qvalue = round_columns_(work, torch.ones(1, 1), None, scheme=INT4, feedback=feedback)
+    assert qvalue.tolist() == [[2], [1]]
+    torch.testing.assert_close(work, torch.tensor([[-0.8], [0.4]]))
+
+
+def test_the_loss_is_that_of_rounding_every_aim_to_nearest():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(40, 9, generator=generator) @ torch.randn(9, 9, generator=generator)
+    weight = 2 * torch.randn(5, 9, generator=generator)
+    feedback = feedback_of(x.T @ x, name="w")
+    order = feedback.order.flip(0)
+    damped = (x.T @ x).double() + feedback.damping * torch.eye(9).double()
+    hessian = damped[order][:, order]
+    unit_upper = one_plus_u(feedback)
+    # H = (I + U) D (I + U)^T with a diagonal D
+    inverse = torch.linalg.inv(unit_upper)
+    factor = inverse @ hessian @ inverse.T
+    d = factor.diagonal()
+    assert (d > 0).all()
+    torch.testing.assert_close(factor, torch.diag(d), rtol=0, atol=1e-4 * d.max().item())
+
+    work = weight[:, feedback.order].T.contiguous()
+    qvalue = round_columns_(work, torch.ones(1, 5), None, scheme=INT4, feedback=feedback)
+    rounded = qvalue.T[:, order].double()
+    errors = work.T.flip(1).double()
+    torch.testing.assert_close(errors, weight[:, order].double() - rounded, rtol=0, atol=1e-6)
+    aims = weight[:, order].double() + errors @ (unit_upper - torch.eye(9))
+    torch.testing.assert_close(aims.round().clamp(-8, 7), rounded)
+    torch.testing.assert_close(
+        torch.trace(errors @ hessian @ errors.T),
+        (d * (aims - rounded).square()).sum(),
+        rtol=1e-4,
+        atol=0.0,
+    )
