@@ -1,1 +1,1 @@
-"""The application around the library: files, order, resume, progress, provenance and verdicts. No tensor arithmetic."""
+"""The verbs of the command line: one file a verb. No tensor arithmetic."""

@@ -1,10 +1,11 @@
-"""Timings as a verb, and the tables that people compare.
+"""The verb `bench`: timings, and the tables that people compare.
 
 Reads    the artifact, files of prompts; nothing with --kernels
 Writes   the trace of --profile, a file in --results-dir
 Resumes  nothing
-Fails    2 counts that cannot be decoded, an unknown scheme, shape or dtype, groups that do not divide the shape; 3 prompts
-         that cannot be read; 5 no batch fits into memory; 7 the artifact is damaged; what loading raises
+Fails    2 counts that cannot be decoded, an unknown scheme, shape or dtype, groups that do not
+         divide the shape; 3 prompts that cannot be read; 5 no batch fits into memory; 7 the
+         artifact is damaged; what loading raises
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from quantflow.stages.cli.spelling import BENCH, spelled
 @click.option(
     "--kernels",
     is_flag=True,
-    help="Time the backends on one linear each, our own and torch's, beside a plain read.",
+    help="Time each backend, our own and torch's, on one linear, beside a plain read.",
 )
 @QUIET
 @offline
@@ -37,13 +38,13 @@ def command(
 ) -> None:
     """Time ARTIFACT, or a model that is not quantized: first and next token, per batch size.
 
-    It is named and runs as in `generate`; --baseline times a model beside it; --kernels times
-    linears alone.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file, and runs as in `generate`.
+    --baseline times a model beside it; --kernels times linears alone.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
              quantflow bench work/4-export --baseline examples/tiny-llama --dtype bfloat16
-             quantflow bench work/4-export --prompts book.txt --input-tokens 128 512 -b 1 8 --results-dir results
+             quantflow bench work/4-export --prompts book.txt -b 1 8 --results-dir results
              quantflow bench model.Q4_0.gguf -b 1
              quantflow bench work/4-export --num-beams 4
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
@@ -63,7 +64,7 @@ def command(
 
 
 def kernel_text(result: Mapping[str, Any]) -> str:
-    """Return the result of `bench --kernels` as a table for people."""
+    """The result of `bench --kernels` as a table for people."""
     lines = [
         f"{result['dtype']}, {result['threads']} threads, medians of {result['rounds']} calls, "
         "weights from memory"
@@ -101,7 +102,7 @@ def _kernel_row(timing: Mapping[str, Any]) -> Sequence[str]:
 
 
 def latency_text(result: Mapping[str, Any]) -> str:
-    """Return the result of `bench ARTIFACT`: a latency summary per batch size, and text-generation-benchmark's tables."""
+    """The result of `bench ARTIFACT`: a summary per batch size, and TGI's benchmark tables."""
     there = result["memory"].get("device_peak_bytes")
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, "
@@ -127,7 +128,7 @@ def latency_text(result: Mapping[str, Any]) -> str:
 
 
 def baseline_text(result: Mapping[str, Any]) -> str:
-    """Return an artifact and the model that it is compared with side by side; a ratio above 1 is faster, or smaller."""
+    """An artifact beside its model; a ratio above 1 is faster, or smaller."""
     found, base, ratios = result, result["baseline"], result["ratios"]
     rows: list[Sequence[Any]] = []
     several = len({batch["input_tokens"] for batch in found["batches"]}) > 1
@@ -165,7 +166,7 @@ def baseline_text(result: Mapping[str, Any]) -> str:
 
 
 def _workers(result: Mapping[str, Any]) -> str:
-    """Return how many threads computed, of how many ranks."""
+    """The number of threads that computed, and of ranks."""
     ranks = result["ranks"]
     return (
         f"{result['threads']} threads"
@@ -175,7 +176,7 @@ def _workers(result: Mapping[str, Any]) -> str:
 
 
 def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
-    """Return what IPEX's run.py prints with --token-latency; P50 and the rest of the lines are ours."""
+    """The lines of IPEX's run.py with --token-latency; P50 and the rest are ours."""
     head = f"---- Prompt size: {batch['input_tokens']}, batch size: {batch['batch_size']}"
     if "failed" in batch:
         return f"{head}\n{batch['failed']}"
@@ -257,7 +258,10 @@ def _rates(batches: Sequence[Mapping[str, Any]]) -> str:
 def _stepwise(
     batches: Sequence[Mapping[str, Any]], names: Mapping[str, str], cells: Any, *, width: int
 ) -> list[tuple[Any, ...]]:
-    """Return a row per step and batch size, or why a batch has none; a step's name stands in its first row only."""
+    """A row per step and batch size, or the reason why a batch has none.
+
+    A step's name stands in its first row only.
+    """
     rows: list[tuple[Any, ...]] = []
     for name, key in names.items():
         first = name
@@ -277,7 +281,7 @@ def _stepwise(
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table whose columns are as wide as what is in them."""
+    """A table whose columns are as wide as their cells."""
     lines = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
     shown = [

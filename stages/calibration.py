@@ -1,9 +1,10 @@
-"""Calibration text, looked at before it is used, or continued by the model, as a verb.
+"""The verb `calibration`: text looked at before it is used, or continued by the model.
 
 Reads    the text, and the tokenizer of the model; `continue` the model and prompts
 Writes   nothing; `continue` a file of token ids
 Resumes  nothing
-Fails    2 numbers that cannot be decoded; 3 text, prompts or tokenizer that cannot be read; what generating raises
+Fails    2 numbers that cannot be decoded; 3 text, prompts or tokenizer that cannot be read; what
+         generating raises
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ def command() -> None:
 
 @command.command("inspect")
 @click.argument("file")
-@click.option("--tokenizer", metavar="MODEL", required=True, help="The folder of the model.")
+@click.option("--tokenizer", metavar="MODEL", required=True, help="Folder of the model.")
 @click.option("--sequence-length", type=int, default=2048, show_default=True)
 @offline
 def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_shared: Any) -> None:
@@ -48,21 +49,24 @@ def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_s
     metavar="FILE",
     type=click.Path(path_type=Path),
     required=True,
-    help="A .safetensors file.",
+    help="File that is written, .safetensors.",
 )
 @job_settings("continue", ContinueJob)
 @QUIET
 @offline
 def continued(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Have MODEL continue prompts, and write the token ids that generating them runs, for `measure --calibration`.
+    """Have MODEL continue prompts, and write the token ids for `measure --calibration`.
 
     \b
-    Example: quantflow calibration continue ./llama --prompts questions.jsonl --chat --new-tokens 128 -o said.safetensors
+    Example: quantflow calibration continue ./llama --prompts text.jsonl --chat -o said.safetensors
              quantflow measure ./llama -o work/1-measure --calibration said.safetensors
     """
     job = ContinueJob(
         model=Path(model), output=output, **job_values("continue", ContinueJob, options)
     )
     result = job.run(ProgressLine(quiet=quiet, bars=bars_wanted()))
-    counts = f"{result['prompt_tokens']} prompt tokens and {result['new_tokens']} new ones in {result['sequences']} sequences"
+    counts = (
+        f"{result['prompt_tokens']} prompt tokens and {result['new_tokens']} new ones in "
+        f"{result['sequences']} sequences"
+    )
     show(result, as_json=as_json, text=f"{result['file']}: {counts}")

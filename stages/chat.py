@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with an artifact or with a server.
+"""The verb `chat`: a conversation in the terminal, with an artifact or with a server.
 
 Reads    the artifact, or a server's answers; lines of stdin
 Writes   nothing
@@ -34,7 +34,7 @@ HELP = (
 @QUIET
 @DEBUG
 def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> None:
-    """Talk with ARTIFACT, or with a server by --url. Lines are messages; those that begin with / are commands.
+    """Talk with ARTIFACT, or with a server by --url. A line that begins with / is a command.
 
     ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file.
 
@@ -106,7 +106,7 @@ def _answer(partner: Any, messages: list[dict[str, str]], *, quiet: bool) -> str
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, or the lines of a file, without empty ones."""
+    """Yield the typed lines, or those of a file, without empty ones."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 arrows and history in `input`

@@ -1,4 +1,7 @@
-"""Two manifests field by field, or two folders tensor by tensor, as a verb. Imports no torch without --values."""
+"""The verb `diff`: two manifests field by field, or two folders tensor by tensor.
+
+It imports no torch without --values.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,16 +27,14 @@ _COLUMNS = ("tensor", "verdict", "first", "second", "largest", "relative", "chan
 @click.option(
     "--values",
     is_flag=True,
-    help="Compare values, tensor by tensor: of artifacts, models, other programs' folders.",
+    help="Values of any two folders, tensor by tensor: artifacts, models, other programs' folders.",
 )
 @click.option(
     "--text",
     metavar="FILE|NAME",
-    help="For --values: run both on this text, and say how far they are apart.",
+    help="Text that both run on with --values; the divergence between them is printed.",
 )
-@click.option(
-    "--tokens", type=int, default=4096, show_default=True, help="For --text: how many, at most."
-)
+@click.option("--tokens", type=int, default=4096, show_default=True, help="Most tokens of --text.")
 @NO_VERIFY
 @offline
 def command(
@@ -83,7 +84,7 @@ def command(
 
 
 def _values_text(found: Mapping[str, Any]) -> str:
-    """Return the tensors that differ as a table, how many are of which kind, and the divergence."""
+    """The tensors that differ as a table, their numbers by kind, and the divergence."""
     different = [row for row in found["tensors"] if row["relative"] != 0]
     cells = [
         (

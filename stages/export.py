@@ -1,9 +1,11 @@
-"""Stage 4 as a verb.
+"""The verb `export`, stage 4.
 
-Reads    a finished quantize folder and its model; format inc a measurement, format gguf a model or an artifact
+Reads    a finished quantize folder and its model; format inc a measurement, format gguf a model or
+         an artifact
 Writes   <o>, which appears at once, and <o>.log
 Resumes  a finished result of the same inputs is left alone; an unfinished one starts again
-Fails    2 an unknown format; 3 unfinished, foreign or ununified input; 5 the folder is held; 7 the proof disagrees
+Fails    2 an unknown format; 3 unfinished, foreign or ununified input; 5 the folder is held; 7 the
+         proof disagrees
 """
 
 from pathlib import Path
@@ -29,14 +31,14 @@ from quantflow.stages.cli.quant_config_layer import given_config
 @click.command("export")
 @click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
 @click.option(
-    "-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact's folder."
+    "-o", "--output", metavar="DIR", type=FOLDER, required=True, help="Folder of the artifact."
 )
-@click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
+@click.option("--model", metavar="DIR", help="Source model (default: where quantize read it).")
 @recipe_settings("export", "export")
 @click.option(
     "--keep-orig",
     is_flag=True,
-    help="Of format inc: keep what Gaudi measured beside what is written for it.",
+    help="Keep Gaudi's own measurement beside the files that format inc writes.",
 )
 @QUANT_CONFIG
 @common

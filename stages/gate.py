@@ -1,9 +1,10 @@
-"""The verdicts of validations that were made elsewhere, as a verb. Loads no model and imports no torch.
+"""The verb `gate`: verdicts of validations that were made elsewhere. No model, no torch.
 
 Reads    validation.json, and that of an older artifact
 Writes   JUnit XML where it is asked for
 Resumes  nothing: it takes a second
-Fails    3 a file that cannot be read, or two that are not of one model and text; 4 the gate, or a regression
+Fails    3 a file that cannot be read, or two that are not of one model and text; 4 the gate, or a
+         regression
 """
 
 from pathlib import Path
@@ -21,20 +22,20 @@ from quantflow.validating.job import GateJob, ValidateResult
 @click.option(
     "--previous",
     metavar="FILE",
-    help="The validation.json of an older artifact: exits 4 where this one is worse.",
+    help="An older artifact's validation.json; exits 4 where this artifact is worse.",
 )
 @recipe_settings("gate")
 @click.option(
     "--junit",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The verdicts as JUnit XML too.",
+    help="File of the verdicts as JUnit XML.",
 )
 @offline
 def command(
     validation: str, previous: str | None, junit: Path | None, as_json: bool, **shared: Any
 ) -> None:
-    """Judge VALIDATION, a validation.json or its folder, without the model; exits 4 as validate does.
+    """Judge VALIDATION, a validation.json or its folder, without the model; exit 4 as validate.
 
     \b
     Example: quantflow gate new-validation --previous old-validation --gate limits.yaml \\
@@ -56,7 +57,7 @@ def command(
 
 
 def verdicts(result: ValidateResult) -> str:
-    """Tables of a validation: the gate's, the older artifact's, the tasks', and where the loss is."""
+    """Tables of a validation: verdict, older artifact, tasks, and the places of the loss."""
     from quantflow.validating import tables  # here: it imports numpy
 
     shown = (

@@ -1,10 +1,11 @@
-"""The thin runtime as a verb: verify, load, and continue prompts.
+"""The verb `generate`: verify, load, and continue prompts.
 
-Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
+Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads that are named
 Writes   the texts, with --output
 Resumes  nothing
-Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
-         4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
+Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot
+         be read, 4 a text differs from the reference, 6 a package that a source of prompts needs,
+         7 the artifact is damaged
 """
 
 import sys
@@ -41,16 +42,16 @@ from quantflow.stages.cli.spelling import GENERATE, spelled
 @QUIET
 @offline
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Continue prompts with ARTIFACT, which is verified first, or with a model that is not quantized.
+    """Continue prompts with ARTIFACT, or with a model that is not quantized.
 
-    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. docs/generate.md has every
-    way to generate.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file; an artifact is verified
+    first. docs/generate.md has every way to generate.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
-             quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
+             quantflow generate work/4-export --prompts questions.jsonl --column question --chat
              quantflow generate org/name --revision v1 --prompt "def main():"
-             quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4 --num-return-sequences 2
+             quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4
     """
     pieces: list[str] = []
     # the comparison still counts where nobody reads
@@ -81,7 +82,7 @@ def _printed(output: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
-    """Return the job of a command line.
+    """The job of a command line.
 
     Raises:
         UsageError: values outside their ranges, or options that do not go together.
@@ -140,5 +141,8 @@ def _raise_for_difference(result: Mapping[str, Any]) -> None:
     """
     differing = result["differing"]
     if differing:
-        cause = f"reference: {len(differing)} of {len(result['outputs'])} texts differ, the first after {differing[0]!r}"
+        cause = (
+            f"reference: {len(differing)} of {len(result['outputs'])} texts differ, the first "
+            f"after {differing[0]!r}"
+        )
         raise GateError(cause, "compare the texts, or write a new reference if they are right")

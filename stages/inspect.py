@@ -1,4 +1,4 @@
-"""What a folder is and holds, as a verb; it reads no weight with --no-verify.
+"""The verb `inspect`: the kind and content of a folder; it reads no weight with --no-verify.
 
 It imports torch for --backends, and for folders of other programs and GGUF files alone.
 """
@@ -23,24 +23,24 @@ from quantflow.stages.cli.output import outline, show, table
 @click.option(
     "--backends",
     is_flag=True,
-    help="Of an artifact: what would run each linear here, and why the others would not.",
+    help="Backend that would run each linear of an artifact here, and why the others would not.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="For --backends.",
+    help="Dtype of the activations for --backends.",
 )
 @NO_VERIFY
 @offline
 def command(
     path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any
 ) -> None:
-    """Say what a model, a measurement, an artifact, a folder of another program or of OpenVINO, or a GGUF file holds.
+    """Show the content of a model, measurement, artifact, other program's folder, or GGUF file.
 
-    An artifact is verified first. Of another program's folder and of a GGUF file every tensor is
-    read: what is damaged is refused with its name.
+    An artifact is verified first. Every tensor of another program's folder and of a GGUF file is
+    read; a damaged one is refused with its name.
 
     \b
     Example: quantflow inspect work/4-export
@@ -69,7 +69,7 @@ def command(
 
 
 def _backends_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a table, and every reason once."""
+    """The rows as a table, and every reason once."""
     cells = [
         (r["first"], r["scheme"], r["backend"], "x".join(map(str, r["shape"])), str(r["count"]))
         for r in rows

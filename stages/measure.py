@@ -1,9 +1,10 @@
-"""Stage 1 as a verb.
+"""The verb `measure`, stage 1.
 
 Reads    the model, a calibration text
 Writes   <o>/rank-RRR-of-WWW/, and <o>.log
 Resumes  finished ranks of the same inputs are left alone
-Fails    2 an option or a recipe's key; 3 unusable model or text; 5 too little memory or disk; 6 an unknown family
+Fails    2 an option or a recipe's key; 3 unusable model or text; 5 too little memory or disk; 6 an
+         unknown family
 """
 
 from dataclasses import replace
@@ -37,14 +38,14 @@ from quantflow.stages.cli.quant_config_layer import given_config, measure_beneat
     "--output",
     metavar="DIR",
     type=FOLDER,
-    help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).",
+    help="Folder of the ranks (default: the dump_stats_path of a QUANT_CONFIG).",
 )
 @recipe_settings("measure", "calibration")
 @click.option(
     "--for",
     "schemes",
     metavar="SCHEMES",
-    help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @).",
+    help="Artifacts to measure for, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @).",
 )
 @TRUST_NETWORK
 @QUANT_CONFIG
@@ -63,7 +64,7 @@ def command(
     serve every scheme and its default algorithm; best, yaqa and mixed precision need --for.
 
     \b
-    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
+    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --ranks 8 --tp 4
              QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
     """
     config = given_config("measure", shared["quant_config"], quiet=shared["quiet"])

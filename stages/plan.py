@@ -1,6 +1,7 @@
-"""What a run will need and make, as a verb and its tables.
+"""The verb `plan`: the needs and the results of a run, before it starts.
 
-Reads    the model's headers and config.json; with --probe the weights of one layer; no tokenizer, no text
+Reads    the model's headers and config.json; with --probe the weights of one layer; no tokenizer,
+         no text
 Writes   nothing
 Resumes  nothing
 Fails    2 the recipe does not fit the model; 3 unusable model; 6 unsupported family
@@ -24,7 +25,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import show, table
+from quantflow.stages.cli.output import note, show, table
 from quantflow.units import duration, size
 
 
@@ -36,37 +37,44 @@ from quantflow.units import duration, size
     metavar="SCHEMES",
     help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).",
 )
+@click.option("--scheme", "scheme", hidden=True)  # quantize's word for --for
 @recipe_settings("plan", "calibration", "quantize")
 @click.option(
     "--probe",
     is_flag=True,
-    help="Read, run and round parts of one layer to say how long everything takes.",
+    help="Time parts of one layer, from which the seconds of every stage follow.",
 )
 @click.option(
     "-o",
     "--output",
     metavar="DIR",
     default="artifacts",
-    help="A folder on the disk that will be written.",
+    help="Folder on the disk that will be written.",
 )
 @offline
 @SET
 def command(
     subject: str,
     schemes: str | None,
+    scheme: str | None,
     output: str,
     probe: bool,
     as_json: bool,
     settings: tuple[str, ...],
     **shared: Any,
 ) -> None:
-    """Say what a run needs: memory, disk, bytes, schemes.
+    """Print the needs of a run: memory, disk, bytes, schemes.
 
-    Reads no weight without --probe, which also says how long each stage takes.
+    No weight is read without --probe, which adds the time of each stage.
 
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
     """
+    if scheme is not None:
+        if schemes is not None:
+            raise UsageError(f"plan: --for {schemes} beside --scheme {scheme}", "give --for alone")
+        schemes = scheme
+        note(f"plan: --scheme {scheme} is read as --for {schemes}", as_json=as_json)
     whole = not names_model(subject)
     if whole and schemes is not None:
         raise UsageError(
@@ -87,13 +95,13 @@ def command(
 
 
 def _entries(schemes: str | None) -> list[dict[str, Any]]:
-    """Return the artifacts that --for names, as a recipe spells them."""
+    """The entries that --for names, as a recipe spells them."""
     keys = ("name", "scheme", "algorithm", "target_bpw")
     return [{key: getattr(entry, key) for key in keys} for entry in entries(schemes)]
 
 
 def text(plan: Mapping[str, Any]) -> str:
-    """Return a plan, as `quantflow.planning.forecast.run` makes it, as tables for people."""
+    """A plan of `quantflow.planning.forecast.run` as tables for people."""
     model, limits, calibration, total = (
         plan["model"],
         plan["limits"],

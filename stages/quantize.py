@@ -1,20 +1,21 @@
-"""From a model to an artifact in one command, or stage 2 by itself.
+"""The verb `quantize`: from a model to an artifact, or stage 2 by itself.
 
-    -o OUT                              OUT is the artifact; OUT.work/1-measure and OUT.work/2-quantize are beside it
-    -o OUT --no-export                  OUT is the folder of quantized layers, which `export` takes
-    -o OUT --measurement DIR            the same, of a measurement that is there (with --calibration: that is made first)
-    -o OUT --ranks N                    OUT has a shard of each rank, which `unify` joins
-    -o OUT --export ARTIFACT            OUT is the folder of quantized layers, ARTIFACT is written after it
-    ... --dequantize                    MODEL is a quantized one; OUT.work/0-dequantized is what is quantized
-    ... --adapter LORA                  an adapter of MODEL; OUT.work/0-merged, which has it inside, is what is quantized
+    -o OUT                      OUT is the artifact; OUT.work has 1-measure and 2-quantize
+    -o OUT --no-export          OUT is the folder of quantized layers, which `export` takes
+    -o OUT --measurement DIR    the same, from a finished measurement; --calibration makes it first
+    -o OUT --ranks N            OUT has a shard of each rank, which `unify` joins
+    -o OUT --export ARTIFACT    OUT is the folder of quantized layers; ARTIFACT is written after it
+    ... --dequantize            MODEL is quantized; its weights go to OUT.work/0-dequantized first
+    ... --adapter LORA          an adapter of MODEL; both together go to OUT.work/0-merged first
 
-Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics
-that a given one lacks are measured beside it.
+In every form a needed measurement that is not given is made in OUT.work/1-measure. Statistics that
+a given one lacks are measured beside it.
 
 Reads    the model, a measurement where the artifact needs one; a text where it measures
 Writes   as above, and a log beside each
-Resumes  at each stage: what is finished is left alone, a stopped one goes on with its layer
-Fails    2 an option or a recipe's key; 3 unusable model or measurement; 5 too little memory or disk; 6 an unknown family
+Resumes  each stage: a finished one is left alone, a stopped one goes on with its layer
+Fails    2 an option or a recipe's key; 3 unusable model or measurement; 5 too little memory or
+         disk; 6 an unknown family
 """
 
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from quantflow.errors import UsageError, nearest
 from quantflow.exporting.artifact_job import ArtifactJob, work_folder
 from quantflow.exporting.job import ExportJob
 from quantflow.measuring.job import MeasureJob
+from quantflow.planning.plan_job import entries
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
 from quantflow.progress import SILENT
 from quantflow.quantizing.job import QuantizeJob, QuantizeResult
@@ -42,7 +44,7 @@ from quantflow.stages.cli.options import (
     recipe_flags,
     recipe_settings,
 )
-from quantflow.stages.cli.output import reporting, show, show_job, table
+from quantflow.stages.cli.output import note, reporting, show, show_job, table
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
 
 if TYPE_CHECKING:
@@ -57,15 +59,16 @@ if TYPE_CHECKING:
     metavar="DIR",
     type=FOLDER,
     required=True,
-    help="The artifact; or its layers, see above.",
+    help="Folder of the artifact, or of its layers, see above.",
 )
+@click.option("--for", "planned", hidden=True)  # plan's word for --scheme and --algorithm
 @recipe_settings("quantize", "quantize")
 @click.option(
     "--measurement",
     metavar="DIR",
-    help="The folder of measure or unify; for FP8 also Gaudi's own files.",
+    help="Folder of measure or unify; for FP8 also Gaudi's own files.",
 )
-@click.option("--name", help="Which entry of the recipe (default: the first).")
+@click.option("--name", help="Entry of the recipe (default: the first).")
 @click.option(
     "--ranks",
     type=int,
@@ -77,20 +80,19 @@ if TYPE_CHECKING:
     "artifact",
     metavar="DIR",
     type=FOLDER,
-    help="Layers go to -o, the artifact goes there.",
+    help="Folder of the artifact; the layers go to -o.",
 )
-@click.option("--no-export", is_flag=True, help="Layers go to -o, and no artifact is written.")
+@click.option("--no-export", is_flag=True, help="Write the layers to -o, and no artifact.")
 @click.option(
     "--dequantize",
     is_flag=True,
-    help="MODEL is a quantized one: DIR.work gets its weights, dequantized.",
+    help="MODEL is quantized; its dequantized weights go to DIR.work first.",
 )
 @click.option(
     "--adapter",
     metavar="LORA",
     type=FOLDER,
-    help="An adapter (PEFT) of MODEL: DIR.work gets the weights with it inside, which are "
-    "quantized.",
+    help="PEFT adapter of MODEL; both together go to DIR.work first.",
 )
 @TRUST_NETWORK
 @QUANT_CONFIG
@@ -98,23 +100,25 @@ if TYPE_CHECKING:
 def command(
     model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any
 ) -> None:
-    """Quantize MODEL: measure what is needed, choose integers or float8 values and scales, write the artifact and prove it.
+    """Quantize MODEL: measure, round its linears, write the artifact and prove it.
 
-    With -o alone DIR is the artifact; what the stages before it write is in DIR.work, where the same command goes on. With
-    --measurement, --ranks, --export or --no-export DIR is what stage 2 writes: the quantized layers, which export takes.
+    With -o alone DIR is the artifact. The stages before it write into DIR.work, where the same
+    command goes on. With --measurement, --ranks, --export or --no-export DIR has the quantized
+    layers of stage 2, which export takes.
 
     \b
     Example: quantflow quantize ./llama -o llama-w4a16 --scheme W4A16
              quantflow quantize org/name -o llama-fp8 --scheme FP8_DYNAMIC
-             quantflow quantize ./llama -o llama-w4a16 --scheme W4A16 --calibration text.jsonl --samples 64
-             quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
-             quantflow quantize ./llama -o work/w4a16 --scheme W4A16 --measurement work/1-measure --head W8A16
-             quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
-             quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
-             quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
+             quantflow quantize ./llama -o llama-w4a16 --scheme W4A16 --calibration text.jsonl
+             quantflow quantize ./llama -o llama-w4a16 --scheme W4A16 --head W8A16
+             quantflow quantize ./llama -o llama-fp8 --scheme FP8 --kv-cache FP8
+             quantflow quantize ./llama -o llama-mixed --target-bpw 4.25
+             quantflow quantize ./llama -o 2-quantize --scheme W4A16 --measurement 1-measure
+             quantflow quantize ./llama -o shards --scheme W4A16 --measurement 1-measure --ranks 4
              quantflow quantize ./llama-gptq -o llama-fp8 --scheme FP8_DYNAMIC --dequantize
              quantflow quantize ./llama -o tuned-w4a16 --scheme W4A16 --adapter ./lora
     """
+    _read_planned(shared)
     if shared["dequantize"] and not shared["dry_run"]:
         model = _dequantized(model, output, settings, shared)
     if shared["adapter"] is not None and not shared["dry_run"]:
@@ -168,6 +172,33 @@ def command(
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
 
 
+def _read_planned(shared: dict[str, Any]) -> None:
+    """Put the artifact that `--for W4A16:gptq` names in place of --scheme and what goes with it.
+
+    Raises:
+        UsageError: --for names several artifacts, or says what another option says too.
+    """
+    planned = shared.pop("planned")
+    if planned is None:
+        return
+    first, *others = entries(planned)
+    if others:
+        raise UsageError(
+            f"quantize: --for {planned} names {1 + len(others)} artifacts, quantize makes one",
+            f"give --scheme {first.scheme}, or `quantflow run` a recipe that has all of them",
+        )
+    words = {"scheme": first.scheme, "algorithm": first.algorithm, "target_bpw": first.target_bpw}
+    named = {key: value for key, value in words.items() if value is not None}
+    for key in named:
+        if shared[key] is not None:
+            flag = f"--{key.replace('_', '-')}"
+            raise UsageError(f"quantize: --for {planned} beside {flag}", "leave --for out")
+    shared |= named
+    flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in named.items())
+    quiet = shared["quiet"] or not speaks()
+    note(f"quantize: --for {planned} is read as {flags}", as_json=shared["as_json"], quiet=quiet)
+
+
 def _export(artifact: Path, values: Recipe, job: QuantizeJob, shared: dict[str, Any]) -> ExportJob:
     """The export after the layers, whose mistakes are seen before hours of quantizing."""
     export = ExportJob(
@@ -204,7 +235,7 @@ def _dequantized(
 
 
 def _merged(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
-    """Write the model's weights with the adapter in them beside the output, and return their folder."""
+    """Write the model with the adapter in its weights beside the output; return the folder."""
     from quantflow.exporting.merged_adapter import MergedAdapterJob
 
     folder = work_folder(output) / "0-merged"
@@ -255,7 +286,10 @@ def _one_command(
 
 
 def _proving(shared: dict[str, Any]) -> Any:
-    """Start the process of the proof first, so that both start at once; where memory is bounded it starts when it is needed."""
+    """Start the process of the proof, so that both processes start at once.
+
+    Where memory is bounded it starts when it is needed.
+    """
     if shared["dry_run"] or shared["max_memory"] or shared["disk_offload"]:
         return None
     from quantflow.exporting.proof import proving  # here: it is not always needed
@@ -284,7 +318,7 @@ def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:
 def _recipe(
     model: str, settings: tuple[str, ...], config: "GivenConfig | None", shared: dict[str, Any]
 ) -> tuple[Recipe, int, Path | None]:
-    """Return the recipe under --set and the flags, the position of the artifact in it, and the measurement that is read.
+    """The recipe under --set and the flags, the position of the entry, and the measurement.
 
     Raises:
         UsageError: no scheme is given, or the recipe has no such artifact.
@@ -345,8 +379,11 @@ def _measure(values: Recipe, job: QuantizeJob, shared: dict[str, Any]) -> None:
 
 
 def _choice(result: QuantizeResult) -> str:
-    """Return the table of the schemes that were chosen, and where the rest of it is; nothing where none were."""
+    """The table of the chosen schemes, and the files of the rest; empty where none were chosen."""
     if not result.chosen:
         return ""
     choice = result.choice()
-    return f"{table(choice.columns, choice.rows)}\nrecipe: {choice.recipe}\nPareto curve: {choice.plot}\n"
+    return (
+        f"{table(choice.columns, choice.rows)}\nrecipe: {choice.recipe}\nPareto curve: "
+        f"{choice.plot}\n"
+    )

@@ -1,12 +1,12 @@
-"""All stages of a recipe as a verb, in a folder of its own, each resumed where it stopped.
+"""The verb `run`: all stages of a recipe in a folder of its own, each resumed where it stopped.
 
 Reads    the recipe, its model and its texts
 Writes   artifacts/<recipe>/1-measure/                   rank-RRR-of-WWW
                             2-quantize/<name>/
                             3-unify/                     only with several ranks
                             4-export/<name>/             the artifacts
-                            5-validate/<name>/           and texts.json, how each artifact continues one prompt
-                            report.html                  all of them together
+                            5-validate/<name>/           and texts.json, continuations of one prompt
+                            report.html                  all artifacts together
 Resumes  every stage as the verb of its name does
 Fails    as the stages; 4 where a verdict is not the expected one
 """
@@ -36,7 +36,7 @@ from quantflow.validating.job import ValidateJob, ValidateResult
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """One recipe, and where its results go."""
+    """One recipe, and the folder of its results."""
 
     recipe: Recipe
     name: str
@@ -46,7 +46,11 @@ class RunJob:
 @click.command("run")
 @click.argument("recipe_names", metavar="RECIPE...", nargs=-1, required=True)
 @click.option(
-    "-o", "--output", metavar="DIR", type=FOLDER, help="Default: artifacts/<recipe>; of one recipe."
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=FOLDER,
+    help="Folder of one recipe's results (default: artifacts/<recipe>).",
 )
 @recipe_settings("run")
 @common

@@ -1,7 +1,7 @@
-"""The end of `run`: where the seconds went, and how each artifact continues one prompt.
+"""The end of `run`: the seconds of its stages, and each artifact's continuation of one prompt.
 
 The prompt is the beginning of the evaluation text, which no artifact was calibrated on. The texts
-are kept in `5-validate/texts.json` with the digest of what they were made from, so an up-to-date
+are kept in `5-validate/texts.json` with the digest of their inputs, so an up-to-date
 run loads no artifact again.
 """
 
@@ -45,7 +45,7 @@ class StageTimes:
             )
 
     def table(self) -> str:
-        """Return seconds as aligned text: a row per artifact, a column per stage that ran, sums at both ends."""
+        """Seconds as aligned text: a row per artifact, a column per stage, sums at both ends."""
         stages = [stage for stage in STAGES if any(of == stage for _, of in self._seconds)]
         artifacts = list(dict.fromkeys(artifact for artifact, _ in self._seconds))
         rows = [("seconds", *stages, "sum")]
@@ -68,16 +68,16 @@ class StageTimes:
 
 
 def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress) -> None:
-    """Let each artifact of a run continue the beginning of the evaluation text, and keep what it said.
+    """Let each artifact continue the beginning of the evaluation text, and keep its words.
 
     The most likely token is taken each time. Where the recipe bounds the memory, weights are read
     from disk for every token.
 
     Args:
-        recipe: whose artifacts stand in `folder`.
-        folder: of the run.
-        times: gets the seconds of each artifact.
-        progress: is told of an artifact that cannot be run here, with the reason; the run goes on.
+        recipe: recipe of the artifacts in `folder`.
+        folder: folder of the run.
+        times: receiver of the seconds of each artifact.
+        progress: receiver of the reason why an artifact cannot be run here; the run goes on.
     """
     path, source = folder / "5-validate" / TEXTS, Path(str(recipe.validate.text))
     kept = read_json(path) if path.is_file() else {}
@@ -114,7 +114,7 @@ def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progr
 
 
 def texts(folder: Path, names: Sequence[str]) -> str:
-    """Return the prompt and the continuation of each artifact as lines that begin with a line break; nothing without any."""
+    """The prompt and each artifact's continuation as lines after a line break; else empty."""
     path = folder / "5-validate" / TEXTS
     made = read_json(path) if path.is_file() else {}
     said = [(name, made[name]) for name in names if name in made]

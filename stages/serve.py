@@ -1,10 +1,12 @@
-"""HTTP over the thin runtime: TGI's routes and OpenAI's, until a signal comes.
+"""The verb `serve`: HTTP with TGI's routes and OpenAI's, until a signal comes.
 
-Reads    the artifact, more of them with --model, a chat template, a key file; the environment variables that TGI reads
+Reads    the artifact, more of them with --model, a chat template, a key file; the environment
+         variables that TGI reads
 Writes   nothing
 Resumes  nothing
-Fails    2 limits that contradict each other or the model, 3 no tokenizer or a file that cannot be read, 5 the port is taken,
-         6 the packages of quantflow[serve] are missing, 7 the artifact is damaged or signed by another, 1 the engine died
+Fails    2 limits that contradict each other or the model, 3 no tokenizer or a file that cannot be
+         read, 5 the port is taken, 6 the packages of quantflow[serve] are missing, 7 the artifact
+         is damaged or signed by another, 1 the engine died
 """
 
 import shlex
@@ -43,7 +45,7 @@ OLD_NAMES = {
     metavar="N",
     help="Another name of --max-batch-prefill-tokens.",
 )
-@click.option("--dry-run", is_flag=True, help="Of --engine vllm: print its command.")
+@click.option("--dry-run", is_flag=True, help="Print the command of --engine vllm.")
 @QUIET
 @DEBUG
 @click.pass_context
@@ -64,7 +66,7 @@ def command(
     \b
     Example: quantflow serve work/4-export
              quantflow serve org/name --revision v1
-             curl 127.0.0.1:8000/generate -H 'Content-Type: application/json' -d '{"inputs": "def main("}'
+             curl 127.0.0.1:8000/generate --json '{"inputs": "def main("}'
     """
     del debug  # `exit_code` reads it
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
@@ -95,12 +97,12 @@ def command(
 
 
 def job_from(artifact: str, options: Mapping[str, Any], found: Mapping[str, str]) -> ServeJob:
-    """Return the job of a command line.
+    """The job of a command line.
 
     Args:
-        artifact: the folder.
+        artifact: folder of the artifact.
         options: values by the names of their parameters.
-        found: where they are from.
+        found: origin of each value.
 
     Raises:
         UsageError: values outside their ranges, or options that do not go together.

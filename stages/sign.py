@@ -1,9 +1,10 @@
-"""An artifact signed, with where it comes from, as a verb. Imports no torch.
+"""The verb `sign`: an artifact's signature and origin. It imports no torch.
 
 Reads    the artifact, which is verified first; a key, or certificates
 Writes   ARTIFACT.sig, ARTIFACT.intoto.json and ARTIFACT.cdx.json beside it
 Resumes  nothing
-Fails    2 options that do not go together, 3 an unusable key, 6 model-signing is not installed, 7 the artifact is damaged
+Fails    2 options that do not go together, 3 an unusable key, 6 model-signing is not installed,
+         7 the artifact is damaged
 """
 
 from pathlib import Path
@@ -20,21 +21,25 @@ from quantflow.stages.cli.output import outline, show
 @click.command("sign")
 @click.argument("artifact")
 @click.option(
-    "--key", metavar="PEM", type=click.Path(path_type=Path), help="A private elliptic-curve key."
+    "--key", metavar="PEM", type=click.Path(path_type=Path), help="Private elliptic-curve key."
 )
-@click.option("--certificate", metavar="PEM", type=click.Path(path_type=Path), help="Of the key.")
+@click.option(
+    "--certificate", metavar="PEM", type=click.Path(path_type=Path), help="Certificate of the key."
+)
 @click.option(
     "--chain",
     metavar="PEM",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Between it and the root.",
+    help="Certificates between --certificate and the root.",
 )
 @click.option(
-    "--sigstore", is_flag=True, help="Sign as who this machine is to Sigstore, over the network."
+    "--sigstore",
+    is_flag=True,
+    help="Sign with this machine's identity at Sigstore, over the network.",
 )
 @click.option(
-    "--password-file", metavar="FILE", type=click.Path(path_type=Path), help="Of the key."
+    "--password-file", metavar="FILE", type=click.Path(path_type=Path), help="Password of the key."
 )
 @offline
 def command(
@@ -47,7 +52,7 @@ def command(
     as_json: bool,
     **_shared: Any,
 ) -> None:
-    """Sign ARTIFACT and say what it was made from; `verify --key` tells whether it is still that.
+    """Sign ARTIFACT and its origin; `verify --key` says whether it is still the same.
 
     \b
     Example: quantflow sign work/4-export --key key.pem

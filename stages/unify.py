@@ -1,9 +1,10 @@
-"""Stage 3 as a verb.
+"""The verb `unify`, stage 3.
 
 Reads    the rank folders of a measurement or of `quantize --ranks`, or the files of Gaudi's toolkit
 Writes   <o>/rank-RRR-of-GGG/, one per group; shards of one group become <o> itself; and <o>.log
 Resumes  a finished result of the same ranks and groups is left alone
-Fails    2 groups that no card would hold; 3 missing, duplicate, foreign or damaged ranks; 5 the folder is held
+Fails    2 groups that no card would hold; 3 missing, duplicate, foreign or damaged ranks; 5 the
+         folder is held
 """
 
 from pathlib import Path
@@ -35,7 +36,7 @@ from quantflow.unifying.job import UnifyJob
     "measurement",
     metavar="DIR",
     required=True,
-    help="The folder of `measure --ranks N` or `quantize --ranks N`, or Gaudi's own files.",
+    help="Folder of `measure --ranks N` or `quantize --ranks N`, or Gaudi's own files.",
 )
 @click.option(
     "-o",
@@ -45,17 +46,17 @@ from quantflow.unifying.job import UnifyJob
     metavar="DIR",
     type=FOLDER,
     required=True,
-    help="Where the merged ranks go.",
+    help="Folder of the merged ranks.",
 )
 @click.option(
     "--model",
     metavar="DIR",
-    help="What quantized shards were made from (default: where quantize read it).",
+    help="Source of quantized shards (default: where quantize read it).",
 )
 @click.option(
     "--allow-missing",
     is_flag=True,
-    help="Go on without replicas that are missing; the result says which.",
+    help="Go on without missing replicas, which the result names.",
 )
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
@@ -77,8 +78,8 @@ def command(
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
              quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
-             quantflow unify -m work/shards -o work/2-quantize                   the shards of `quantize --ranks`
-             quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files of eight cards
+             quantflow unify -m work/shards -o work/2-quantize                   shards of quantize
+             quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files
     """
     flags, _ = recipe_flags("unify", {**shared, "groups": (*groups, *more_groups)})
     values = recipe_from(recipe_data(recipe, settings, {"model": "unused", **flags}))

@@ -1,9 +1,11 @@
-"""Stage 5 as a verb.
+"""The verb `validate`, stage 5.
 
-Reads    the artifact, the model that it was made from, an evaluation text; an older artifact or its validation
-Writes   <report>/validation.json and report.html, and <report>.log; JUnit XML, tasks, a mend's recipe where they are asked for
+Reads    the artifact, its source, an evaluation text; an older artifact or its validation
+Writes   <report>/validation.json and report.html, and <report>.log; JUnit XML, tasks, a mend's
+         recipe where they are asked for
 Resumes  a validation of the same inputs is left alone; one that was stopped goes on with its layer
-Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too little memory or disk; 7 a damaged artifact
+Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too little memory or disk;
+         7 a damaged artifact
 """
 
 from pathlib import Path
@@ -23,34 +25,37 @@ from quantflow.validating.job import ValidateJob
 
 @click.command("validate", cls=spelled(VALIDATE))
 @click.argument("artifact")
-@click.option(
-    "--baseline", metavar="DIR", required=True, help="The model that the artifact was made from."
-)
+@click.option("--baseline", metavar="DIR", required=True, help="Source model of the artifact.")
 @recipe_settings("validate", "validate")
 @click.option(
-    "--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0."
+    "--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Verdict that exits 0."
 )
 @click.option(
     "--previous",
     metavar="DIR|FILE",
     type=click.Path(path_type=Path),
-    help="An older artifact of the model, or its validation.json: exits 4 where ARTIFACT is worse.",
+    help="An older artifact or its validation.json; exits 4 where ARTIFACT is worse.",
 )
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="lm-eval's own document of the tasks too; that of the source is "
+    help="File of lm-eval's own document of the tasks; the source's is "
     "<report>/tasks-baseline.json.",
 )
 @click.option(
     "--junit",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The verdicts as JUnit XML too.",
+    help="File of the verdicts as JUnit XML.",
 )
-@click.option("--report", metavar="DIR", type=FOLDER, help="Default: <artifact>-validation.")
+@click.option(
+    "--report",
+    metavar="DIR",
+    type=FOLDER,
+    help="Folder of the report (default: <artifact>-validation).",
+)
 @common
 def command(
     artifact: str,
@@ -68,7 +73,7 @@ def command(
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
              quantflow validate new --baseline ./llama --previous old --junit validation.xml
-             quantflow validate new --baseline ./llama --tasks lambada_openai,piqa --limit 200 -o tasks.json
+             quantflow validate new --baseline ./llama --tasks lambada_openai,piqa --limit 200
              quantflow validate new --baseline ./llama --diagnose 100
     """
     from quantflow.validating import tables  # here: it imports numpy

@@ -1,4 +1,4 @@
-"""Every byte of an artifact against its manifest, as a verb; exit 7 where one differs. Imports no torch.
+"""The verb `verify`: every byte of an artifact against its manifest. It imports no torch.
 
 With a key, certificates or an identity the signature is checked as well, and names who is meant
 where it is another's.
@@ -21,19 +21,26 @@ from quantflow.stages.cli.output import outline, show
     "--key",
     metavar="PEM",
     type=click.Path(path_type=Path),
-    help="A public key: its signature is needed.",
+    help="Public key; the artifact must have its signature.",
 )
 @click.option(
     "--certificate",
     metavar="PEM",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A root: one it leads to; also several.",
+    help="Root certificate that the signature leads to; may be given several times.",
 )
-@click.option("--identity", metavar="WHO", help="Of Sigstore, with --issuer; over the network.")
-@click.option("--issuer", metavar="URL", help="The service that knows them.")
 @click.option(
-    "--signature", metavar="FILE", type=click.Path(path_type=Path), help="Default: <artifact>.sig."
+    "--identity",
+    metavar="WHO",
+    help="Signer's identity at Sigstore, with --issuer; over the network.",
+)
+@click.option("--issuer", metavar="URL", help="Service that vouches for --identity.")
+@click.option(
+    "--signature",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File of the signature (default: <artifact>.sig).",
 )
 @offline
 def command(
@@ -46,7 +53,7 @@ def command(
     as_json: bool,
     **_shared: Any,
 ) -> None:
-    """Check every byte of ARTIFACT against its manifest; exits 7 and names the file where one differs.
+    """Check every byte of ARTIFACT against its manifest; exit 7 names a file that differs.
 
     \b
     Example: quantflow verify work/4-export

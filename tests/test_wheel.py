@@ -129,7 +129,8 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
     for verb in (ROOT / "stages").rglob("*.py"):
         assert f"quantflow/{verb.relative_to(ROOT).as_posix()}" in names
     assert "quantflow/py.typed" in names
-    for source in (ROOT / "quantflow").rglob("*.c"):
+    package = ROOT / "quantflow"
+    for source in [*package.rglob("*.c"), *package.rglob("*.jinja")]:
         assert source.relative_to(ROOT).as_posix() in names
 
 

@@ -1,1 +1,1 @@
-"""Stage 4: an artifact's files, and other programs' folders, with the proof of what was written."""
+"""Stage 4: an artifact's files, other programs' folders, and the proof of what was written."""

@@ -1,4 +1,4 @@
-"""From a model to an artifact in one command: measure what is needed, quantize, export and prove it."""
+"""From a model to an artifact in one command: measure, quantize, export and prove."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def work_folder(output: Path) -> Path:
-    """Where one command keeps the stages before its artifact: beside it, `llama-w4a16.work`."""
+    """The folder of the stages before an artifact, beside it: `llama-w4a16.work`."""
     return beside(output, ".work")
 
 
@@ -75,7 +75,7 @@ class ArtifactJob:
         """Make the artifact; finished stages are left alone.
 
         Args:
-            progress: hears how far it is.
+            progress: receiver of progress.
             prover: a process that `quantflow.exporting.proof.proving` has started already; None
                 starts one.
 

@@ -1,4 +1,4 @@
-"""The proof of an artifact by running it: the canary's tokens, layer by layer, as quantize ran them and on its device."""
+"""The proof of an artifact by running it: the canary's tokens, layer by layer, as quantize did."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,11 +21,13 @@ from quantflow.runtime.lean_check import LeanCheck
 
 
 def prove_canary(folder: Path, quantized: Path) -> str | None:
-    """Run the canary through the artifact, whose files have been verified, one layer in memory at a time.
+    """Run the canary through the artifact, one layer in memory at a time.
+
+    The artifact's files have been verified.
 
     Returns:
-        What the lean decoder, which claims to run it, computes otherwise than transformers'
-        modules, in a sentence; or None.
+        A sentence on the difference between the lean decoder, which claims to run it, and
+        transformers' modules; or None.
 
     Raises:
         IntegrityError: naming the layer that differs.
@@ -38,7 +40,7 @@ def prove_canary(folder: Path, quantized: Path) -> str | None:
 
 
 def device_of(summary: Mapping[str, Any]) -> Device:
-    """Return the device that quantize ran on, by the quantize.json that it wrote.
+    """The device that quantize ran on, by the quantize.json that it wrote.
 
     Raises:
         UnsupportedError: it is not there, or another model, driver or library is, whose bits are
@@ -98,11 +100,11 @@ def _proved(folder: Path, quantized: Path, device: Device) -> str | None:
 
 
 def rounder(artifact: Artifact, device: Device = HOST) -> KVRounder | None:
-    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them.
+    """The rounding of keys and values in the artifact's cache; None where it keeps them.
 
     Args:
-        artifact: its scales are read.
-        device: where layers run, so that their keys and values are.
+        artifact: artifact whose scales are read.
+        device: device of the layers, and so of their keys and values.
     """
     scales = [of.to(device.kind) for of in artifact.kv_scales()]
     return KVRounder(dict(enumerate(scales))) if scales else None

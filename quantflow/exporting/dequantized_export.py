@@ -1,10 +1,11 @@
-"""Stage 4 for whatever reads the source: an artifact's dequantized weights in the names and the form of its source.
+"""Stage 4 for readers of the source: an artifact's dequantized weights in its source's form.
 
 Reads    what `quantflow export` wrote
 Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a folder that is no artifact, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
-         6 inputs that are mixed on their way, 7 a file differs from its hash, or from what was written
+Fails    2 a folder that is no artifact, an unknown dtype, 3 unusable input, 5 the folder is held or
+         the disk is full, 6 inputs that are mixed on their way, 7 a file differs from its hash, or
+         from what was written
 
 A weight that its source keeps transposed, or with those of other experts in one tensor, is put
 there again. Weights alone are written: inputs and caches are no longer rounded. One tensor of the
@@ -61,13 +62,13 @@ def dequantized(job: ExportJob, progress: Progress) -> Path:
 
 
 def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) -> Path:
-    """Write the weights of a quantized model as they are worth; return the folder.
+    """Write the dequantized weights of a quantized model; return the folder.
 
     Args:
-        job: the quantized model, and the folder.
-        progress: hears how far it is.
+        job: job with the quantized model and the folder.
+        progress: receiver of progress.
         dtype: dtype of the weights that were quantized, a key of `CHOICES`; None is one that holds
-            them exactly. The others keep theirs.
+            them exactly. The other weights keep theirs.
     """
     require_quantized(job.source, job.output, made="format dequantized")
     with stage_folder.locked(job.output):
@@ -93,7 +94,10 @@ def write_dequantized(job: ExportJob, progress: Progress, *, dtype: str | None) 
 
 
 def _exact(artifact: Artifact) -> str:
-    """Return a dtype that holds every weight as it is: bfloat16 those of e2m1, whose scales are powers of two."""
+    """A dtype that holds every weight as it is.
+
+    Weights of e2m1, whose scales are powers of two, fit bfloat16.
+    """
     schemes = [placement.scheme.weights for placement in artifact.linears.values()]
     return (
         _DEFAULT
@@ -105,7 +109,10 @@ def _exact(artifact: Artifact) -> str:
 def _refuse_rotations(artifact: Artifact) -> None:
     for name, placement in artifact.linears.items():
         if placement.scheme.rotation is not None:
-            cause = f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which its source's code does not do"
+            cause = (
+                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which "
+                "its source's code does not do"
+            )
             raise UnsupportedError(cause, "quantize with hadamard: {down: false}")
 
 
@@ -127,7 +134,10 @@ def _write(
 
 
 def _split(artifact: Artifact) -> dict[str, SplitTensor]:
-    """Return the tensors that the model's own code reads whole, and the folder holds in parts or transposed."""
+    """The tensors that the model's own code reads whole, and the folder has in parts.
+
+    Transposed ones are among them.
+    """
     names, whole, shapes = set(artifact.names), set[str](), dict[str, tuple[int, ...]]()
     if artifact.manifest:
         shapes = {
@@ -145,7 +155,7 @@ def _split(artifact: Artifact) -> dict[str, SplitTensor]:
 def _specs(
     artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype
 ) -> dict[str, Spec]:
-    """Return dtype, as safetensors names it, and shape of every tensor of the result."""
+    """Dtype, as safetensors names it, and shape of every tensor of the result."""
     inside = {part.name: name for name, whole in split.items() for part in whole.parts}
     specs: dict[str, Spec] = {}
     for name in artifact.names:
@@ -172,7 +182,7 @@ def _tensor(
     dtype: str,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Return a tensor of the result."""
+    """A tensor of the result."""
     if name not in split:
         return _read(artifact, name).to(DTYPES[dtype])
     whole = torch.empty(shape, dtype=DTYPES[dtype])

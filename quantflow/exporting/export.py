@@ -1,9 +1,12 @@
-"""Stage 4, export: write the artifact, reopen it in a fresh process, and publish it only when the proof holds.
+"""Stage 4, export: write the artifact, prove it in a fresh process, and only then publish it.
 
 Reads    a finished quantize folder and the model it was made from
-Writes   <o>: config.json, weights, side files, quantflow.json, README.md; the whole folder appears at once
-Resumes  an artifact whose manifest names the same inputs is left alone; an unfinished one starts again
-Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
+Writes   <o>: config.json, weights, side files, quantflow.json, README.md; the whole folder appears
+         at once
+Resumes  an artifact whose manifest names the same inputs is left alone; an unfinished one starts
+         again
+Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the disk is full,
+         7 the proof or a hash disagrees
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +61,7 @@ LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")
 
 
 def check(job: ExportJob) -> None:
-    """Refuse what can be seen before there is anything to export.
+    """Refuse mistakes that show before there is anything to export.
 
     Raises:
         UsageError: an unknown format, or a folder that is the quantized one.
@@ -75,7 +78,10 @@ def check(job: ExportJob) -> None:
 
 
 def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> Path:
-    """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
+    """Export the artifact, prove it, and return its folder.
+
+    The proof runs in a process that `proving` started, or that starts here.
+    """
     check(job)
     refuse_shards(job.source)
     record = stage_folder.require_done(job.source, stage="quantize", unread="layers/*.safetensors")
@@ -136,7 +142,7 @@ class _Inputs(TypedDict):
 
 
 def _model_of(record: Mapping[str, Any], quantized: Path) -> str:
-    """Return the fingerprint of the model that a folder was quantized from.
+    """The fingerprint of the model that a folder was quantized from.
 
     Raises:
         InputError: DONE.json does not have it.
@@ -201,7 +207,10 @@ def _is_up_to_date(folder: Path, made_from: str) -> bool:
 
 
 def _refuse_other_result(job: ExportJob, made_from: str) -> None:
-    """Refuse to replace a folder that is no artifact, and, unless forced, an artifact made from other inputs."""
+    """Refuse to replace a folder that is no artifact, or an artifact of other inputs.
+
+    `force` allows the second.
+    """
     if not job.output.exists() or not any(job.output.iterdir()):
         return
     if not (job.output / MANIFEST_NAME).is_file():
@@ -229,7 +238,7 @@ def _write(
     made_from: str,
     digests: Digests,
 ) -> Mapping[str, Path]:
-    """Write the artifact; return which of its files are links to which files of the quantized folder."""
+    """Write the artifact; return its files that are links, with the quantized files behind them."""
     graph, plan = graph_for(source.config), plan_from(summary)
     layers = layer_store.records(job.source)
     schemes, head = plan.quantized, head_file.record_of(job.source)
@@ -293,7 +302,7 @@ def _proof_of(
     layers: Sequence[Mapping[str, Any]],
     head: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what the manifest says about the proof that is given before the artifact is published."""
+    """The manifest's record of the proof, which is given before the artifact is published."""
     if summary["proof"] == "tensors":
         values = [part["values"] for part in (*layers, *([head] if head else []))]
         return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
@@ -315,7 +324,7 @@ def _write_weights(
     graph: Graph,
     recorded: Mapping[str, Mapping[str, Any]],
 ) -> Mapping[str, Path]:
-    """Write the shards; return which of them are links to what.
+    """Write the shards; return those that are links, with their targets.
 
     Raises:
         IntegrityError: a layer's file differs from its recorded hash.
@@ -344,7 +353,7 @@ def _write_weights(
 
 
 def _outside(quantized: Path) -> dict[str, Stored]:
-    """Return what lies outside the layers and was changed by quantize."""
+    """The tensors outside the layers that quantize changed."""
     path = quantized / OUTSIDE
     return {stored.info.name: stored for stored in _stored(path)} if path.is_file() else {}
 
@@ -360,7 +369,7 @@ def _damaged(path: Path) -> IntegrityError:
 
 
 def _model_files(source: ModelFiles) -> list[str]:
-    """Return the files that make the source what it is: config, weights, index and what is copied."""
+    """The files that make the source what it is: config, weights, index and copied files."""
     checkpoint = source.checkpoint
     return [
         name
@@ -393,7 +402,7 @@ def _prove(prove: Callable[[], dict[str, Any]], links: Mapping[str, Path]) -> di
     """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
 
     Returns:
-        What the manifest has to say more, by its optional keys.
+        The optional keys of the manifest.
 
     Raises:
         IntegrityError: a file, a tensor, a layer or the logits differ.

@@ -1,7 +1,6 @@
-"""The artifact's files: weights, ledger, model card, other runtimes' files, and the proof.
+"""The formats that `export` writes: `EXPORTERS` is their only registry.
 
-`EXPORTERS` is the only registry of formats that `export` writes. A row names its module, which is
-imported when it is used.
+A row names its module, which is imported when it is used.
 """
 
 from collections.abc import Mapping
@@ -29,13 +28,13 @@ class Exporter:
     """A row of EXPORTERS.
 
     Attributes:
-        takes: what its source is, in words.
-        reader: what reads its files, in words.
-        options: words of the recipe's `export` that it reads.
-        foreign: the same for a source that another program quantized; None where `module` takes
+        takes: source of the format, in words.
+        reader: reader of its files, in words.
+        options: keys of the recipe's `export` that it reads.
+        foreign: module for a source that another program quantized; None where `module` takes
             that too, or nothing does.
-        module: has `run(job, progress)`, which writes the folder and returns it.
-        takes_model: the source may be a model, by any of its names.
+        module: module whose `run(job, progress)` writes the folder and returns it.
+        takes_model: whether the source may be a model, by any of its names.
     """
 
     takes: str
@@ -59,11 +58,11 @@ class Exporter:
                 raise UsageError(cause, remedy)
 
     def run(self, job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
-        """Write what a job asks for, and return the folder.
+        """Write the files that a job asks for, and return the folder.
 
         Args:
-            job: its format is this one.
-            progress: hears how far it is.
+            job: job of this format.
+            progress: receiver of progress.
             prover: a process that has started to prove an artifact (quantflow/exporting/proof.py),
                 for the format of artifacts.
 
@@ -80,7 +79,7 @@ class Exporter:
 
 
 def _of_layout(reader: str, *, options: tuple[str, ...] = ("dtype", "shard_size")) -> Exporter:
-    """Return the exporter of a layout that other programs made; `dtype` is that of the scales of integers."""
+    """The exporter of another program's layout; `dtype` is that of the scales of integers."""
     return Exporter(
         takes="an artifact, or a folder that another program quantized; no value changes",
         reader=reader,
@@ -136,7 +135,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
         "dequantized": Exporter(
             takes="an artifact",
-            reader="what reads its source: transformers, any tool for models that are not quantized",
+            reader="what reads its source: transformers, or any tool for plain models",
             options=("dtype", "shard_size"),
             module="quantflow.exporting.dequantized_export",
         ),
@@ -145,7 +144,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
 
 
 def run(job: ExportJob, progress: Progress, *, prover: Any = None) -> Path:
-    """Write what a job asks for, by the exporter of its format; see `ExportJob.run`."""
+    """Write the files that a job asks for, by the exporter of its format; see `ExportJob.run`."""
     chosen = exporter(job.options.format)
     return chosen.run(_settled(job, chosen, progress), progress, prover=prover)
 
@@ -184,12 +183,12 @@ def _layers(folder: Path, format: str) -> Path:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether a folder is a model's, quantized or not, that this project did not write."""
+    """Whether a folder is a model's, quantized or not, that this project did not write."""
     return (folder / CONFIG).is_file() and not (folder / MANIFEST_NAME).exists()
 
 
 def exporter(name: str) -> Exporter:
-    """Return the exporter of a format.
+    """The exporter of a format.
 
     Raises:
         UsageError: there is none; the nearest one is named.

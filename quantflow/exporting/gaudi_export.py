@@ -1,13 +1,16 @@
-"""Stage 4 for Gaudi: a measurement as the files that its toolkit reads, with the QUANT_CONFIG that belongs to them.
+"""Stage 4 for Gaudi: a measurement as its toolkit's files, with the QUANT_CONFIG for them.
 
-Reads    what `quantflow measure` or unify wrote, or Gaudi's own files; the model where the scale method needs weights
+Reads    the folder of `quantflow measure` or unify, or Gaudi's own files; the model where the scale
+         method needs weights
 Writes   <o>: the folders below, and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 options that contradict each other, 3 unusable input, 5 the folder is held, 6 an unknown device
+Fails    2 options that contradict each other, 3 unusable input, 5 the folder is held, 6 an unknown
+         device
 
-    quantization_config/<name>.json         for optimum-habana and TGI: QUANT_CONFIG=./quantization_config/<name>.json
-    hqt_output/<prefix>_hooks_maxabs...     maxima (npz, json, mod_list) and the scales derived from them
-    vllm/<name>_g2.json, vllm/g2/...        the same for vLLM, in the names of its modules; from our measurements only
+    quantization_config/<name>.json       for optimum-habana and TGI, which QUANT_CONFIG names
+    hqt_output/<prefix>_hooks_maxabs...   maxima (npz, json, mod_list) and their scales
+    vllm/<name>_g2.json, vllm/g2/...      the same for vLLM, in the names of its modules; from our
+                                          measurements only
 
 The first inputs of attention's products are what was measured, the second ones the caches'. Where a
 scale per channel is wanted for several ranks, the toolkit derives it: each of its ranks holds a
@@ -56,14 +59,14 @@ _CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the ranks saw, in Gaudi's names.
+    """Maxima of the ranks, in Gaudi's names.
 
     Attributes:
-        ranks: one triple each, in order.
-        ours: made by `quantflow measure`.
-        digest: what identifies each rank's files.
-        observer: that kept the maxima.
-        fingerprints: of the model, where the ranks know it.
+        ranks: one triple a rank, in order.
+        ours: whether `quantflow measure` made them.
+        digest: digest of each rank's files.
+        observer: observer that kept the maxima.
+        fingerprints: fingerprints of the model, where the ranks know it.
     """
 
     ranks: tuple[Triple, ...]
@@ -126,7 +129,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
 
 
 def _target(job: ExportJob) -> Target:
-    """Return the device whose scales are derived.
+    """The device whose scales are derived.
 
     Raises:
         UsageError: no device, or a configuration that it does not take.
@@ -209,7 +212,7 @@ def _refuse_missing(path: Path, measurements: Sequence[Measurement]) -> None:
 
 
 def _refuse_other_generation(path: Path, device: str) -> None:
-    """Refuse files from a folder that is called after the other Gaudi, as vLLM's calibration calls them: g2, g3.
+    """Refuse files in a folder that vLLM's calibration names after the other Gaudi: g2, g3.
 
     Nothing in the files says which device measured them, and one saturates where the other does
     not.
@@ -225,7 +228,7 @@ def _refuse_other_generation(path: Path, device: str) -> None:
 
 
 def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
-    """Return the model's fingerprint.
+    """The model's fingerprint.
 
     Raises:
         InputError: the measurement is another model's.
@@ -242,7 +245,7 @@ def _same_model(job: ExportJob, measured: Measured, source: ModelFiles) -> str:
 
 
 def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
-    """Return `<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
+    """`<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
     found: dict[str, Tensor] = {}
     for triple in ranks:
         for key, value in gaudi_nodes.statistics_from(triple.nodes)[0].items():
@@ -252,7 +255,7 @@ def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
 
 
 def _said(job: ExportJob) -> dict[str, Any]:
-    """Return everything of the job that decides what is written, as plain data."""
+    """Everything of the job that decides the files, as plain data."""
     config = config_table(
         _config(job), dump_stats_path=_config(job).dump_stats_path, block=_config(job).blocklist
     )
@@ -269,7 +272,7 @@ def _reader(source: ModelFiles | None) -> Callable[[str], Tensor] | None:
 
 
 def _read(source: ModelFiles, node: str) -> Tensor:
-    """Return the weight of a node, [O, I]; of one that vLLM runs fused, its parts one below the other."""
+    """The weight of a node, [O, I]; of one that vLLM runs fused, its parts one below the other."""
     parts = []
     for name in gaudi_nodes.parts_of(node):
         if f"{name}.weight" not in source.checkpoint.tensors:
@@ -283,7 +286,7 @@ def _read(source: ModelFiles, node: str) -> Tensor:
 
 
 def _report(job: ExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
-    """Say what a reader of the files should know."""
+    """Report remarks for readers of the files."""
     nodes = kept(ranks[0].nodes, _config(job), _config(job).blocklist)
     progress.say(
         f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, "

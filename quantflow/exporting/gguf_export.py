@@ -3,8 +3,9 @@
 Reads    a model folder with its tokenizer, or what `quantflow export` wrote
 Writes   <o>: model-<dtype or type>.gguf and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk is full, 6 a family,
-         tokenizer or rotary embedding that is not written, 7 the file is not what was written
+Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk
+         is full, 6 a family, tokenizer or rotary embedding that is not written, 7 the file is not
+         what was written
 
 Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its
 other matrices get the types that llama.cpp's quantizer gives them, by rounding to nearest onto the
@@ -56,13 +57,13 @@ _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFPlan:
-    """What the file will hold.
+    """The content of the file.
 
     Attributes:
-        layout: where.
-        places: name in the file -> what of the source.
-        computed: name in the file -> what no tensor of the source is, float32.
-        working_bytes: what rounding takes beside the pieces.
+        layout: places in the file.
+        places: name in the file -> place in the source.
+        computed: name in the file -> float32 tensor that the source does not have.
+        working_bytes: bytes that rounding takes beside the pieces.
     """
 
     layout: gguf.GGUFLayout
@@ -123,7 +124,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
 
 
 def _own_dtype(weights: GGUFWeights) -> str:
-    """Return the dtype of the source's embedding, the first tensor of the file."""
+    """The dtype of the source's embedding, the first tensor of the file."""
     name = places(weights.config, weights.shapes)[0].source
     found = weights.dtypes[name]
     if found not in gguf.TYPES:
@@ -135,7 +136,7 @@ def _own_dtype(weights: GGUFWeights) -> str:
 
 
 def _kind_in_blocks(weights: GGUFWeights) -> str | None:
-    """Return the name of a file whose linears are in blocks, a key of gguf.FILE_TYPES; None: they are not.
+    """The name of a file whose linears are in blocks, a key of gguf.FILE_TYPES, or None.
 
     It is what the scheme names, whether rows fit its blocks or not. With another scheme (each
     linear has its own) it is the type that most linears have, and the mixture of that name where
@@ -152,7 +153,7 @@ def _kind_in_blocks(weights: GGUFWeights) -> str | None:
 
 
 def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
-    """Return what a file of a kind, a key of gguf.FILE_TYPES, will hold.
+    """The content of a file of a kind, a key of gguf.FILE_TYPES.
 
     Raises:
         InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of
@@ -188,7 +189,7 @@ def planned(weights: GGUFWeights, kind: str) -> GGUFPlan:
 
 
 def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
-    """Return the type of a tensor of the file.  dtype: that of the linears, where their rows fit it."""
+    """The type of a tensor of the file; linears have `dtype` where their rows fit it."""
     if len(place.shape) == 1:
         return "F32"
     if dtype not in gguf.BLOCKS:
@@ -205,7 +206,7 @@ def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
 
 
 def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
-    """Compare a written file with what it was made from: the header, and every row of every tensor.
+    """Compare a written file with its source: the header, and every row of every tensor.
 
     Raises:
         InputError: the file cannot be read.
@@ -256,7 +257,10 @@ def _pieces(weights: GGUFWeights, plan: GGUFPlan, info: TensorInfo) -> Iterator[
 
 
 def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
-    """Yield rows that are handled together: of a head where rows change places, else as many as a piece holds."""
+    """Yield rows that are handled together.
+
+    They are those of a head where rows change places, else as many as a piece holds.
+    """
     rows, columns = place.shape[0], place.shape[1] if len(place.shape) > 1 else 1
     step = rows_at_once(place)
     if place.order == "stored":
@@ -268,7 +272,7 @@ def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
 def _converted(
     weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
 ) -> Tensor:
-    """Return rows of the source in the file's dtype, or as the bytes of their blocks.
+    """Rows of the source in the file's dtype, or as the bytes of their blocks.
 
     Raises:
         UsageError: a value that the dtype does not hold.
@@ -290,7 +294,7 @@ def _converted(
 def _quantized(
     weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int
 ) -> QTensor:
-    """Return rows of a tensor of blocks: as they were quantized, or rounded here, which rows are each by themselves."""
+    """Rows of a tensor of blocks: as they were quantized, or rounded here, each by itself."""
     if place.source in weights.blocks and weights.read_quantized is not None:
         return weights.read_quantized(place.source, start, stop)
     scheme = preset(info.dtype)
@@ -315,7 +319,7 @@ def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
 
 
 def _report(job: ExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Progress) -> None:
-    """Say what a reader of the file should know."""
+    """Report remarks for readers of the file."""
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:

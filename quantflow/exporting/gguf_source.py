@@ -1,4 +1,4 @@
-"""Where a GGUF file's weights come from: a model's own files, or an artifact, some rows at a time."""
+"""The weights for a GGUF file: a model's own files, or an artifact, some rows at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,19 +31,19 @@ class GGUFWeights:
     """Every tensor of a source.
 
     Attributes:
-        folder: with the tokenizer.
+        folder: folder with the tokenizer.
         config: transformers' configuration, without a quantization.
         identity: the model's fingerprint or the artifact's digest.
-        shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors
-            names it.
-        read: (name, first row, last row + 1) -> these rows, floating and finite.
+        shapes, dtypes: source name -> shape and dtype of the tensor as `read` returns it; a dtype
+            as safetensors names it.
+        read: function of (name, first row, last row + 1) to these rows, floating and finite.
         blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of
             BLOCK_TYPES.
-        scheme: what the artifact's recipe names; rows that it does not fit have other types in
+        scheme: scheme of the artifact's recipe; rows that it does not fit have other types in
             `blocks`.
-        read_quantized: as `read`, of the weights in `blocks`.
-        working_bytes: what `read` holds at most.
-        quantized_inputs: linears that quantize what they are given.
+        read_quantized: function like `read` for the weights in `blocks`.
+        working_bytes: bytes that `read` holds at most.
+        quantized_inputs: linears that quantize their inputs.
         kv_cache: whether keys and values are quantized.
     """
 
@@ -137,7 +137,7 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
 
 
 def _quantized(artifact: Artifact, name: str, start: int, stop: int) -> QTensor:
-    """Return rows of a quantized linear.
+    """Rows of a quantized linear.
 
     Raises:
         InputError: as `decoded_rows`, or the linear has another shape than the model's.

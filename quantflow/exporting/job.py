@@ -65,7 +65,7 @@ class ExportJob:
         """Write the folder; one that is up to date is left alone.
 
         Args:
-            progress: hears how far it is.
+            progress: receiver of progress.
             prover: a process that `quantflow.exporting.proof.proving` has started already; None
                 starts one.
 

@@ -1,10 +1,11 @@
-"""Stage 4 for other programs: the quantized linears of an artifact, or of another program's folder, in another layout.
+"""Stage 4 for other programs: a quantized folder's linears in another layout.
 
-Reads    what `quantflow export` wrote, or a folder in one of `quantflow.formats.LAYOUTS`
+Reads    an artifact, or another program's folder in one of `quantflow.formats.LAYOUTS`
 Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
-         6 a value that the layout would change, 7 a file differs from its hash, or what was written decodes to other values
+Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 the folder is held or the
+         disk is full, 6 a value that the layout would change, 7 a file differs from its hash, or
+         what was written decodes to other values
 
 No value changes: every linear is encoded before a file is written, and decoded again from what was
 written. Scales of integers are stored in float16, as other programs want them; in a layout of this
@@ -124,7 +125,7 @@ class _Conversion:
 
     @classmethod
     def of(cls, artifact: Artifact, job: ExportJob) -> "_Conversion":
-        """Return the conversion.
+        """The conversion.
 
         Raises:
             UnsupportedError: a linear, or a cache, that the layout cannot hold.
@@ -133,7 +134,10 @@ class _Conversion:
         if any(placement.reordered for placement in artifact.linears.values()):
             layout = layout.with_order()
         if artifact.kv_cache is not None:
-            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, format {job.options.format} has no words for it"
+            cause = (
+                f"{artifact.checkpoint.folder}: keys and values are quantized, format "
+                f"{job.options.format} has no words for it"
+            )
             raise UnsupportedError(cause, "keep it as it is, or quantize without kv_cache")
         for name, placement in artifact.linears.items():
             if (reason := layout.why_not(placement.scheme, placement.shape)) is not None:
@@ -157,7 +161,7 @@ class _Conversion:
         return cls(artifact=artifact, layout=layout, dtypes=dtypes, stacks=stacks)
 
     def encoded(self, name: str, linear: QuantizedLinear | None = None) -> dict[str, Tensor]:
-        """Return the tensors of a linear.
+        """The tensors of a linear.
 
         Raises:
             UnsupportedError: a value that the layout would change.
@@ -185,7 +189,7 @@ class _Conversion:
         return self._stacked(specs)
 
     def _stacked(self, specs: dict[str, Spec]) -> dict[str, Spec]:
-        """Return the tensors of the result with stacks in the place of their shares.
+        """The tensors of the result with stacks in the place of their shares.
 
         Raises:
             UnsupportedError: a share is missing.
@@ -221,7 +225,7 @@ class _Conversion:
                 yield name, self._whole(whole, DTYPES[specs[name][0]])
 
     def _whole(self, split: SplitTensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that holds several linears."""
+        """A tensor that holds several linears."""
         found = torch.empty(split.shape, dtype=dtype)
         for part in split.parts:
             owner = part.name.rpartition(".")[0]
@@ -235,7 +239,7 @@ class _Conversion:
         return found
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json."""
+        """The content of config.json."""
         artifact, known = self.artifact, dict(self.artifact.checkpoint.config)
         schemes = {name: placement.scheme for name, placement in artifact.linears.items()}
         graph = graph_for(artifact.config)

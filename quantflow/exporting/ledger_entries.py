@@ -1,4 +1,4 @@
-"""What became of every source tensor, as the manifest's ledger tells it."""
+"""The ledger's entries: the fate of every source tensor, as the manifest has it."""
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -19,15 +19,15 @@ def tensor_entries(
     *,
     head: HeadPlan | None,
 ) -> tuple[LedgerEntry, ...]:
-    """Return the ledger's entry for every source tensor.
+    """The ledger's entry for every source tensor.
 
     Args:
-        source: the checkpoint.
-        graph: its linears.
+        source: checkpoint of the source.
+        graph: linears of the model.
         schemes: linear -> its scheme, for those that are quantized.
-        changed: source tensors that absorbed a transform.
-        encoder: the artifact's format.
-        head: what became of the head; None where nothing did.
+        changed: names of source tensors that absorbed a transform.
+        encoder: format of the artifact.
+        head: record of the quantized head; None where it is as in the source.
     """
     linears, routers, idle = set(graph.linears), set(graph.routers), set(graph.idle)
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
@@ -74,7 +74,7 @@ def tensor_entries(
 def _of_parts(
     names: Sequence[str], schemes: Mapping[str, LinearScheme], encoder: ModuleType
 ) -> tuple[tuple[str, ...], str, str]:
-    """Return what becomes of a tensor that is read in parts: the artifact's tensors, action and reason."""
+    """The artifact's tensors, action and reason of a source tensor that is read in parts."""
     found: list[str] = []
     used: dict[str, None] = {}
     for name in names:

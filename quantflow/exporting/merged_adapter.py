@@ -3,8 +3,8 @@
 Reads    a model that is not quantized, an adapter in PEFT's files
 Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same model and adapter is left alone, another one replaced
-Fails    2 a head that is the embedding too; 3 unusable input, an adapter of another model; 5 the folder is held or the disk is
-         full; 6 another kind of adapter than plain LoRA on linears
+Fails    2 a head that is the embedding too; 3 unusable input, an adapter of another model; 5 the
+         folder is held or the disk is full; 6 another kind of adapter than plain LoRA on linears
 
 The product and the sum are float32, on one thread; the sum is rounded once, to the dtype of the
 weight. One tensor of the model is in memory at a time, beside the adapter. DONE.json gives the
@@ -40,12 +40,12 @@ _HEADS = frozenset({"lm_head", "embed_out"})
 
 @dataclass(frozen=True, kw_only=True)
 class MergedAdapterJob:
-    """One folder.
+    """One model with an adapter, and the folder that it becomes.
 
     Attributes:
-        source: a model that is not quantized.
-        adapter: the folder of adapter_config.json and adapter_model.safetensors.
-        shard_size: the most bytes of one weight file.
+        source: model that is not quantized.
+        adapter: folder of adapter_config.json and adapter_model.safetensors.
+        shard_size: largest number of bytes of one weight file.
         revision: revision of a model on the hub.
     """
 

@@ -1,4 +1,4 @@
-"""The model card that export writes into README.md: what the artifact is, where it loads, and where it does not."""
+"""The model card in an artifact's README.md: its content, the programs that load it, and limits."""
 
 import json
 import re
@@ -11,7 +11,10 @@ from quantflow.files.inspect import output_errors
 from quantflow.planning.finished_plan import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_BFLOAT16 = "Stock transformers with compressed-tensors loads it and makes bfloat16 weights of it, without a change of values."
+_BFLOAT16 = (
+    "Stock transformers with compressed-tensors loads it and makes bfloat16 weights of it, "
+    "without a change of values."
+)
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with "
     "the formulas used here.",
@@ -40,7 +43,10 @@ MIXTURES = {
 }
 MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
 ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
-ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
+ASYMMETRIC_EXPERTS = (
+    "It has zero points, with which stock transformers 5.23 does not load experts, "
+    "`dequantize=True` or not."
+)
 MIXED_INPUTS = (
     "The inputs of down_proj are mixed by Hadamard matrices while the model runs "
     "(`transform_config`). **Stock transformers "
@@ -61,7 +67,7 @@ MINIMA = (
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return the card of an artifact."""
+    """The card of an artifact."""
     recipe = manifest["recipe"]
     source = {key: _harmless(manifest["source"][key]) for key in ("name", "revision")}
     resolved, chosen = recipe["resolved"], recipe.get("chosen")
@@ -127,19 +133,20 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
         "vLLM: written to its published layout, not run. Gaudi: not run.",
         "",
-        "Check it with `quantflow verify`; what was done to each tensor stands in `quantflow.json`.",
+        "Check it with `quantflow verify`; what was done to each tensor stands in "
+        "`quantflow.json`.",
         "",
     ]
     return "\n".join(lines)
 
 
 def _harmless(text: str | None) -> str | None:
-    """Return a name without what Markdown, HTML and tables would read."""
+    """A name without the characters that Markdown, HTML and tables would read."""
     return None if text is None else re.sub(r"[^\w./:@+ -]", "_", text)
 
 
 def _head(head: Mapping[str, Any] | None) -> str:
-    """Return a sentence about a head that is quantized, after a space; nothing where it is not."""
+    """A sentence about a head that is quantized, after a space; empty where it is not."""
     if head is None:
         return ""
     apart = (
@@ -153,8 +160,11 @@ def _head(head: Mapping[str, Any] | None) -> str:
 
 
 def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how an artifact holds its experts, and what calibration reached of them, where that is known."""
-    stored = "Each expert is stored as linears of its own, in the source's names; routers are not quantized."
+    """The storage of experts, and the tokens that reached them in calibration, where known."""
+    stored = (
+        "Each expert is stored as linears of its own, in the source's names; routers are not "
+        "quantized."
+    )
     tokens = [count for row in rows for count in row["tokens"] or ()]
     if not tokens:
         return [stored]
@@ -167,7 +177,7 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the row about outputs on the calibration text, where there were any."""
+    """The row about outputs on the calibration text, where there were any."""
     if not found:
         return []
     return [
@@ -183,4 +193,7 @@ def _calibration(measurement: Mapping[str, Any] | None) -> str:
     counts = measurement["counts"]
     if not counts["tokens"]:
         return "maxima from Gaudi's toolkit; what text they are of is not known"
-    return f"{counts['samples']} sequences, {counts['tokens']} tokens, hash `{measurement['calibration']['hash'][:16]}`"
+    return (
+        f"{counts['samples']} sequences, {counts['tokens']} tokens, hash "
+        f"`{measurement['calibration']['hash'][:16]}`"
+    )

@@ -1,14 +1,15 @@
-"""Stage 4 for OpenVINO: a model's graph in OpenVINO's IR, with the codes and scales of its quantized linears.
+"""Stage 4 for OpenVINO: a model's graph in its IR, with the artifact's qvalues and scales.
 
-Reads    what `quantflow export` wrote, or another program's folder in a layout of integers
-Writes   <o>: openvino_model.xml and .bin, tokenizer and detokenizer as graphs, config.json, side files and DONE.json; the whole
-         folder appears at once
+Reads    an artifact, or another program's folder in a layout of integers
+Writes   <o>: openvino_model.xml and .bin, tokenizer and detokenizer as graphs, config.json, side
+         files and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
-Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 memory, disk, or the folder is held, 6 OpenVINO is
-         not installed, a scheme, family or scale that the IR does not hold, 7 what was written reads back as other values
+Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 memory, disk, or the
+         folder is held, 6 OpenVINO is not installed, a scheme, family or scale that the IR does not
+         hold, 7 what was written reads back as other values
 
 The graph is traced from transformers' own module with dequantized weights. Then each quantized
-linear's constant is replaced by the codes, zero points and scales of the artifact, so nothing is
+linear's constant is replaced by the qvalues, zero points and scales of the artifact, so nothing is
 rounded again. What was written is read again. Every quantized weight is compared bit for bit. The
 logits that OpenVINO computes in float32 are compared with those of transformers, over a prompt and
 single tokens after it. The whole model is in memory in float32.
@@ -107,7 +108,7 @@ def run(job: ExportJob, progress: Progress) -> Path:
 
 
 def _elements(artifact: Artifact) -> dict[str, int]:
-    """Return how many elements each parameter has, by its source name."""
+    """The number of elements of each parameter, by its source name."""
     found = {}
     for name in artifact.names:
         linear = artifact.linears.get(name.removesuffix(".weight"))
@@ -118,14 +119,19 @@ def _elements(artifact: Artifact) -> dict[str, int]:
 
 
 def _refuse(artifact: Artifact) -> None:
-    """Refuse what the IR does not hold, and families whose graph depends on more than the sizes of a trace.
+    """Refuse a scheme that the IR does not hold, and a family whose graph depends on values.
+
+    A trace holds for other sizes alone.
 
     Raises:
         UnsupportedError: naming the linear, or the model's type.
     """
     folder, config = artifact.checkpoint.folder, artifact.config
     if artifact.kv_cache is not None:
-        cause = f"{folder}: keys and values are quantized, format {openvino_ir.NAME} has no words for it"
+        cause = (
+            f"{folder}: keys and values are quantized, format {openvino_ir.NAME} has no words "
+            "for it"
+        )
         raise UnsupportedError(cause, "quantize without kv_cache")
     for name, placement in artifact.linears.items():
         if (reason := openvino_ir.why_not(placement.scheme)) is not None:
@@ -146,13 +152,16 @@ def _refuse(artifact: Artifact) -> None:
 
 
 def _plain_model(artifact: Artifact) -> tuple[Any, dict[str, str]]:
-    """Return transformers' model with dequantized weights in float32, and the parameter that each source name is."""
+    """The dequantized float32 model of transformers, and each source name's parameter in it."""
     model = skeleton(artifact.config)
     names = NameMap(model).bind(artifact.names).to_module
     for source, name in names.items():
         linear = artifact.quantized(source)
         if linear is not None and linear.order is not None:
-            cause = f"{source}: its groups are of inputs that do not stand together, the IR has no words for it"
+            cause = (
+                f"{source}: its groups are of inputs that do not stand together, the IR has no "
+                "words for it"
+            )
             raise UnsupportedError(cause, "keep it in a layout with g_idx and desc_act")
         weight = artifact.read([source])[source] if linear is None else linear.weight.dequantize()
         materialize_(model, {name: weight}, dtype=torch.float32)
@@ -160,7 +169,10 @@ def _plain_model(artifact: Artifact) -> tuple[Any, dict[str, str]]:
 
 
 class _Step(nn.Module):
-    """A causal LM as a function of tensors alone: ids, mask, positions, and each layer's keys and values before these."""
+    """A causal LM as a function of tensors alone.
+
+    Its inputs are ids, mask, positions, and each layer's keys and values before these.
+    """
 
     def __init__(self, model: Any, *, positions: bool) -> None:
         super().__init__()
@@ -169,12 +181,14 @@ class _Step(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return logits [B, S, V], and keys and values [B, heads, past + S, width] of each layer, in turns.
+        """Logits [B, S, V], and keys and values [B, heads, past + S, width] of each layer.
+
+        Keys and values stand in turns.
 
         Args:
-            input_ids: int64 [B, S].
-            attention_mask: int64 [B, past + S], 0 at columns that are no text.
-            position_ids: int64 [B, S].
+            input_ids: token ids, int64 [B, S].
+            attention_mask: mask, int64 [B, past + S], 0 at columns that are no text.
+            position_ids: positions, int64 [B, S].
             past: keys and values [B, heads, past, width] of each layer, in turns.
         """
         columns = torch.arange(attention_mask.shape[1])
@@ -196,7 +210,12 @@ class _Step(nn.Module):
 
 
 def _cache(past: tuple[Tensor, ...]) -> Any:
-    """Return transformers' cache of keys and values, which are in it as they are: `update` would join them to empty ones."""
+    """The cache of transformers with keys and values as they are.
+
+    Its `update` would join them to empty ones.
+
+    Its `update` would join them to empty ones.
+    """
     cache = DynamicCache()
     for keys, values in zip(past[0::2], past[1::2], strict=True):
         layer = DynamicLayer()
@@ -207,7 +226,7 @@ def _cache(past: tuple[Tensor, ...]) -> Any:
 
 
 def _text(artifact: Artifact) -> Tensor:
-    """Return the tokens that are compared, int64 [1, S]: drawn at random."""
+    """The tokens that are compared, int64 [1, S]: drawn at random."""
     size = text_config(artifact.config).vocab_size
     return torch.randint(size, (1, _PROMPT + _MORE), generator=torch.Generator().manual_seed(0))
 
@@ -256,7 +275,10 @@ def _write_model(
         KeyError,
         NotImplementedError,
     ) as error:
-        cause = f"{artifact.checkpoint.folder}: {artifact.config.model_type} cannot be traced: {first_line(error)}"
+        cause = (
+            f"{artifact.checkpoint.folder}: {artifact.config.model_type} cannot be traced: "
+            f"{first_line(error)}"
+        )
         raise UnsupportedError(cause, _ELSEWHERE) from error
     openvino_ir.make_stateful_(graph, dict(zip(inputs, outputs, strict=True)))
     found = openvino_ir.constants(graph)
@@ -277,7 +299,7 @@ def _write_model(
 
 
 def _constant_name(names: Mapping[str, str], linear: str) -> str:
-    """Return what a linear's weight is called in the graph.  names: source name -> the model's parameter."""
+    """The name of a linear's weight in the graph; `names` maps source names to parameters."""
     return f"self.model.{names[f'{linear}.weight']}"
 
 
@@ -306,14 +328,17 @@ def _write_tokenizer(folder: Path) -> None:
         NotImplementedError,
         OSError,
     ) as error:
-        cause = f"{folder.name}: openvino_tokenizers does not convert this tokenizer: {first_line(error)}"
+        cause = (
+            f"{folder.name}: openvino_tokenizers does not convert this tokenizer: "
+            f"{first_line(error)}"
+        )
         raise UnsupportedError(cause, _ELSEWHERE) from error
     for graph, name in zip(made, (openvino_ir.TOKENIZER, openvino_ir.DETOKENIZER), strict=True):
         ov.save_model(graph, str(folder / name), compress_to_fp16=False)
 
 
 def _prove(folder: Path, artifact: Artifact, expected: Tensor) -> None:
-    """Read the graph again; compare every quantized weight with the artifact's, and logits with transformers'.
+    """Compare what OpenVINO reads with the artifact: every quantized weight, and the logits.
 
     Raises:
         IntegrityError: a weight has other values, or is missing.
@@ -340,5 +365,8 @@ def _prove(folder: Path, artifact: Artifact, expected: Tensor) -> None:
     worst = int((error / size).nan_to_num(nan=torch.inf).argmax())
     if not error[worst] <= BOUND * size[worst]:
         share = float(error[worst] / size[worst])
-        cause = f"{artifact.config.model_type}: OpenVINO's logits of token {worst} differ by {share:.2g}, {BOUND:.2g} are rounding"
+        cause = (
+            f"{artifact.config.model_type}: OpenVINO's logits of token {worst} differ by "
+            f"{share:.2g}, {BOUND:.2g} are rounding"
+        )
         raise UnsupportedError(cause, _ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Files of a model folder that is no artifact of this project: weights in files of a size, index, config.json, side files."""
+"""Files of a model folder that is no artifact: weights, index, config.json and side files."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,15 +27,17 @@ def write_model(
     stage: str,
     progress: Progress,
 ) -> None:
-    """Write weight files, and their index where there are several; one tensor is in memory at a time.
+    """Write weight files, and their index where there are several.
+
+    One tensor is in memory at a time.
 
     Args:
-        folder: where they go.
+        folder: folder of the files.
         specs: tensor name -> dtype, as safetensors names it, and shape; in the order of the files.
-        tensors: (name, tensor) in the order of `specs`.
-        limit: the most bytes of a file, unless one tensor has more.
-        stage: what progress calls this.
-        progress: is told how far it is.
+        tensors: pairs of name and tensor in the order of `specs`.
+        limit: largest number of bytes of a file, unless one tensor has more.
+        stage: name of the work in progress.
+        progress: receiver of progress.
     """
     shards, names, source = _shards(specs, limit=limit), [SINGLE], iter(tensors)
     if len(shards) > 1:
@@ -79,7 +81,7 @@ def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:
 
 
 def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
-    """Return the tensors of each file."""
+    """The tensors of each file."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in specs.items():

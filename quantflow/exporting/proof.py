@@ -1,4 +1,6 @@
-"""What starts the fresh process in which an artifact is proved (quantflow/exporting/proof_process.py), and tells what it met.
+"""The start of the fresh process in which an artifact is proved, and its answer.
+
+The process runs quantflow/exporting/proof_process.py.
 
 Nothing here imports torch: the process can be started first, and imports what it needs while the
 one that starts it does.
@@ -25,21 +27,24 @@ _KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6
 
 
 class Prover:
-    """The fresh process: it waits until it is told what to prove, and is told once."""
+    """The fresh process, which waits for one order to prove."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         """Take a process that runs `quantflow.exporting.proof_process`."""
         self._process = process
 
     def expect(self, kind: str) -> None:
-        """Let the process import what a kind of proof needs, while it waits; for another kind it does so when it is told."""
+        """Let the process import the packages of a kind of proof while it waits.
+
+        For another kind it imports them when the order comes.
+        """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; `prove` tells how
             self._process.stdin.write(f"{kind}\n")
             self._process.stdin.flush()
 
     def expect_canary(self) -> None:
-        """Let the process import what running the model needs, while it waits."""
+        """Let the process import the packages that run the model while it waits."""
         self.expect(CANARY)
 
     def prove(
@@ -48,14 +53,14 @@ class Prover:
         """Prove an artifact.
 
         Args:
-            artifact: its folder.
-            quantized: the folder that it was made from.
-            source: the model's folder.
-            workers: how many tensors are compared at once.
-            measures: see `quantflow.exporting.proof_process.prove`.
+            artifact: folder of the artifact.
+            quantized: quantized folder of the artifact.
+            source: folder of the model.
+            workers: number of tensors that are compared at once.
+            measures: flag of `quantflow.exporting.proof_process.prove`.
 
         Returns:
-            What its manifest has to say more, by its optional keys.
+            The optional keys of its manifest.
 
         Raises:
             IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the
@@ -72,7 +77,10 @@ class Prover:
 
 @contextmanager
 def proving() -> Iterator[Prover]:
-    """Start the process that proves an artifact before there is one: it imports torch meanwhile, and ends with the context."""
+    """Start the process that proves an artifact before there is one.
+
+    It imports torch meanwhile, and ends with the context.
+    """
     process = subprocess.Popen(
         child_process.python_module("quantflow.exporting.proof_process"),
         env=child_process.environment(),
@@ -90,7 +98,7 @@ def proving() -> Iterator[Prover]:
 
 
 def _judge(code: int, told: str, artifact: Path) -> None:
-    """Raise what the process met."""
+    """Raise the error that the process met."""
     if code == 0:
         return
     lines = told.strip().splitlines() or ["no message"]

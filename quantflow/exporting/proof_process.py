@@ -3,12 +3,14 @@
 Every file is compared with the manifest's hash, every copied tensor outside the layers with the
 source's bytes. Then, by the kind of proof that the manifest names:
 
-    canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
-                each layer and the logits are those that quantize computed; the lean decoder's layers, beside them, are within
-                rounding of them, or the manifest will say that it is not to run this artifact;
-                beside that it is measured what rounding inputs would cost (quantflow/exporting/rounded_inputs.py)
-    tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
-                tensor the source's bytes: what is proved where no model ran; rounding is measured where that is asked for
+    canary      The model runs the canary's tokens from the artifact, one layer in memory at a time.
+                The hidden states after each layer and the logits are those that quantize computed.
+                The lean decoder's layers are within rounding of them, or the manifest says that it
+                is not to run this artifact. The cost of rounding inputs is measured too
+                (quantflow/exporting/rounded_inputs.py).
+    tensors     Where no model ran. Every quantized linear, decoded some rows at a time, has the
+                values that quantize chose, and every other tensor the source's bytes. Rounding is
+                measured where that is asked for.
 
 Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2, false]' | python -m
 quantflow.exporting.proof_process
@@ -51,17 +53,17 @@ _REPORT = "this is a defect in the layout or the loader; keep the folder and rep
 def prove(
     artifact: Path, quantized: Path, source: Path, *, workers: Workers, measures: bool = False
 ) -> dict[str, Any]:
-    """Compare an artifact with what quantize kept and with the source.
+    """Compare an artifact with the quantized folder and with the source.
 
     Args:
-        artifact: its folder.
-        quantized: the folder that it was made from.
-        source: the model's folder.
-        workers: how many tensors are compared at once.
-        measures: where no model ran, measure what rounding inputs would cost all the same.
+        artifact: folder of the artifact.
+        quantized: quantized folder of the artifact.
+        source: folder of the model.
+        workers: number of tensors that are compared at once.
+        measures: whether the cost of rounding inputs is measured where no model ran, too.
 
     Returns:
-        What the manifest has to say more, by its optional keys.
+        The optional keys of the manifest.
 
     Raises:
         IntegrityError: naming the file, tensor or layer that differs.
@@ -123,13 +125,13 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
 
 
 def _heads(artifact: Checkpoint) -> list[str]:
-    """Return the head where the manifest says that it is quantized."""
+    """The head where the manifest says that it is quantized."""
     head = read_manifest(artifact.folder).get("head")
     return [] if head is None else [head["linear"]]
 
 
 def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
-    """Return the digest of a quantized linear's values, decoded some rows at a time."""
+    """The digest of a quantized linear's values, decoded some rows at a time."""
     found = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
     tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in found.items()}
     rows, columns = _shape(name, tensors)
@@ -182,10 +184,9 @@ def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
 
 
 def awaited(lines: Iterable[str]) -> str:
-    """Return the order, empty where there is none; kinds of proof that are expected come before it, a line each.
+    """The order, empty where there is none; a line before it names each expected kind of proof.
 
-    What such a kind needs beyond this module is imported at once, so that it is there when there is
-    an order.
+    The packages of such a kind are imported at once, so that they are there before the order.
     """
     for line in lines:
         if line.strip() == CANARY:
@@ -196,7 +197,9 @@ def awaited(lines: Iterable[str]) -> str:
 
 
 def main(order: str) -> int:
-    """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS, MEASURES] in JSON; nothing where it is empty.
+    """Prove what `order` names; nothing where it is empty.
+
+    The order is [ARTIFACT, QUANTIZED, SOURCE, WORKERS, MEASURES] in JSON.
 
     Returns:
         0 when the proof holds, and stdout has what `prove` returns in JSON. Otherwise the error's

@@ -1,4 +1,4 @@
-"""The quantized folder that a format is made from: an artifact, or what another program quantized."""
+"""The quantized folder of a format: an artifact, or a folder of another program."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from quantflow.runtime.artifact import Artifact, is_artifact, is_model
 
 
 def require_quantized(source: Path, output: Path, *, made: str) -> None:
-    """Refuse a folder that is not quantized, and one that would be written over.
+    """Refuse a folder that is not quantized, or that would be written over.
 
     Args:
-        source: the folder that is read.
-        output: the folder that will be written.
-        made: what is made of it, `format gptq`.
+        source: folder that is read.
+        output: folder that will be written.
+        made: format of the result, `format gptq`.
 
     Raises:
         UsageError: `source` is a model, or has an artifact's config.json without the manifest;
@@ -26,10 +26,13 @@ def require_quantized(source: Path, output: Path, *, made: str) -> None:
             f"{output}: the folder that is read and the one that is written", "give two folders"
         )
     if (is_artifact(source) and not (source / MANIFEST_NAME).is_file()) or is_model(source):
-        cause = f"{source}: {made} is made from an artifact, or from a folder that another program quantized"
+        cause = (
+            f"{source}: {made} is made from an artifact, or from a folder that another program "
+            "quantized"
+        )
         raise UsageError(cause, "export it as an artifact first")
 
 
 def identity_of(artifact: Artifact) -> str:
-    """Return what names a folder's content: the digest in its manifest, else one of all its files."""
+    """The digest in a folder's manifest, or one of all its files."""
     return artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())

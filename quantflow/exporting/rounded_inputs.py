@@ -1,4 +1,4 @@
-"""What it would cost to round inputs that an artifact's schemes leave alone, measured when it is exported.
+"""The cost of rounding inputs that an artifact's schemes leave alone, measured in export.
 
 The source, the artifact and the artifact with rounded inputs
 (`quantflow.core.scheme.with_rounded_inputs`) predict the canary's tokens. The manifest keeps two
@@ -34,12 +34,12 @@ from quantflow.runtime.artifact import Artifact, Inputs, open_artifact
 
 
 def on_canary(folder: Path, source: Path, quantized: Path) -> dict[str, Any] | None:
-    """Return `cost_of_rounding` on the canary, whose logits are the artifact's: that has been proved.
+    """`cost_of_rounding` on the canary, whose logits are the artifact's: that has been proved.
 
     Args:
-        folder: of the artifact.
-        source: of the model.
-        quantized: the folder that the artifact was made from.
+        folder: folder of the artifact.
+        source: folder of the model.
+        quantized: quantized folder of the artifact.
     """
     path = quantized / "canary.safetensors"
     infos, _ = read_header(path)
@@ -52,7 +52,7 @@ def on_canary(folder: Path, source: Path, quantized: Path) -> dict[str, Any] | N
 
 
 def on_seeded_tokens(folder: Path, source: Path) -> dict[str, Any] | None:
-    """Return `cost_of_rounding` on as many random tokens as a canary has, where there is none.  folder, source: as there."""
+    """`cost_of_rounding` on as many random tokens as a canary has, where there is none."""
     vocabulary = text_config(open_source(source).config).vocab_size
     tokens = torch.randint(vocabulary, (CANARY_TOKENS,), generator=torch.Generator().manual_seed(0))
     return cost_of_rounding(folder, source, tokens)
@@ -61,13 +61,13 @@ def on_seeded_tokens(folder: Path, source: Path) -> dict[str, Any] | None:
 def cost_of_rounding(
     folder: Path, source: Path, tokens: Tensor, *, logits: Tensor | None = None
 ) -> dict[str, Any] | None:
-    """Return what the manifest says under `rounded_inputs`; one layer of one model is in memory at a time.
+    """The manifest's `rounded_inputs`; one layer of one model is in memory at a time.
 
     Args:
-        folder: of the artifact, whose files have been verified.
-        source: the folder of the model that it was made from.
-        tokens: int64 [S].
-        logits: [1, S, V], what the artifact makes of the tokens; None computes them.
+        folder: folder of the artifact, whose files have been verified.
+        source: folder of its source.
+        tokens: token ids, int64 [S].
+        logits: logits of the artifact, [1, S, V]; None computes them.
 
     Returns:
         None where no linear could have its inputs rounded, or a divergence is no number.
@@ -96,7 +96,7 @@ def _open(folder: Path, inputs: Inputs) -> Artifact:
 
 
 def _logits(weights: Weights, tokens: Tensor) -> Tensor:
-    """Return what a model makes of tokens, [1, S, V] float32."""
+    """The logits of a model, [1, S, V] float32."""
     cache = rounder(weights) if isinstance(weights, Artifact) else None
     stream = LayerStream(weights, graph := graph_for(weights.config), cache=cache)
     states = stream.begin([tokens])

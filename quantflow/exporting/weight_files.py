@@ -1,4 +1,4 @@
-"""The artifact's weight files: which tensor stands in which, and their bytes, linked or copied piece by piece.
+"""The artifact's weight files: the tensors of each, and their bytes, linked or copied in pieces.
 
 What fits into one file of the largest size becomes model.safetensors. Otherwise the layers' files,
 as quantize wrote them, are the shards: hard links, which cost neither time nor room. What lies
@@ -38,8 +38,8 @@ class WeightFile:
     """A file of the artifact.
 
     Attributes:
-        tensors: what it holds.
-        link: the file that it is a link to; None when its tensors are copied.
+        tensors: tensors of the file.
+        link: target of the link; None when the tensors are copied.
     """
 
     tensors: tuple[Stored, ...]
@@ -49,12 +49,12 @@ class WeightFile:
 def shards_for(
     outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int
 ) -> tuple[WeightFile, ...]:
-    """Return the files of the artifact, in order.
+    """The files of the artifact, in order.
 
     Args:
-        outside: what lies outside the layers.
-        layers: the content of every layer's file.
-        limit: bytes of tensors in one file; a single tensor may exceed it.
+        outside: tensors outside the layers.
+        layers: content of every layer's file.
+        limit: largest number of bytes of tensors in one file; a single tensor may exceed it.
 
     Returns:
         One file for all where they are few; otherwise files for what lies outside, and the layers'
@@ -71,7 +71,7 @@ def shards_for(
 
 
 def shard_names(shards: Sequence[WeightFile]) -> tuple[str, ...]:
-    """Return the names of the files."""
+    """The names of the files."""
     if len(shards) == 1:
         return (SINGLE,)
     return tuple(
@@ -109,7 +109,7 @@ def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
 
 
 def linked(shards: Sequence[WeightFile]) -> Mapping[str, Path]:
-    """Return the names of the files that are links -> what they are links to."""
+    """The names of the files that are links -> their targets."""
     return {
         name: s.link
         for name, s in zip(shard_names(shards), shards, strict=True)
@@ -133,7 +133,7 @@ def _nbytes(tensors: Sequence[Stored]) -> int:
 
 
 def _copy(writer: Writer, stored: Stored) -> None:
-    """Copy a tensor; floating ones are looked at for NaN and Inf on the way."""
+    """Copy a tensor, and look at floating ones for NaN and Inf on the way."""
     info = stored.info
     dtype = DTYPES.get(info.dtype, torch.uint8)  # one that torch does not know is copied as bytes
     for start in range(0, info.nbytes, COPY_BYTES):

@@ -1,4 +1,4 @@
-"""Bounds on what another text of the same kind could have shown: a percentile bootstrap over sequences.
+"""Bounds on metrics of another text of the same kind: a percentile bootstrap over sequences.
 
 Tokens of one sequence depend on each other, so whole sequences are drawn with replacement, as many
 as there are. Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 13.3.
@@ -21,9 +21,9 @@ class Bounds:
     """A number and its one-sided bounds.
 
     Attributes:
-        value: on the text as it is.
-        lower: at least this with a confidence of 95 %.
-        upper: at most this with a confidence of 95 %; both together hold with 90 %.
+        value: the number on the text as it is.
+        lower: bound that the number reaches with a confidence of 95 %.
+        upper: bound that it does not exceed with 95 %; both together hold with 90 %.
     """
 
     value: float
@@ -34,7 +34,7 @@ class Bounds:
 def bootstrap(
     comparison: Comparison, *, generator: torch.Generator, resamples: int = 2000
 ) -> dict[str, Bounds]:
-    """Return the metrics of a comparison with their bounds.
+    """The metrics of a comparison with their bounds.
 
     Every mean is over tokens, so a long sequence counts more than a short one.
 
@@ -47,7 +47,7 @@ def bootstrap(
     Args:
         comparison: n sequences, T tokens.
         generator: a CPU generator; the same state gives the same bounds.
-        resamples: how many times n sequences are drawn.
+        resamples: number of times that n sequences are drawn.
 
     Raises:
         UsageError: fewer than one resample.
@@ -84,7 +84,7 @@ def bootstrap(
 
 
 def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tensor:
-    """Return the 99.9 percentile of the tokens' KL in every resample.
+    """The 99.9 percentile of the tokens' KL in every resample.
 
     The tokens are sorted once. In a resample the percentile stands where the running sum of how
     often each token was drawn reaches the rank ceil(0.999 * tokens); the rank is an integer, so no
@@ -93,8 +93,8 @@ def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tenso
     Args:
         kld: [T] float64.
         owner: [T] int64, the sequence of each token.
-        times: [R, n] int64, how often each sequence was drawn.
-        tokens: [R] int64, how many tokens that makes.
+        times: [R, n] int64, the number of times that each sequence was drawn.
+        tokens: [R] int64, the number of tokens in each resample.
 
     Returns:
         [R] float64.
@@ -113,7 +113,11 @@ def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tenso
 
 
 def _bounds(values: Tensor) -> Bounds:
-    """Return the first value and the 5 % and 95 % quantiles of the others.  values: [1 + R] float64."""
+    """The first value, and the 5 % and 95 % quantiles of the others.
+
+    Args:
+        values: [1 + R] float64.
+    """
     resampled = values[1:]
     return Bounds(
         value=values[0].item(),

@@ -1,7 +1,7 @@
-"""A comparison in parts: by how much text came before, by kind of token, by how frequent a token is, by window.
+"""A comparison in parts: by position, by kind and by frequency of a token, and by window.
 
-Every predicted token of a window is in one part of each breakdown. What it is, is the token of the
-text, not what a model says.
+Every predicted token of a window is in one part of each breakdown. Its kind and frequency are
+those of the text's token, whatever a model predicts.
 """
 
 import math
@@ -31,11 +31,11 @@ class TokenPart:
     """Some of the predicted tokens.
 
     Attributes:
-        name: what they have in common.
-        tokens: how many they are.
+        name: property that they share.
+        tokens: number of them.
         mean_kld: nats per token.
-        share: of the divergence of all tokens, 0 to 1.
-        top1_agreement: how often both models' most likely tokens are one.
+        share: part of the divergence of all tokens, 0 to 1.
+        top1_agreement: share of them with the same most likely token in both models, 0 to 1.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TokenPart:
 
 
 def by_position(comparison: Comparison) -> list[TokenPart]:
-    """Return the parts by how many tokens of the window came before: 1 to 3, 4 to 15, 16 to 63 and so on."""
+    """The parts by number of tokens before: 1 to 3, 4 to 15, 16 to 63 and so on."""
     # [T]
     before = torch.cat([torch.arange(1, length + 1) for length in comparison.lengths.tolist()])
     parts, low = [], 1
@@ -60,7 +60,7 @@ def by_position(comparison: Comparison) -> list[TokenPart]:
 def by_kind(
     comparison: Comparison, sequences: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenPart]:
-    """Return the parts by kind of token, in the order of KINDS."""
+    """The parts by kind of token, in the order of KINDS."""
     kind_of = kinds(tokenizer)
     tokens = _predicted(sequences)  # [T]
     of_id = {number: kind_of(number) for number in torch.unique(tokens).tolist()}
@@ -71,7 +71,7 @@ def by_kind(
 
 
 def by_frequency(comparison: Comparison, sequences: Sequence[Tensor]) -> list[TokenPart]:
-    """Return the parts by how often a token stands in the text.
+    """The parts by frequency of a token in the text.
 
     FREQUENT are the most frequent ids that make up half of the text; RARE are those that stand in
     it SELDOM times at most.
@@ -89,7 +89,7 @@ def by_frequency(comparison: Comparison, sequences: Sequence[Tensor]) -> list[To
 
 
 def worst_windows(comparison: Comparison, count: int) -> list[tuple[int, float, int]]:
-    """Return the windows with the largest mean divergence: index, nats per token, and the position that diverges most."""
+    """The windows of the largest mean divergence: index, nats per token, and worst position."""
     windows = torch.split(comparison.kld, comparison.lengths.tolist())
     order = sorted(range(len(windows)), key=lambda index: -float(windows[index].mean()))
     return [
@@ -99,7 +99,7 @@ def worst_windows(comparison: Comparison, count: int) -> list[tuple[int, float, 
 
 
 def kinds(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """Return a function from token ids to their kinds.
+    """A function from token ids to their kinds.
 
     A word starts where the vocabulary says that a space comes before it. Of a vocabulary that never
     says so every word starts.
@@ -139,7 +139,7 @@ def _predicted(sequences: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(comparison: Comparison, named: Sequence[tuple[str, Tensor]]) -> list[TokenPart]:
-    """Return the parts that have tokens.  named: name and [T] bool."""
+    """The parts that have tokens; `named` has a name and bool [T] for each."""
     total = float(comparison.kld.sum())
     return [
         TokenPart(

@@ -1,6 +1,6 @@
-"""Where an artifact loses: the linears that cost most, the windows that suffer most, and a mend. For `validate --diagnose`.
+"""The places where an artifact loses, and a mend of them, for `validate --diagnose`.
 
-    {"probes": {...} or null, "note", "mend": {...} or null,                       quantflow.validating.probes, .mend
+    {"probes": {...} or null, "note", "mend": {...} or null,
      "positions", "kinds", "frequency": [{"name", "tokens", "mean_kld", "share", "top1_agreement"}],
      "windows": [{"window", "mean_kld", "position", "kld", "prompt", "baseline", "artifact"}]}
 
@@ -8,6 +8,8 @@ It is an option of validate, no verb of its own, because it reads what validate 
 windows, every token's divergence, both models open) and belongs on the same page. It is asked for
 by a number of probes, no number of seconds: the same inputs give the same validation.json on any
 machine. Progress says how long it will take.
+
+quantflow.validating.probes and .mend have the records of `probes` and `mend`.
 
 Breakdowns are of every predicted token of the text. Windows are those with the largest mean
 divergence; `prompt` is the end of the window's tokens before the one that diverges most, and both
@@ -51,17 +53,17 @@ SHARE = 2  # hidden states of probes take one part in so many of the memory that
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What validate knows of an artifact when it has compared it.
+    """A validated artifact, as the comparison left it.
 
     Attributes:
-        artifact: opened as it is judged.
-        source: the model that it was made from.
+        artifact: the artifact, opened as it is judged.
+        source: the model of the artifact.
         sequences: the windows.
-        comparison: the artifact's with the source, over all of them.
-        options: of the validation; `diagnose` is how many probes there may be.
-        seed: for the recipe of the mend.
+        comparison: comparison of the artifact with the source over all windows.
+        options: options of the validation; `diagnose` is the largest number of probes.
+        seed: seed that the recipe of the mend names.
         resources: the limits.
-        kept: a file for what probes found, which whoever made its folder removes.
+        kept: file of finished probes; whoever made its folder removes it.
         key: digest of all that goes into the validation.
     """
 
@@ -77,7 +79,7 @@ class Subject:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Where both models are."""
+        """The folders of both models."""
         return {
             BASELINE: self.source.checkpoint.folder,
             "artifact": self.artifact.checkpoint.folder,
@@ -85,7 +87,7 @@ class Subject:
 
 
 def diagnose(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str | None]:
-    """Return the record, see the module's head, and the recipe of the mend where there is one.
+    """The record, see the module's head, and the recipe of the mend where there is one.
 
     Raises:
         InputError: a hidden state or logits that are not finite.
@@ -104,7 +106,7 @@ def diagnose(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str 
 
 
 def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str | None]:
-    """Return the record of probes and mend, and the mend's recipe."""
+    """The record of probes and mend, and the mend's recipe."""
     artifact, source = subject.artifact, subject.source
     graph, manifest = graph_for(source.config), artifact.manifest
     streams = {
@@ -115,7 +117,11 @@ def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str |
     sample = [subject.sequences[number] for number in chosen]
     first = [stream.begin(sample[:1])[0].hidden for stream in streams.values()]
     if not torch.equal(*first):
-        note = "the hidden states are rotated, so no linear of the artifact goes into the source alone: no probes were run"
+        note = (
+            "the hidden states are rotated, so no linear of the artifact goes into the source "
+            "alone: "
+            "no probes were run"
+        )
         return {"probes": None, "mend": None, "note": note}, None
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     allowance = allow_validate(
@@ -171,7 +177,7 @@ def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str |
 
 
 def _folded(manifest: Mapping[str, Any]) -> set[str]:
-    """Return the linears whose inputs were smoothed."""
+    """The linears whose inputs were smoothed."""
     decisions = [pair for layer in manifest["layers"] or () for pair in layer["decisions"].items()]
     return {
         name
@@ -181,7 +187,10 @@ def _folded(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def _at_once(sizes: ModelSize, *, tokens: int, resources: Resources) -> int:
-    """Return how many swaps' hidden states fit beside one layer and the head of both models, in float32; at least one."""
+    """The number of swaps whose hidden states fit into memory, at least one.
+
+    One layer and the head of both models, in float32, are in memory beside them.
+    """
     resident = process_memory.usage().resident
     limit, _ = memory_limit(resources, resident=resident)
     left = limit - resident - 2 * 4 * (sizes.layer.elements + sizes.head[0])
@@ -191,7 +200,7 @@ def _at_once(sizes: ModelSize, *, tokens: int, resources: Resources) -> int:
 def _windows(
     subject: Subject, tokenizer: PreTrainedTokenizerBase, progress: Progress
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the worst windows with both continuations, and why there are no continuations where there are none."""
+    """The worst windows with both continuations, and the reason where there are none."""
     worst = breakdown.worst_windows(subject.comparison, WORST)
     by_window = torch.split(subject.comparison.kld, subject.comparison.lengths.tolist())
     prompts = [subject.sequences[index][: position + 1].tolist() for index, _, position in worst]

@@ -8,7 +8,7 @@ SHOWN = 10
 
 
 def cells(diagnosis: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the linears whose leaving alone gains most, in the order of COLUMNS; divergences in nats per token."""
+    """The linears that gain most when left alone, in the order of COLUMNS, nats per token."""
     units = [] if diagnosis["probes"] is None else diagnosis["probes"]["units"]
     costly = sorted(
         (unit for unit in units if not unit["whole"]), key=lambda unit: -float(unit["gain"])
@@ -20,7 +20,7 @@ def cells(diagnosis: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def mend_words(mend: Mapping[str, Any]) -> str:
-    """Return a mend in words: `W8A16 for model.layers.0.mlp.down_proj (+1,024 bytes)`."""
+    """A mend in words: `W8A16 for model.layers.0.mlp.down_proj (+1,024 bytes)`."""
     names = ", ".join(mend["linears"])
     what = (
         f"{names} left as in the source"
@@ -31,7 +31,7 @@ def mend_words(mend: Mapping[str, Any]) -> str:
 
 
 def hint(result: Mapping[str, Any]) -> str:
-    """Return what to do about an artifact, a sentence; from its validation.json with a diagnosis."""
+    """The sentence that says how to mend an artifact, from its validation.json with a diagnosis."""
     diagnosis = result["diagnosis"]
     mend = diagnosis["mend"]
     if mend is None:
@@ -39,4 +39,7 @@ def hint(result: Mapping[str, Any]) -> str:
             diagnosis["note"] or "No linear stands out: a finer scheme for all of them is the mend"
         )
     now = result["metrics"]["mean_kld"]["value"]
-    return f"Mend: {mend_words(mend)}: mean KLD {now:.4g}, predicted {mend['mean_kld']:.4g}; {mend['recipe']} is its recipe"
+    return (
+        f"Mend: {mend_words(mend)}: mean KLD {now:.4g}, predicted {mend['mean_kld']:.4g}; "
+        f"{mend['recipe']} is its recipe"
+    )

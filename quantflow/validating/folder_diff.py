@@ -1,4 +1,4 @@
-"""Two folders tensor by tensor, by what the weights are and not by how they are stored, and how far apart what they compute is.
+"""Two folders tensor by tensor, by the values of their weights, and their divergence on a text.
 
 What was measured of inputs, keys and values, their scales and zero points, is compared too: each
 that differs has a row. Both may be artifacts, folders in one of `quantflow.formats.LAYOUTS`, or
@@ -43,9 +43,9 @@ class FolderDiffJob:
     """Two folders to compare.
 
     Attributes:
-        text: what both are run on, for the divergence; None compares values alone.
-        tokens: of the text, at most.
-        sequence_length: of a window, at most; and what the first model takes.
+        text: text that both run on, for the divergence; None compares values alone.
+        tokens: largest number of tokens of the text.
+        sequence_length: largest number of tokens of a window; the first model's limit holds too.
     """
 
     left: Path
@@ -55,7 +55,7 @@ class FolderDiffJob:
     sequence_length: int = 512
 
     def run(self, progress: Progress = SILENT) -> dict[str, Any]:
-        """Compare the folders tensor by tensor, by their values, in whatever layouts; see `run`."""
+        """Compare the folders tensor by tensor, in whatever layouts; see `run`."""
         return run(self, progress)
 
 
@@ -64,14 +64,14 @@ class TensorDifference:
     """A tensor of two folders.
 
     Attributes:
-        name: its source name.
-        verdict: EQUAL; SCALE: the same codes, zero points and groups, with other scales; VALUES;
-            SHAPE; or where it is alone.
-        left, right: how it is stored: a scheme's name, or a dtype; of the scales of a cache what it
-            keeps; None where it is not there.
-        largest: of the differences, absolute; None where there is nothing to subtract.
-        relative: the norm of the difference over that of the first.
-        changed: the share of elements that differ.
+        name: source name of the tensor.
+        verdict: EQUAL; SCALE: the same qvalues, zero points and groups, with other scales; VALUES;
+            SHAPE; or the side that alone has it.
+        left, right: storage on either side: a scheme's name, or a dtype; for the scales of a
+            cache what the cache keeps; None where the tensor is absent.
+        largest: largest absolute difference; None where there is nothing to subtract.
+        relative: norm of the difference over that of the first.
+        changed: share of elements that differ.
     """
 
     name: str
@@ -84,7 +84,10 @@ class TensorDifference:
 
 
 def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
-    """Compare, and return plain data: `tensors`, as `TensorDifference` has them; `counts` by verdict; of a text `divergence`.
+    """The comparison as plain data.
+
+    `tensors` are as `TensorDifference` has them, `counts` go by verdict, and `divergence` is there
+    where a text was given.
 
     Raises:
         QuantflowError: as `open_folder`, and for a text that cannot be read or a model without a
@@ -116,7 +119,7 @@ def run(job: FolderDiffJob, progress: Progress) -> dict[str, Any]:
 
 
 def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifference]:
-    """Compare one tensor, and of a linear what was measured of its input: a row, and one for each of these that differs."""
+    """The row of a tensor, and one for each number of a linear's input that differs."""
     found = TensorDifference(
         name=name, verdict=EQUAL, left=_stored(left, name), right=_stored(right, name)
     )
@@ -133,13 +136,13 @@ def _compared(left: Artifact, right: Artifact, name: str) -> list[TensorDifferen
 def _subtracted(
     found: TensorDifference, first: Tensor, second: Tensor, *, scales_alone: bool
 ) -> TensorDifference:
-    """Return a row with its verdict and numbers.
+    """A row with its verdict and numbers.
 
     Args:
-        found: the row without them.
-        first: its values in the first folder, any shape.
-        second: in the second.
-        scales_alone: whether it is a scale if they differ.
+        found: row without verdict and numbers.
+        first: values in the first folder, any shape.
+        second: values in the second folder.
+        scales_alone: whether a difference is one of scales.
     """
     if first.shape != second.shape:
         return replace(found, verdict=SHAPE)
@@ -162,7 +165,7 @@ def _compared_inputs(
     one: QuantizedLinear | None,
     other: QuantizedLinear | None,
 ) -> list[TensorDifference]:
-    """Return a row for each number of a linear's input that differs.  weight: the row of its weight."""
+    """A row for each number of a linear's input that differs; `weight` is the row of its weight."""
     rows = []
     for part, kind in (("input_scale", SCALE), ("input_zero_point", VALUES)):
         pair = [None if side is None else getattr(side, part) for side in (one, other)]
@@ -175,7 +178,7 @@ def _compared_inputs(
 
 
 def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
-    """Return a row for each scale of keys and values that differs, or that is of another kind of cache."""
+    """A row for each scale of keys and values that differs, or is of another kind of cache."""
     # none where none are kept
     sides = [dict(zip(side.caches, side.kv_scales(), strict=False)) for side in (left, right)]
     rows = []
@@ -196,13 +199,13 @@ def _compared_caches(left: Artifact, right: Artifact) -> list[TensorDifference]:
 def _differing(
     name: str, sides: tuple[str | None, str | None], pair: Sequence[Tensor | None], *, kind: str
 ) -> list[TensorDifference]:
-    """Return the row of a tensor that differs or is there once; none of one that is equal or nowhere.
+    """The row of a tensor that differs or is in one folder; none of one that is equal or absent.
 
     Args:
-        name: of the tensor.
-        sides: how each folder keeps it.
-        pair: its values.
-        kind: the verdict on different values.
+        name: name of the tensor.
+        sides: storage in each folder.
+        pair: values in each folder.
+        kind: verdict on different values.
     """
     first, second = pair
     row = TensorDifference(name=name, verdict=EQUAL, left=sides[0], right=sides[1])
@@ -215,7 +218,7 @@ def _differing(
 
 
 def _stored(side: Artifact, name: str) -> str | None:
-    """Return how a tensor is stored, in short; None where it is not there."""
+    """A tensor's storage in short; None where the tensor is absent."""
     linear = name.removesuffix(".weight")
     if name not in side.names:
         return None
@@ -225,12 +228,12 @@ def _stored(side: Artifact, name: str) -> str | None:
 
 
 def _real(side: Artifact, linear: QuantizedLinear | None, name: str) -> Tensor:
-    """Return the values of a tensor, float32."""
+    """The values of a tensor, float32."""
     return side.read([name], torch.float32)[name].float() if linear is None else linear.dequantize()
 
 
 def _same_codes(left: QuantizedLinear, right: QuantizedLinear) -> bool:
-    """Return whether two linears differ in their scales alone."""
+    """Whether two linears differ in their scales alone."""
 
     def equal(one: Tensor | None, other: Tensor | None) -> bool:
         return (one is None and other is None) or (
@@ -248,7 +251,7 @@ def _same_codes(left: QuantizedLinear, right: QuantizedLinear) -> bool:
 def _divergence(
     job: FolderDiffJob, left: Artifact, right: Artifact, text: Path, progress: Progress
 ) -> Mapping[str, Any]:
-    """Return how far the second's predictions are from the first's: KL in nats, the share of equal tokens."""
+    """The second's divergence from the first: KL in nats, and the share of equal tokens."""
     documents = read_documents(text, load_tokenizer(job.left))
     config = text_config(left.config)
     length = min(

@@ -1,8 +1,8 @@
-"""What a validation reads of a manifest, of a folder that another program quantized and that has none.
+"""The manifest of a folder that another program quantized, as far as a validation reads it.
 
-Nothing says what such a folder was made from: that the model given as its source has the same
-tensors in the same shapes is all that can be checked. Which text it was calibrated on is not known
-either. It is judged as if it had been calibrated: that is the strictest gate of a scheme.
+Such a folder does not name its source. All that can be checked is that the given model has the
+same tensors in the same shapes. Its calibration text is not known
+either. It is judged as if it had been calibrated, by the strictest gate of a scheme.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ _GIVE = "give the model that it was made from as --baseline"
 
 
 def manifest_of(folder: Path, source: Source) -> dict[str, Any]:
-    """Return the manifest of an artifact; of another program's folder a table with the keys that a validation reads.
+    """The manifest of an artifact, or the keys of one that a validation reads of another folder.
 
     Args:
         folder: an artifact, or a folder in one of `quantflow.formats.LAYOUTS`.
-        source: the model that it is compared with.
+        source: model that the folder is compared with.
 
     Raises:
         InputError: a folder that is neither, or that cannot be made from this model.

@@ -42,13 +42,13 @@ class Gate:
     """Thresholds by metric.
 
     Attributes:
-        name: as it was asked for.
-        thresholds: metric -> the limit on the bad side.
-        note: what a reader of the report should know about them.
-        max_regression: metric -> how much worse than an older artifact; empty is a share of the
+        name: name that the user gave.
+        thresholds: metric -> limit on the bad side.
+        note: remark on the thresholds for readers of the report.
+        max_regression: metric -> allowed loss against an older artifact; empty is a share of the
             thresholds.
-        min_recovery: task -> percent of the source's score, at least; EVERY stands for the tasks
-            that are not named.
+        min_recovery: task -> least percent of the source's score; EVERY stands for the tasks that
+            are not named.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Gate:
     min_recovery: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return the gate as validation.json has it."""
+        """The gate as validation.json has it."""
         return {
             key: dict(sorted(value.items())) if isinstance(value, Mapping) else value
             for key, value in asdict(self).items()
@@ -67,58 +67,94 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a gate decided, and per metric the bound that decided it."""
+    """A gate's outcome, and per metric the bound that decided it."""
 
     outcome: str
     reasons: tuple[str, ...]
 
 
-def load_gate(
-    name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float
-) -> Gate:
-    """Return the gate for an artifact.
+@dataclass(frozen=True, kw_only=True)
+class LoadedGate:
+    """A gate as its file has it, before the model's noise is measured.
 
-    Args:
-        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1
-            lowered by the model's own disagreement between bf16 and fp32), another shipped name, or
-            a file.
-        scheme: what the artifact was made with.
-        algorithm: likewise.
-        parameters: of the model; small models are allowed a larger perplexity ratio.
-        noise_top1: top-1 agreement of the baseline with itself in bf16.
-
-    Raises:
-        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    Attributes:
+        gate: the gate without the noise.
+        lowers_top1: whether the model's disagreement with itself is taken off the top-1 threshold.
     """
-    demo = check_gate(name)
-    gate = (
-        _gate(name, demo, parameters)
-        if "thresholds" in demo
-        else _fitting(scheme, algorithm, parameters)
-    )
-    if {"max_regression", "min_recovery"} & demo.keys() and "thresholds" not in demo:
-        regression, recovery = _max_regression(name, demo), _min_recovery(name, demo)
-        gate = replace(
-            gate, name=f"{name} ({gate.name})", max_regression=regression, min_recovery=recovery
-        )
-    if demo.get("lower_top1_by_noise"):
+
+    gate: Gate
+    lowers_top1: bool
+
+    def for_noise(self, noise_top1: float) -> Gate:
+        """The gate of a model whose top-1 agreement with itself in another dtype is measured."""
+        if not self.lowers_top1:
+            return self.gate
+        gate = self.gate
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
             f"demo gate: as {gate.name}, but top-1 lowered from "
             f"{gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
             f"by the {1 - noise_top1:.4f} in which this model in bf16 disagrees with itself in fp32"
         )
-        gate = replace(
+        return replace(
             gate,
             name=f"demo ({gate.name})",
             thresholds={**gate.thresholds, "top1_agreement": floor},
             note=note,
         )
-    return gate
+
+
+def read_gate(name: str, *, scheme: str, algorithm: str, parameters: int) -> LoadedGate:
+    """The gate for an artifact.
+
+    Args:
+        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1
+            lowered by the model's own disagreement between bf16 and fp32), another shipped name, or
+            a file.
+        scheme: the scheme of the artifact.
+        algorithm: the algorithm of the artifact.
+        parameters: number of the model's parameters; small models are allowed a larger perplexity
+            ratio.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    content = check_gate(name)
+    if "thresholds" in content:
+        gate = _gate(name, content, parameters)
+    else:
+        gate = _fitting(scheme, algorithm, parameters)
+        if {"max_regression", "min_recovery"} & content.keys():
+            gate = replace(
+                gate,
+                name=f"{name} ({gate.name})",
+                max_regression=_max_regression(name, content),
+                min_recovery=_min_recovery(name, content),
+            )
+    return LoadedGate(gate=gate, lowers_top1=bool(content.get("lower_top1_by_noise")))
+
+
+def load_gate(
+    name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float
+) -> Gate:
+    """The gate for an artifact of a model whose noise is measured.
+
+    Args:
+        name: as in `read_gate`, like `scheme`, `algorithm` and `parameters`.
+        scheme: the scheme of the artifact.
+        algorithm: the algorithm of the artifact.
+        parameters: number of the model's parameters.
+        noise_top1: top-1 agreement of the baseline with itself in bf16.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    loaded = read_gate(name, scheme=scheme, algorithm=algorithm, parameters=parameters)
+    return loaded.for_noise(noise_top1)
 
 
 def check_gate(name: str) -> dict[str, Any]:
-    """Return the content of a gate's file, empty for `auto`, after every mistake in it was looked for.
+    """The content of a gate's file after every check, empty for `auto`.
 
     Raises:
         InputError: it cannot be read.
@@ -140,7 +176,7 @@ def check_gate(name: str) -> dict[str, Any]:
 
 
 def gate_files(name: str) -> dict[str, str]:
-    """Return the hash of every file that `load_gate` may read for this name: another threshold is another verdict.
+    """The hash of every file that `read_gate` may read: another threshold is another verdict.
 
     Raises:
         UsageError: the gate does not exist.
@@ -156,12 +192,12 @@ def judge(
     bounds: Mapping[str, tuple[float, float]],
     recovered: Mapping[str, tuple[float, float, float]] = MappingProxyType({}),
 ) -> Verdict:
-    """Return the verdict.
+    """The verdict of a gate.
 
     Args:
-        gate: the thresholds.
+        gate: gate with the thresholds.
         bounds: metric -> (lower, upper) one-sided 95 % bounds.
-        recovered: task -> (percent asked, lower, upper), of `quantflow.validating.recovery.asked`.
+        recovered: task -> (percent asked, lower, upper), as `recovery.asked` has them.
     """
     failed, undecided = [], []
     for metric, threshold in gate.thresholds.items():

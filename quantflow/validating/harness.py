@@ -1,4 +1,4 @@
-"""Tasks of lm-eval on this runtime. Imports lm_eval, which is an extra: `pip install quantflow[eval]`.
+"""Tasks of lm-eval on this runtime, which the extra `quantflow[eval]` installs.
 
 lm-eval decides what is asked and how answers are scored; this module answers. Its requests are
 token ids: the text is encoded as lm-eval's own class for transformers does it, so that both score
@@ -66,9 +66,9 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """A loaded artifact, or a model that is not quantized, as lm-eval asks it.
 
     Args:
-        loaded: with a tokenizer.
-        progress: is told how far it is.
-        stage: how it is called there.
+        loaded: artifact or model with a tokenizer.
+        progress: receiver of progress.
+        stage: name of the work in progress.
     """
 
     def __init__(self, loaded: Loaded, *, progress: Progress, stage: str) -> None:
@@ -102,13 +102,13 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """Of lm-eval's caches, which are not used."""
+        """The name in lm-eval's caches, which are not used."""
         return self._folder
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text; with a BOS where the tokenizer puts one, unless the text begins with it."""
+        """The token ids of a text, with a BOS where the tokenizer puts one, never a second."""
         special = add_special_tokens
         if special is None:
             special = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
@@ -118,7 +118,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as the tokenizer's template writes it."""
+        """A conversation as the tokenizer's template writes it."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -128,7 +128,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return text
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Scored]:
-        """Return the log likelihood of each continuation, in nats, and whether greedy decoding says it."""
+        """Log likelihood of each continuation, in nats, and whether greedy decoding says it."""
         del disable_tqdm  # the progress has bars of its own
         scored: list[Scored] = super().loglikelihood(requests, disable_tqdm=True)
         return scored
@@ -136,7 +136,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log likelihood of whole texts, in nats, in windows of the model's positions."""
+        """Log likelihood of whole texts, in nats, in windows of the model's positions."""
         del disable_tqdm
         windows: list[Encoded] = []
         counts = []
@@ -154,12 +154,15 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [sum(next(scored)[0] for _ in range(count)) for count in counts]
 
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **_: Any) -> list[Scored]:
-        """Return of each continuation its log likelihood, in nats, and whether it is what greedy decoding says."""
+        """Log likelihood of each continuation, in nats, and whether greedy decoding says it."""
         # the tokens that are run -> requests
         wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_text, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
-                cause = f"{self._stage}: a continuation of {len(continuation)} tokens, the model has {self.max_length} positions"
+                cause = (
+                    f"{self._stage}: a continuation of {len(continuation)} tokens, "
+                    f"the model has {self.max_length} positions"
+                )
                 raise UnsupportedError(cause, "leave this task out")
             ids = (context + continuation)[-(self.max_length + 1) :][:-1]
             wanted[tuple(ids)].append(number)
@@ -185,13 +188,13 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @torch.inference_mode()
     def _logits(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the logits of rows, which end together, [B, T, V] float32 on the CPU."""
+        """The logits of rows, which end together, [B, T, V] float32 on the CPU."""
         ids, padding = self._padded(batch)
         self.decoder.begin(rows=len(batch), capacity=ids.shape[1])
         return self.decoder.forward(ids, padding=padding, last_only=False).float().cpu()
 
     def _padded(self, batch: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Return rows padded on the left, [B, T], and how many tokens of each that are, [B]; None where none is."""
+        """Rows padded on the left, [B, T], and the padding of each, [B]; None without any."""
         longest = max(map(len, batch))
         ids = torch.tensor(
             [[self.eot_token_id] * (longest - len(row)) + list(row) for row in batch]
@@ -202,7 +205,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         ) else None
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return greedy continuations up to the first stop string.
+        """Greedy continuations up to the first stop string.
 
         Raises:
             UnsupportedError: the task samples, or its texts leave no room.
@@ -251,7 +254,7 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return [found[number] for number in range(len(requests))]
 
     def _stop(self, until: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-        """Return whether the new tokens of a row hold a stop string; only the end of them is new."""
+        """Whether a row's new tokens hold a stop string; only the end of them is new."""
         reach = max(len(text.encode()) for text in until) + 1 if until else 0
 
         def stops(tokens: Sequence[int]) -> bool:
@@ -263,13 +266,13 @@ class RuntimeModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What is asked.
+    """The tasks and how they are asked.
 
     Attributes:
         names: tasks, groups and tags of lm-eval, shipped tasks, YAML files.
-        limit: documents of each task at most; None is all.
-        shots: examples before each question; None is what the task says.
-        chat_template: put questions into the tokenizer's chat template.
+        limit: largest number of documents of each task; None is all.
+        shots: number of examples before each question; None is the task's own.
+        chat_template: whether questions stand in the tokenizer's chat template.
     """
 
     names: tuple[str, ...]
@@ -286,13 +289,13 @@ class LoadedTasks:
     groups: Mapping[str, Group]
 
     def words(self) -> dict[str, Any]:
-        """Return them as lm-eval's evaluator takes them."""
+        """The tasks as arguments of lm-eval's evaluator."""
         children = {name: group.child_names for name, group in self.groups.items()}
         return {"tasks": dict(self.tasks), "groups": dict(self.groups), "group_map": children}
 
 
 def loaded_tasks(options: TaskOptions) -> LoadedTasks:
-    """Return tasks with their documents; the first question of each has been written.
+    """The tasks with their documents; the first question of each has been written.
 
     Raises:
         UsageError: a name that nobody knows, two tasks of one name, a number of examples that a
@@ -349,12 +352,15 @@ def loaded_tasks(options: TaskOptions) -> LoadedTasks:
 
 @cache
 def _manager(every: bool) -> TaskManager:
-    """Return what loads tasks; to know every name lm-eval reads thousands of files, which takes seconds."""
+    """The loader of tasks.
+
+    To know every name lm-eval reads thousands of files, which takes seconds.
+    """
     return TaskManager(include_defaults=every)
 
 
 def _refuse_foreign(task: Task) -> None:
-    """Refuse what a model of text cannot be asked, or only by running what it writes.
+    """Refuse a task that a model of text cannot be asked, or only by running what it writes.
 
     Raises:
         UnsupportedError: naming the task.
@@ -368,7 +374,7 @@ def _refuse_foreign(task: Task) -> None:
 
 
 def _set_shots(task: Task, shots: int | None) -> None:
-    """Set how many examples stand before each question, and which.
+    """Set the number of examples before each question, and their choice.
 
     Raises:
         UsageError: the task has none by its own rule; lm-eval would leave the number out without a
@@ -389,7 +395,10 @@ def _set_shots(task: Task, shots: int | None) -> None:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Give the global generators lm-eval's own seeds, which tasks that shuffle their answers use, and put them back after."""
+    """Give the global generators lm-eval's own seeds, and put them back after.
+
+    Tasks that shuffle their answers draw from them.
+    """
     python, arrays, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(_SEEDS["random"])
     np.random.seed(_SEEDS["numpy"])
@@ -403,7 +412,7 @@ def _seeded() -> Iterator[None]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Return a task's YAML whose JSON lines are read from beside it.
+    """A task's YAML, whose JSON lines are read from beside it.
 
     Raises:
         InputError: it is too large or too deep, has values that stand for more than they show, or
@@ -426,7 +435,9 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _refuse_growth(path: Path) -> None:
-    """Refuse a YAML that ends lm-eval's reader, which is C and calls itself, or that a few lines of aliases make endless.
+    """Refuse a YAML that is too deep for lm-eval's reader, or that aliases make endless.
+
+    The reader is C and calls itself.
 
     Raises:
         InputError: it is no file, over 1 MiB, deeper than 50, or an alias stands inside of what
@@ -476,9 +487,9 @@ def _lines(path: Path) -> list[Any]:
 def evaluate(
     loaded: Loaded, options: TaskOptions, *, stage: str, progress: Progress
 ) -> dict[str, Any]:
-    """Return what lm-eval says of a model: its own document, samples included.
+    """lm-eval's own document about a model, samples included.
 
-    What lm-eval adds about the machine and the hour is not there, so that one model has one
+    The document leaves out what lm-eval adds about the machine and the hour, so one model has one
     document.
 
     Raises:
@@ -534,7 +545,7 @@ def refuse_no_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def protocol(loaded: Loaded, options: TaskOptions) -> dict[str, Any]:
-    """Return what decides the tokens of the questions, besides the tasks."""
+    """The properties besides the tasks that decide the tokens of the questions."""
     tokenizer: Any = loaded.tokenizer
     template = tokenizer.chat_template if options.chat_template else None
     return {

@@ -1,4 +1,4 @@
-"""A validation as JUnit XML, which CI systems show: a test per metric and task of the gate, and per metric of a comparison."""
+"""A validation as JUnit XML: a test per metric and task of the gate, and per compared metric."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ def write_junit(path: Path, result: Mapping[str, Any]) -> None:
     fails when the verdict is another.
 
     Args:
-        path: of the file.
+        path: path of the file.
         result: content of validation.json.
     """
     name = str(result["artifact"])
@@ -50,7 +50,7 @@ def write_junit(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _gate(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return group, metric, outcome and reason of each test."""
+    """Group, metric, outcome and reason of each test."""
     if result["expect"] != "pass":
         outcome = "pass" if result["outcome"] == result["expect"] else str(result["outcome"])
         return [

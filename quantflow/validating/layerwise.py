@@ -1,7 +1,7 @@
-"""Several models over the same text, one layer of one of them in memory at a time, then window by window their scores.
+"""Several models over the same text, one layer of one model in memory at a time.
 
-    <folder>/<model>/00012.hidden    the hidden states that enter layer 12, so that a run that is stopped goes on there
-    <kept>/00030.hidden              what leaves the last layer of the baseline, for the next comparison with it
+    <folder>/<model>/00012.hidden    hidden states before layer 12, where a stopped run goes on
+    <kept>/00030.hidden              the baseline's hidden states after its last layer, for later
 
 The logits are those of the whole models: each layer and the head compute what they compute there,
 window by window. Windows are independent, so several run at once; in memory are the logits of every
@@ -34,16 +34,15 @@ class Comparing:
     """Models that are compared with one of them.
 
     Attributes:
-        streams: name -> model, all on one device; the one called `baseline` is what the others are
-            compared with.
+        streams: name -> model, all on one device; the others are compared with `baseline`.
         sequences: token ids, int64 [S] each.
-        folder: private, for hidden states; whoever made it removes it.
-        keys: name -> digest of what that model's hidden states are made from; those of another key
+        folder: private folder of hidden states; whoever made it removes it.
+        keys: name -> digest of the inputs of that model's hidden states; states of another key
             are not used.
-        kept: the folder for what leaves the baseline's last layer, taken from there if it is there
-            and put there otherwise; None keeps nothing. Several processes may share it.
-        stage: how progress calls it.
-        workers: how many units run at once.
+        kept: folder of the hidden states after the baseline's last layer, which are read if they
+            are there and written otherwise; None keeps nothing. Several processes may share it.
+        stage: name of the work in progress.
+        workers: number of units that run at once.
     """
 
     streams: Mapping[str, LayerStream]
@@ -57,7 +56,7 @@ class Comparing:
 
     @torch.no_grad()
     def scores(self) -> dict[str, Comparison]:
-        """Return each model's comparison with the baseline; the number of workers changes no bit of it."""
+        """Each model's comparison with the baseline; the number of workers changes no bit of it."""
         opened = partial(HiddenStates, len(self.sequences), device=self._device)
         hidden = {name: opened(folder=self.folder / name) for name in self.streams}
         if self.kept is not None:
@@ -122,7 +121,10 @@ class Comparing:
         return {name: join(comparisons) for name, comparisons in parts.items()}
 
     def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
-        """Return each model's comparison with the baseline over one window, computed on the device and in host memory then."""
+        """Each model's comparison with the baseline over one window.
+
+        It is computed on the device and then moved to host memory.
+        """
         # [S, V]
         logits = {
             name: self.streams[name].finish(hidden[name].get(number))[0].float()

@@ -1,6 +1,7 @@
-"""The cheapest mend of an artifact: another scheme for the few linears that cost it most, as a recipe.
+"""The cheapest mend of an artifact, as a recipe: another scheme for its costliest linears.
 
-    {"linears", "scheme", "bytes", "mean_kld", "gain", "tried": [{"scheme", "bytes", "mean_kld"}], "recipe"}
+    {"linears", "scheme", "bytes", "mean_kld", "gain",
+     "tried": [{"scheme", "bytes", "mean_kld"}], "recipe"}
 
 Runtimes run some linears as one (q/k/v, gate/up), which then have one scheme; so the MENDED groups
 with the largest gains are mended together. Each scheme that is finer than theirs is tried on all of
@@ -46,13 +47,13 @@ class ArtifactToMend:
     """An artifact that may be mended.
 
     Attributes:
-        manifest: quantflow.json.
-        source: the model.
-        graph: its linears.
-        units: of its linears, probed or not.
-        probed: what units cost.
-        sampled_kld: its divergence over the probes' windows, nats per token.
-        kld: the same over all of the text.
+        manifest: content of quantflow.json.
+        source: model of the artifact.
+        graph: linears of the model.
+        units: units of its linears, probed or not.
+        probed: cost of each probed unit.
+        sampled_kld: divergence over the probes' windows, nats per token.
+        kld: divergence over all of the text, nats per token.
     """
 
     manifest: Mapping[str, Any]
@@ -65,7 +66,7 @@ class ArtifactToMend:
 
     @property
     def entry(self) -> Quantize:
-        """The recipe's words that it was made with."""
+        """The recipe's entry that it was made with."""
         known, recipe = {item.name for item in fields(Quantize)}, self.manifest["recipe"]
         words = {key: value for key, value in recipe.items() if key in known}
         (entry,) = recipe_from(
@@ -74,7 +75,7 @@ class ArtifactToMend:
         return entry
 
     def plan(self, entry: Quantize) -> Plan:
-        """Return what becomes of each linear.
+        """The scheme of each linear.
 
         Raises:
             UsageError, UnsupportedError, SchemeError: the entry does not fit the model.
@@ -86,7 +87,7 @@ class ArtifactToMend:
         )
 
     def nbytes(self, plan: Plan, linears: Sequence[str]) -> int:
-        """Return the bytes that linears take."""
+        """The bytes that linears take."""
         infos = self.source.checkpoint.infos
         total = 0
         for name in linears:
@@ -108,13 +109,13 @@ class Remedy:
 def cheapest(
     to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int
 ) -> tuple[dict[str, Any], str] | None:
-    """Return the mend, see the module's head, and the recipe that makes it; None where no linear's gain is worth it.
+    """The mend, see the module's head, and its recipe; None where no linear's gain is worth it.
 
     Args:
-        to_mend: the artifact.
-        prober: runs the tries.
-        model: the source's folder, for the recipe.
-        seed: likewise.
+        to_mend: artifact that is mended.
+        prober: runner of the tries.
+        model: folder of the source, for the recipe.
+        seed: seed for the recipe.
     """
     units = _costliest(to_mend)
     linears = [name for unit in units for name in unit.linears]
@@ -154,12 +155,18 @@ def cheapest(
         ],
         "recipe": RECIPE,
     }
-    told = f"{to_mend.entry.name} with {mend_words(record)}: mean KLD {to_mend.kld:.4g}, predicted {predicted:.4g}."
+    told = (
+        f"{to_mend.entry.name} with {mend_words(record)}: mean KLD {to_mend.kld:.4g}, "
+        f"predicted {predicted:.4g}."
+    )
     return record, recipe_text(chosen.entry, model=model, revision=None, seed=seed, told=told)
 
 
 def _costliest(to_mend: ArtifactToMend) -> list[SwapUnit]:
-    """Return the units whose linears are worth most, with those that runtimes fuse with them; at most MENDED such groups."""
+    """The units whose linears are worth most, at most MENDED groups.
+
+    A group holds the linears that runtimes fuse with one another.
+    """
     unit_of = {name: unit for unit in to_mend.units if not unit.whole for name in unit.linears}
     groups: list[list[SwapUnit]] = []
     for layer in to_mend.graph.layers:
@@ -180,7 +187,7 @@ def _costliest(to_mend: ArtifactToMend) -> list[SwapUnit]:
 
 
 def _remedy(to_mend: ArtifactToMend, linears: Sequence[str], scheme: str | None) -> Remedy | None:
-    """Return a scheme for linears, None where it is not finer than what they have, or does not go with the rest."""
+    """A scheme for linears; None where it is not finer, or does not go with the rest."""
     entry = to_mend.entry
     if scheme is None:
         changed = replace(entry, ignore=(*entry.ignore, *linears))
@@ -213,13 +220,13 @@ def _remedy(to_mend: ArtifactToMend, linears: Sequence[str], scheme: str | None)
 
 
 def _finer(new: LinearScheme, old: LinearScheme) -> bool:
-    """Return whether a scheme keeps more of a linear: more bits, or as many and its inputs as they are."""
+    """Whether a scheme keeps more of a linear: more bits, or as many and its inputs as they are."""
     bits = new.weights.num_bits - old.weights.num_bits
     return bits > 0 or (bits == 0 and old.input is not None and new.input is None)
 
 
 def _made(source: Source, plan: Plan, linears: Sequence[str]) -> dict[str, nn.Module]:
-    """Return linears of the source with a plan's schemes, rounded to nearest; those without a scheme are not among them."""
+    """The linears of the source with a plan's schemes, rounded to nearest."""
     made: dict[str, nn.Module] = {}
     for name in linears:
         scheme = plan.schemes[name]

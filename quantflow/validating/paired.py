@@ -1,10 +1,10 @@
-"""Two artifacts over the same windows: how much worse one is than the other, with one-sided bounds. Imports no torch.
+"""Two artifacts over the same windows: the loss of one against the other, with one-sided bounds.
 
-What both have in common, the text, leaves the difference: windows are drawn with replacement, the
-same ones for both, and every draw gives one difference of each metric. The bounds are quantiles of
-these differences.
+Both have the text in common, and a difference has it no more. Windows are drawn with replacement,
+the same ones for both, and every draw gives one difference of each metric. The bounds are
+quantiles of these differences. The module imports no torch.
 
-Quantiles of a bootstrap are too narrow for few windows: the spread of a resample is that of n
+Bootstrap quantiles are too narrow for few windows: the spread of a resample is that of n
 windows divided by n, not by n - 1, and has no Student's t. So the quantiles stand further out,
 where a mean of n normal values would have its t interval (Hesterberg 2015, What Teachers Should
 Know About the Bootstrap, section 5.3: expanded percentiles).
@@ -36,7 +36,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class WindowScores:
-    """An artifact's comparison with its source, window by window: all that metrics and their resamples need.
+    """An artifact's comparison with its source, window by window, as metrics and resamples need it.
 
     Attributes:
         tokens: [n] predicted tokens of each window.
@@ -44,8 +44,8 @@ class WindowScores:
         agreements: [n] tokens whose most likely token is the source's.
         nll_difference: [n] sums of the artifact's negative log likelihoods minus the source's,
             nats.
-        tail: of each window its largest divergences, in nats, at least as many as a resample's 99.9
-            % quantile reaches down to.
+        tail: largest divergences of each window, in nats, at least as many as a resample's
+            99.9 % quantile reaches down to.
     """
 
     tokens: Counts
@@ -55,7 +55,12 @@ class WindowScores:
     tail: tuple[Floats, ...]
 
     def metric(self, name: str, times: Counts) -> Floats:
-        """Return a metric of resamples, [R].  times: [R, n] how often each window was drawn."""
+        """A metric of resamples, [R].
+
+        Args:
+            name: key of the metric.
+            times: [R, n] number of times that each window was drawn.
+        """
         tokens = times @ self.tokens  # [R]
         if name == "kld_p999":
             return self._p999(times, tokens)
@@ -70,7 +75,7 @@ class WindowScores:
         return means
 
     def _p999(self, times: Counts, tokens: Counts) -> Floats:
-        """Return the smallest divergence that at least 99.9 % of the tokens of each resample do not exceed, [R]."""
+        """The smallest divergence that 99.9 % of each resample's tokens do not exceed, [R]."""
         values = np.concatenate(self.tail)
         owner = np.repeat(np.arange(len(self.tail)), [len(part) for part in self.tail])
         order = np.argsort(-values, kind="stable")
@@ -89,9 +94,9 @@ class PairedDifference:
     """A metric of the newer artifact minus that of the older one, turned so that more is worse.
 
     Attributes:
-        value: on the text as it is.
-        lower: at least this; of all metrics together with a confidence of 95 %.
-        upper: at most this, with a confidence of 95 %.
+        value: difference on the text as it is.
+        lower: lower bound, which holds for all metrics together with a confidence of 95 %.
+        upper: upper bound, which holds with a confidence of 95 %.
     """
 
     value: float
@@ -100,7 +105,7 @@ class PairedDifference:
 
 
 def recorded(comparison: "Comparison") -> dict[str, Any]:
-    """Return a comparison's windows as validation.json keeps them."""
+    """A comparison's windows as validation.json keeps them."""
     lengths = comparison.lengths.numpy()
     ends = np.cumsum(lengths)[:-1]
     kld, agreement, nll = (
@@ -125,7 +130,7 @@ def recorded(comparison: "Comparison") -> dict[str, Any]:
 
 
 def window_scores(record: Mapping[str, Any], *, name: str) -> WindowScores:
-    """Return what `recorded` made.
+    """The windows that `recorded` wrote.
 
     Raises:
         InputError: a list is missing, has another length, or holds something else than finite
@@ -167,15 +172,15 @@ def differences(
     others: int = 0,
     resamples: int = RESAMPLES,
 ) -> dict[str, PairedDifference]:
-    """Return how much worse the newer artifact is than the older one in some metrics.
+    """The loss of the newer artifact against the older one in some metrics.
 
     Args:
-        newer: n windows.
-        older: the same windows.
+        newer: n windows of the newer artifact.
+        older: same windows of the older artifact.
         metrics: keys of `WORSE`. Their lower bounds hold together with 95 %.
-        seed: of the draws.
-        others: how many more tests share these 95 %.
-        resamples: how many times n windows are drawn.
+        seed: seed of the draws.
+        others: number of other tests that share these 95 %.
+        resamples: number of times that n windows are drawn.
     """
     alpha = ALPHA / (len(metrics) + others)  # Bonferroni
     count = len(newer.tokens)
@@ -197,14 +202,14 @@ def differences(
 
 
 def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
-    """Return how many answers were lost and won, and how likely it is to lose so many where neither artifact is better.
+    """The answers lost and won, and the chance to lose so many where neither artifact is better.
 
     The exact test, one-sided: of the answers that differ each is a loss with probability 1/2
     (McNemar 1947, Psychometrika 12).
 
     Args:
         newer: `1` for each right answer, `0` for each wrong one.
-        older: the same of the older artifact, document for document.
+        older: digits of the older artifact, document for document.
     """
     lost = sum(pair == ("0", "1") for pair in zip(newer, older, strict=True))
     won = sum(pair == ("1", "0") for pair in zip(newer, older, strict=True))
@@ -220,7 +225,7 @@ def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
 
 
 def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
-    """Return one-sided 95 % bounds on the artifact's share of right answers over the source's; 1 is all of it.
+    """One-sided 95 % bounds on the artifact's share of right answers over the source's; 1 is all.
 
     The answers are pairs. The bounds are the ratios r at which the mean of `artifact - r *
     baseline` is still zero within its normal error (Fieller 1954, J. R. Stat. Soc. B 16). Half an
@@ -229,7 +234,7 @@ def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
 
     Args:
         artifact: `1` for each right answer, `0` for each wrong one.
-        baseline: the same of the source, document for document.
+        baseline: digits of the source, document for document.
 
     Returns:
         (lower, upper); (0, inf) where the source has too few right answers to divide by.
@@ -254,7 +259,7 @@ def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
 
 
 def expanded(alpha: float, count: int) -> float:
-    """Return the share of resamples that lies outside of a one-sided bound of 1 - alpha over `count` windows.
+    """The share of resamples outside of a one-sided bound of 1 - alpha over `count` windows.
 
     Student's quantile is Abramowitz and Stegun 26.7.5, four terms of a series in 1 / (count - 1).
     """

@@ -1,4 +1,4 @@
-"""What each linear costs: one at a time quantized, and all but one, as swaps between the artifact and its source.
+"""The cost of each linear: it alone quantized, and all but it, as swaps of artifact and source.
 
     {"tokens", "windows", "mean_kld", "asked", "run",
      "units": [{"name", "layer", "whole", "linears", "only_this", "all_but_this", "gain"}]}
@@ -37,11 +37,11 @@ class SwapUnit:
     """Modules that are swapped together.
 
     Attributes:
-        name: the linear, several with commas, or the layer.
-        layer: its index; None for the head.
-        whole: it is all of a layer that has several units.
-        linears: that are quantized, by their names in the artifact.
-        modules: what is swapped: the linears, and what smoothing tied to them.
+        name: name of the linear, several with commas, or of the layer.
+        layer: index of the layer; None for the head.
+        whole: whether it is all of a layer that has several units.
+        linears: quantized linears, by their names in the artifact.
+        modules: swapped modules: the linears, and what smoothing tied to them.
     """
 
     name: str
@@ -51,17 +51,20 @@ class SwapUnit:
     modules: tuple[str, ...]
 
     def only(self) -> Swap:
-        """Return the source with nothing but this quantized."""
+        """The source with nothing but this quantized."""
         return Swap(base=BASELINE, taken=self.modules)
 
     def others(self) -> Swap:
-        """Return the artifact with all but this quantized."""
+        """The artifact with all but this quantized."""
         return Swap(base=CANDIDATE, taken=self.modules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """A unit, and the mean divergences of its two swaps, nats per token; `gain` is what leaving it alone is worth."""
+    """A unit, and the mean divergences of its two swaps, nats per token.
+
+    `gain` is the worth of leaving the unit alone.
+    """
 
     unit: SwapUnit
     only_this: float
@@ -69,7 +72,7 @@ class Probed:
     gain: float
 
     def record(self) -> dict[str, Any]:
-        """Return it as validation.json has it."""
+        """The unit as validation.json has it."""
         unit = self.unit
         about = {
             "name": unit.name,
@@ -87,12 +90,12 @@ class Probed:
 
 @dataclass(frozen=True, kw_only=True)
 class Prober:
-    """Runs swaps, and keeps what they cost, so that a validation that is stopped goes on after the last pass.
+    """Runs swaps and keeps their divergences, so that a stopped validation goes on after them.
 
     Attributes:
-        swapping: what runs them.
-        path: where they are kept.
-        key: digest of the artifact, its source and the windows.
+        swapping: runner of the swaps.
+        path: file of the divergences.
+        key: digest of artifact, source and windows.
     """
 
     swapping: Swapping
@@ -100,7 +103,7 @@ class Prober:
     key: str
 
     def klds(self, swaps: Mapping[str, Swap]) -> dict[str, float]:
-        """Return the mean divergence of each swap, nats per token; a name says which it is, in this and in later calls."""
+        """The mean divergence of each swap, nats per token, by its name in this and later calls."""
         found = self._kept()
         left = [name for name in swaps if name not in found]
         for first in range(0, len(left), self.swapping.at_once):
@@ -111,7 +114,12 @@ class Prober:
         return {name: found[name] for name in swaps}
 
     def of_units(self, units: Sequence[SwapUnit], *, whole: float) -> list[Probed]:
-        """Return what units cost.  whole: the artifact's divergence."""
+        """The cost of units.
+
+        Args:
+            units: units to run.
+            whole: divergence of the artifact.
+        """
         swaps = {f"only {unit.name}": unit.only() for unit in units}
         swaps |= {f"all but {unit.name}": unit.others() for unit in units}
         found = self.klds(swaps)
@@ -138,12 +146,12 @@ class Prober:
 def run_probes(
     prober: Prober, units: Sequence[SwapUnit], *, whole: float, count: int
 ) -> list[Probed]:
-    """Return what layers and linears cost, as many as a number of probes reaches.
+    """The cost of layers and linears, as many as a number of probes reaches.
 
     Args:
-        prober: runs them.
-        units: of `units_of`.
-        whole: the artifact's divergence over the windows.
+        prober: runner of the probes.
+        units: result of `units_of`.
+        whole: divergence of the artifact over the windows.
         count: probes; half of them may go to whole layers, which are spread evenly where there are
             more. FOR_MENDS are left.
     """
@@ -164,7 +172,7 @@ def run_probes(
 
 
 def sampled(sequences: Sequence[Tensor]) -> list[int]:
-    """Return windows, evenly spread, of SAMPLE tokens together or the first of them, by number."""
+    """The numbers of windows, evenly spread, of SAMPLE tokens together, or the first of them."""
     count = max(1, len(sequences) * SAMPLE // max(SAMPLE, sum(map(len, sequences))))
     return [number * len(sequences) // count for number in range(count)]
 
@@ -172,13 +180,13 @@ def sampled(sequences: Sequence[Tensor]) -> list[int]:
 def units_of(
     graph: Graph, quantized: Collection[str], *, folded: Collection[str], head: str
 ) -> list[SwapUnit]:
-    """Return the units of a model: of each layer the whole, then its parts; the head last.
+    """The units of a model: of each layer the whole, then its parts; the head last.
 
     Args:
-        graph: its linears.
-        quantized: names of those that are, as the artifact has them.
+        graph: linears of the model.
+        quantized: names of the quantized linears in the artifact.
         folded: linears whose inputs were smoothed.
-        head: what makes logits, as the artifact has it.
+        head: name of the head in the artifact.
     """
     units: list[SwapUnit] = []
     for layer in graph.layers:
@@ -218,7 +226,7 @@ def _unit(layer: Layer, modules: Sequence[str], quantized: Collection[str]) -> S
 
 
 def _tied(layer: Layer, folded: Collection[str]) -> list[list[str]]:
-    """Return the linears of a layer in call order, those that smoothing tied together with what it was folded into."""
+    """The linears of a layer in call order, smoothed ones with what the factors went into."""
     sets = [[name] for name in layer.linears]
     for group in layer.groups:
         source = group.norm or group.feeder

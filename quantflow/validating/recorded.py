@@ -1,4 +1,4 @@
-"""Verdicts from validation.json files alone: no model, no text, no torch. What CI runs."""
+"""Verdicts from validation.json files alone, for CI: no model, no text, no torch."""
 
 from typing import Any, TypedDict
 
@@ -11,7 +11,7 @@ from quantflow.validating.regression import compare_with, read_validation
 
 
 def run(job: GateJob) -> dict[str, Any]:
-    """Return the validation with its verdicts made again.
+    """The validation with its verdicts made again.
 
     Raises:
         InputError: a file cannot be read, has no score of a task that the gate names, or the two
@@ -36,7 +36,7 @@ class _Floor(TypedDict):
 
 
 class _Judged(TypedDict):
-    """What another gate needs to know."""
+    """The keys that another gate needs."""
 
     scheme: str
     algorithm: str

@@ -1,4 +1,4 @@
-"""How much of the source's score an artifact keeps in each task, as a gate judges it. Imports no torch.
+"""The share of the source's score that an artifact keeps in each task, as a gate judges it.
 
     min_recovery: 98                        every task that was asked, one at least
     min_recovery: {lambada_openai: 99, all: 97}
@@ -19,7 +19,7 @@ from quantflow.validating.paired import recovery_bounds
 
 
 def bounds(score: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the one-sided bounds of a task's recovery, in percent; (0, inf) where the source has no score to divide by."""
+    """One-sided bounds of a task's recovery, in percent; (0, inf) where the source has no score."""
     if score["answers"] is not None:
         lower, upper = recovery_bounds(score["answers"]["artifact"], score["answers"]["baseline"])
         return 100 * lower, 100 * upper
@@ -28,10 +28,12 @@ def bounds(score: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def asked(gate: Gate, validation: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """Return the percent that is asked of each task, and the bounds of what was kept: task -> (asked, lower, upper).
+    """The percent that a gate asks of each task, and the bounds of the recovery.
+
+    The result maps a task to (asked, lower, upper).
 
     Args:
-        gate: names tasks.
+        gate: gate that names tasks.
         validation: content of validation.json.
 
     Raises:
@@ -40,7 +42,10 @@ def asked(gate: Gate, validation: Mapping[str, Any]) -> dict[str, tuple[float, f
     scores = validation.get("tasks", {"scores": {}})["scores"]
     lacking = _lacking(gate, list(scores))
     if lacking is not None:
-        cause = f"validation of {validation['artifact']}: has no score of {lacking[0]}, gate {gate.name} asks for it"
+        cause = (
+            f"validation of {validation['artifact']}: has no score of {lacking[0]}, "
+            f"gate {gate.name} asks for it"
+        )
         raise InputError(cause, f"run `quantflow validate` with --tasks {lacking[1]}")
     limits = {name: gate.min_recovery.get(name, gate.min_recovery.get(EVERY)) for name in scores}
     return {
@@ -63,7 +68,7 @@ def refuse_unasked(gate: Gate, tasks: list[str]) -> None:
 
 
 def _lacking(gate: Gate, tasks: list[str]) -> tuple[str, str] | None:
-    """Return a task that the gate names and that is not there, in words and as --tasks takes it."""
+    """A task that the gate names and nobody asked, in words and as --tasks takes it."""
     for name in gate.min_recovery:
         if name == EVERY and not tasks:
             return "any task", "NAMES"

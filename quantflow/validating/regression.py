@@ -1,14 +1,15 @@
-"""A newer artifact beside an older one of the same model: pass, regression, or inconclusive. Imports no torch.
+"""A newer artifact beside an older one of the same model: pass, regression, or inconclusive.
 
     {"previous": {"artifact", "digest"}, "outcome", "reasons",
-     "metrics": {name: {"previous", "current", "worse", "lower", "upper", "max_regression", "outcome"}},
+     "metrics": {name: {"previous", "current", "worse", "lower", "upper",
+                        "max_regression", "outcome"}},
      "tasks": {name: {"lost", "won", "chance", "outcome"}}}
 
 `worse` is the newer value minus the older one, turned so that more is worse;
 quantflow.validating.paired bounds it. A metric passes when the upper bound is at most
 `max_regression`, is a regression when the lower bound is above it, and is inconclusive otherwise.
 The lower bounds hold for all metrics together with 95 %: an artifact that is worse by no more than
-what is allowed is called a regression in at most one of twenty comparisons, however many metrics
+allowed is called a regression in at most one of twenty comparisons, however many metrics
 are judged. No correction is needed for a pass, which needs every metric. Tasks that both were asked
 share these 5 %: McNemar's test on their answers finds a loss. Its pass says no more than that no
 loss was seen.
@@ -136,10 +137,10 @@ class _Validation(TypedDict):
 
 
 def read_validation(path: Path) -> dict[str, Any]:
-    """Return the content of a validation.json.
+    """The content of a validation.json.
 
     Args:
-        path: the file, or the folder that holds it.
+        path: file, or the folder that holds it.
 
     Raises:
         InputError: it is missing, no JSON, or not what validate of this version writes.
@@ -174,7 +175,10 @@ def read_validation(path: Path) -> dict[str, Any]:
 
 
 def allowances(gate: Gate) -> dict[str, float]:
-    """Return how much worse each judged metric may get: what the gate names, or a tenth of the way to its thresholds."""
+    """The allowed loss of each judged metric.
+
+    It is what the gate names, or a tenth of the way to its thresholds.
+    """
     if gate.max_regression:
         return dict(gate.max_regression)
     return {metric: SHARE * abs(gate.thresholds[metric] - PERFECT[metric]) for metric in BY_DEFAULT}
@@ -183,12 +187,12 @@ def allowances(gate: Gate) -> dict[str, float]:
 def compare_with(
     previous: Mapping[str, Any], current: Mapping[str, Any], *, gate: Gate
 ) -> dict[str, Any]:
-    """Return the comparison of two validations, see the module's head.
+    """The comparison of two validations, see the module's head.
 
     Args:
-        previous: validation.json of the older artifact.
-        current: that of the newer one.
-        gate: names what is allowed.
+        previous: content of the older artifact's validation.json.
+        current: content of the newer artifact's validation.json.
+        gate: gate with the allowed losses.
 
     Raises:
         InputError: they are of different models or texts, or their windows are damaged.
@@ -272,7 +276,7 @@ def compare_with(
 
 
 def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of a table for people, in the order of COLUMNS."""
+    """The rows of a table for people, in the order of COLUMNS."""
     found = result["regression"]
     rows = []
     for metric, values in found["metrics"].items():
@@ -292,7 +296,7 @@ def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the newer and the older artifact's answers to each task that both were asked in the same way."""
+    """Both artifacts' answers to each task that they were asked in the same way."""
     new, old = current.get("tasks"), previous.get("tasks")
     if new is None or old is None or new["protocol"] != old["protocol"]:
         return {}
@@ -303,7 +307,10 @@ def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
         if same and newer["answers"] is not None and older["answers"] is not None:
             pairs[name] = (newer["answers"]["artifact"], older["answers"]["artifact"])
             if len(pairs[name][0]) != len(pairs[name][1]):
-                cause = f"{current['artifact']}, {previous['artifact']}: task {name}: {len(pairs[name][0])} and "
+                cause = (
+                    f"{current['artifact']}, {previous['artifact']}: task {name}: "
+                    f"{len(pairs[name][0])} and "
+                )
                 raise InputError(
                     f"{cause}{len(pairs[name][1])} answers", "validate both with the same tasks"
                 )
@@ -313,7 +320,8 @@ def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
 def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     if previous["baseline"] != current["baseline"]:
         raise InputError(
-            f"{current['artifact']}, {previous['artifact']}: were validated beside different models",
+            f"{current['artifact']}, {previous['artifact']}: "
+            "were validated beside different models",
             "compare artifacts of one model",
         )
     for key in _SAME:

@@ -1,7 +1,7 @@
-"""Where a divergence comes from: a model with some modules of another one, run beside both.
+"""The origin of a divergence: a model with some modules of another one, run beside both.
 
-    only = Swap(base=BASELINE, taken=("model.layers.3.mlp.down_proj",))         this linear alone is quantized
-    others = Swap(base=CANDIDATE, taken=("model.layers.3.mlp.down_proj",))      all linears but this one are
+    only = Swap(base=BASELINE, taken=("model.layers.3.mlp.down_proj",))         this one quantized
+    others = Swap(base=CANDIDATE, taken=("model.layers.3.mlp.down_proj",))      all but this
 
 Until the first layer that a swap takes a module of, its hidden states are its base's. So a pass
 over the layers runs both models once, and every swap from its own layer on. In memory are one layer
@@ -35,9 +35,9 @@ class Swap:
     """One of two models with some modules of the other.
 
     Attributes:
-        base: the model that it is otherwise, BASELINE or CANDIDATE.
-        taken: full source names of the modules, of layers or the head.
-        made: full source name -> the module that stands there instead of the other model's.
+        base: model of all other modules, BASELINE or CANDIDATE.
+        taken: full source names of the modules, in layers or the head.
+        made: full source name -> module that stands there instead of the other model's.
     """
 
     base: str
@@ -57,9 +57,9 @@ class Swapping:
     Attributes:
         streams: BASELINE and CANDIDATE; their hidden states have one basis.
         sequences: token ids, int64 [S] each, S at least 2.
-        stage: how progress calls it.
-        workers: windows at once.
-        at_once: swaps whose hidden states are in memory together, at least 1.
+        stage: name of the work in progress.
+        workers: number of windows at once.
+        at_once: number of swaps whose hidden states are in memory together, at least 1.
     """
 
     streams: Mapping[str, LayerStream]
@@ -75,7 +75,10 @@ class Swapping:
 
     @torch.no_grad()
     def klds(self, swaps: Sequence[Swap]) -> list[float]:
-        """Return the mean divergence of each swap from the baseline, nats per token; workers change no bit of it."""
+        """The mean divergence of each swap from the baseline, nats per token.
+
+        The number of workers changes no bit of it.
+        """
         found: list[float] = []
         with Workers(self.workers) as workers:
             for first in range(0, len(swaps), self.at_once):
@@ -121,7 +124,7 @@ class Swapping:
         return self._scores(swaps, bases, hidden, workers)
 
     def _start(self, swap: Swap) -> int:
-        """Return the first layer that a swap has a module of, or how many layers there are."""
+        """The first layer that a swap has a module of, or the number of layers."""
         return next(
             (layer.index for layer in self._layers if _taken_of(layer, swap)), len(self._layers)
         )
@@ -166,7 +169,7 @@ class Swapping:
         return means
 
     def _logits(self, name: str, hidden: Sequence[Tensor], number: int) -> Tensor:
-        """Return the logits of a window that predict its tokens, [S - 1, V]."""
+        """The logits of a window that predict its tokens, [S - 1, V]."""
         return self.streams[name].finish(hidden[number])[0, :-1].float()
 
 
@@ -185,7 +188,7 @@ def _taken_of(layer: Layer, swap: Swap) -> list[str]:
 
 @contextmanager
 def _with_taken(layer: Layer, swap: Swap, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Run the block with a swap's modules in the place of its base's.  modules: this layer of both models."""
+    """Run the block with a swap's modules in the place of its base's; both models' are given."""
     base, other = modules[swap.base], modules[swap.other]
     names = {name: layer.relative(name) for name in _taken_of(layer, swap)}
     own = {name: base.get_submodule(place) for name, place in names.items()}

@@ -1,13 +1,14 @@
-"""What a model answers to tasks of lm-eval: in one process, or in several that share it, of which rank 0 asks and tells.
+"""The answers of a model to tasks of lm-eval, in one process or in several that share it.
 
 Reads    an artifact or a model; files and data sets of the tasks
 Writes   nothing
 Resumes  nothing
-Fails    2 a model that cannot be cut into so many parts, 6 one that the lean decoder does not run; what tasks and loading raise
+Fails    2 a model that cannot be cut into so many parts, 6 one that the lean decoder does not run;
+         what tasks and loading raise
 
 Several processes give the bits of one where our kernels multiply
 (quantflow/runtime/ranks/tensor_parallel.py), and agree within float32's rounding where torch does.
-Scores do not say how many there were.
+Scores do not name the number of processes. Rank 0 asks, and tells the others what to run.
 """
 
 from collections.abc import Mapping
@@ -30,12 +31,12 @@ class AnswersJob:
     """A model that is asked.
 
     Attributes:
-        artifact: an artifact, or a model that is not quantized.
+        artifact: folder of an artifact, or of a model that is not quantized.
         tasks: names, limit, shots and template.
-        stage: how it is called in messages, beginning with VERB.
-        exact: inputs that the schemes leave alone are never rounded.
-        backend, dtype: of the decoder, as `quantflow.runtime.load.load` takes them.
-        ranks: processes that share the model, each with a part of every matrix.
+        stage: name in messages, beginning with VERB.
+        exact: whether inputs that the schemes leave alone are never rounded.
+        backend, dtype: backend and dtype of the decoder, as `runtime.load.load` takes them.
+        ranks: number of processes that share the model, each with a part of every matrix.
     """
 
     artifact: Path
@@ -81,7 +82,7 @@ def _answers(job: AnswersJob, loaded: Loaded, progress: Progress) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """Return lm-eval's document as plain data."""
+    """lm-eval's document as plain data."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

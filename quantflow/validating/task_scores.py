@@ -1,7 +1,8 @@
-"""Tasks of an artifact and of its source: how many answers are right, and how much of the source's score is left.
+"""The scores of an artifact and of its source in tasks, and the recovery of the source's score.
 
     {"protocol": {limit, shots, chat_template, bos, lm_eval, dtype},
-     "scores": {task: {"metric", "higher_is_better", "version", "samples", "baseline", "artifact", "recovery",
+     "scores": {task: {"metric", "higher_is_better", "version", "samples",
+                       "baseline", "artifact", "recovery",
                        "answers": {"baseline": "0110", "artifact": "0111"} or null}}}
 
 `recovery` is the artifact's score over the source's, in percent; of a metric that is better when it
@@ -47,7 +48,7 @@ _NAMED = frozenset({".yaml", ".yml", ".jsonl", ".py"})  # what a task's YAML may
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScores:
-    """What a validation keeps of tasks, and lm-eval's own documents of both models."""
+    """The record of tasks that a validation keeps, and lm-eval's own documents of both models."""
 
     record: Mapping[str, Any]
     baseline: Mapping[str, Any]
@@ -55,7 +56,9 @@ class TaskScores:
 
 
 def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
-    """Refuse tasks that cannot be asked, before anything runs; return the names of those that will be, each of a group.
+    """The names of the tasks that will be asked, each of a group.
+
+    Tasks that cannot be asked are refused before anything runs.
 
     Raises:
         UnsupportedError: lm-eval is not installed, or several ranks cannot share a model.
@@ -88,7 +91,7 @@ def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
 
 
 def files_of(options: Validate) -> dict[str, str]:
-    """Return the hash of every local file that tasks are read from: a YAML, and its neighbours that it can name."""
+    """The hash of every local file that tasks are read from: a YAML, and neighbours it can name."""
     found = {}
     for name in options.tasks:
         path = (
@@ -114,16 +117,16 @@ def score_tasks(
     key: str,
     progress: Progress,
 ) -> TaskScores:
-    """Ask both models.
+    """The scores of both models.
 
     Args:
-        artifact: its folder.
-        baseline: that of the model that it was made from.
+        artifact: folder of the artifact.
+        baseline: folder of its source.
         options: names, limit, shots, template and ranks.
-        resources: the limits.
-        kept: a folder for what the baseline answers.
+        resources: limits of memory and disk.
+        kept: folder of the baseline's answers.
         key: digest of the baseline.
-        progress: is told how far it is.
+        progress: receiver of progress.
 
     Raises:
         ResourceError: a model does not fit into memory.
@@ -189,7 +192,10 @@ def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:
 
 
 def beyond_memory(folder: Path, resources: Resources) -> str | None:
-    """Return why the weights of a model do not fit, None where they do: floats are float32 in memory, integers as stored."""
+    """The reason why a model's weights do not fit into memory, None where they do.
+
+    Floats are float32 in memory, integers as stored.
+    """
     infos = open_checkpoint(folder).infos.values()
     weights = sum(
         4 * math.prod(info.shape) if info.dtype in _FLOATS else info.nbytes for info in infos
@@ -198,7 +204,10 @@ def beyond_memory(folder: Path, resources: Resources) -> str | None:
     limit, why = memory_limit(resources, resident=resident)
     if resident + weights <= limit:
         return None
-    return f"the weights of {folder} take {text_of(weights)} beside {text_of(resident)}, {why} is {text_of(limit)}"
+    return (
+        f"the weights of {folder} take {text_of(weights)} beside {text_of(resident)}, "
+        f"{why} is {text_of(limit)}"
+    )
 
 
 def _refuse_other_questions(

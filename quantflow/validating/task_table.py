@@ -9,7 +9,7 @@ COLUMNS = ("task", "metric", "documents", "source", "artifact", "recovery", "at 
 
 
 def cells(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows of a table for people, in the order of COLUMNS."""
+    """The rows of a table for people, in the order of COLUMNS."""
     rows = []
     for name, score in record["scores"].items():
         recovery = "" if score["recovery"] is None else f"{score['recovery']:.1f} %"

@@ -1,14 +1,17 @@
-"""Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
+"""Stage 5, validate: compare an artifact with its source, and let a gate decide.
 
-Reads    the artifact, or a folder that another program quantized, the source model, an evaluation text; an older artifact of
-         the model, or its validation
-Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
-         <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
-         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis was asked and has one
-         <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
-Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
-Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
-         was expected, or the artifact is worse than the older one; 7 the artifact is damaged
+Reads    the artifact, or a folder that another program quantized, the source model, an evaluation
+         text; an older artifact of the model, or its validation
+Writes   <report>/validation.json and report.html, with the artifact's digest; nothing into the
+         artifact
+         <report>/tasks.json and tasks-baseline.json, lm-eval's documents, where tasks are asked
+         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis has one
+         <cache>/<key>/ what every validation of that model over that text shares, see `Shared`
+Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped
+         goes on with its layer
+Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or
+         passed where a failure was expected, or the artifact is worse than the older one;
+         7 the artifact is damaged
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
 (quantflow/validating/layerwise.py). Protocol: float32, the artifact on the reference backend, its
@@ -22,7 +25,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ from quantflow.validating import recovery
 from quantflow.validating.bootstrap import bootstrap
 from quantflow.validating.diagnosis import Subject, diagnose
 from quantflow.validating.foreign_manifest import manifest_of
-from quantflow.validating.gate import gate_files, judge, load_gate
+from quantflow.validating.gate import gate_files, judge, read_gate
 from quantflow.validating.job import ValidateJob
 from quantflow.validating.layerwise import BASELINE, Comparing
 from quantflow.validating.mend import RECIPE
@@ -77,6 +79,7 @@ from quantflow.validating.paired import recorded
 from quantflow.validating.regression import compare_with, read_validation
 from quantflow.validating.report import row_of, write_report
 from quantflow.validating.task_scores import TaskScores, check_tasks, files_of, score_tasks
+from quantflow.validating.validation_record import Validation
 from quantflow.validating.windows import evaluation_sequences
 
 VERSION = 4
@@ -89,24 +92,29 @@ OTHER_WORK = 1.6
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What validations of one model over one text have in common: the noise floor, and what leaves the baseline's last layer.
+    """What validations of one model over one text share.
+
+    It is the noise floor, and the hidden states after the baseline's last layer:
 
         <cache>/<key>/floor.json       {"key", "floor"}, the noise floor's metrics with their bounds
         <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
 
     Attributes:
-        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype,
+        key: sha256 over the canonical JSON of [the protocol: windows, tokens, their hash, dtype,
             device, resamples, seed; the hashes of the model's files; the versions of the tools and
             the instruction set].
-        folder: of the key. Files in it appear whole, and one that does not hold what its hash says
-            is made again.
+        folder: folder of the key. Files in it appear whole, and one that does not match its hash is
+            made again.
     """
 
     key: str
     folder: Path
 
     def has_baseline(self, layers: int) -> bool:
-        """Whether what leaves the last of so many layers seems to be there; only reading it shows whether it is whole."""
+        """Whether the states after the last of so many layers seem to be there.
+
+        Only reading them shows whether they are whole.
+        """
         return (self.folder / f"{layers:05d}.json").is_file()
 
     @property
@@ -131,13 +139,19 @@ class Shared:
 
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
-    """Validate and return the content of validation.json; quantflow.validating.verdict turns it into an exit code."""
+    """Validate, and return the content of validation.json.
+
+    `quantflow.validating.verdict` turns it into an exit code.
+    """
     check_compute(job.options, job.compute)
     device = open_device(job.compute.device)
     source = open_source(job.baseline)
     manifest = manifest_of(job.artifact, source)
     if job.options.diagnose is not None and not is_artifact(job.artifact):
-        cause = f"{job.artifact}: --diagnose of a folder without a manifest, which says how it was quantized"
+        cause = (
+            f"{job.artifact}: --diagnose of a folder without a manifest, "
+            "which says how it was quantized"
+        )
         raise UsageError(cause, "leave --diagnose out")
     digests = Digests()
     _refuse_other_baseline(job, manifest, source, digests)
@@ -158,11 +172,12 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             return result
         parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
         stage_folder.refuse_other_result(job.folder, inputs, force=job.force, parts=parts)
-        result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
+        validation, documents = _validate(
+            job, manifest, source, inputs, older, progress, device=device
+        )
+        result = validation.as_json()
         with stage_folder.publish(job.folder, stage="validate", inputs=inputs) as folder:
-            disk.write_file(
-                folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode()
-            )
+            disk.write_file(folder / "validation.json", _indented(result))
             for name, content in documents.items():
                 disk.write_file(folder / name, content)
             write_report(folder / "report.html", [row_of(result, manifest)])
@@ -196,7 +211,7 @@ def with_evaluation_text(options: Validate, progress: Progress) -> Validate:
 
 
 def check_compute(options: Validate, compute: Compute) -> None:
-    """Refuse what does not go with a device, or with models that run in bfloat16.
+    """Refuse options that do not go with a device, or with models that run in bfloat16.
 
     Raises:
         UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with
@@ -211,7 +226,10 @@ def check_compute(options: Validate, compute: Compute) -> None:
 
 
 def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, Any]:
-    """Return the validation of the older artifact; where only the artifact is there, it is validated as the newer one is."""
+    """The validation of the older artifact.
+
+    Where only the artifact is there, it is validated as the newer one is.
+    """
     if previous.is_file() or (previous / "validation.json").is_file():
         return read_validation(previous)
     source = open_source(job.baseline)
@@ -284,19 +302,20 @@ def _validate(
     progress: Progress,
     *,
     device: Device,
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return validation.json, and what stands beside it: file name -> content."""
-    recipe = manifest["recipe"]
+) -> tuple[Validation, dict[str, bytes]]:
+    """The validation, and the files beside validation.json: name -> content."""
+    resolved, name = manifest["recipe"]["resolved"], manifest["recipe"]["name"]
+    scheme, algorithm = manifest["recipe"]["scheme"], resolved["algorithm"]
     parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
-    gate_for = partial(
-        load_gate,
+    # A gate that cannot be read is refused before the models run.
+    loaded_gate = read_gate(
         job.options.gate,
-        scheme=recipe["scheme"],
-        algorithm=recipe["resolved"].get("judged_as", recipe["resolved"]["algorithm"]),
+        scheme=scheme,
+        algorithm=resolved.get("judged_as", algorithm),
         parameters=parameters,
     )
-    gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
-    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.baseline, job.options))
+    tasks = check_tasks(job.artifact, job.baseline, job.options)
+    recovery.refuse_unasked(loaded_gate.for_noise(1.0), tasks)
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences, device=device)
@@ -324,42 +343,15 @@ def _validate(
     if floor is None:
         floor = _bounds(compared["noise"], job.seed)
         shared.keep(floor)
-    gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
-    result: dict[str, Any] = {
-        "artifact": recipe["name"],
-        "digest": manifest["digest"],
-        "baseline": inputs["baseline"],
-        "parameters": parameters,
-        "scheme": recipe["scheme"],
-        "kv_cache": kv_words_of(recipe["resolved"]),
-        "algorithm": recipe["resolved"]["algorithm"]
-        + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
-        "transforms": recipe["resolved"]["transforms"],
-        "model": manifest["source"]["name"],
-        "size": sum(entry["bytes"] for entry in manifest["files"].values()),
-        "bits_per_weight": bits_per_weight(artifact),
-        "perplexity": {
-            "baseline": _perplexity(candidate.nll_baseline),
-            "candidate": _perplexity(candidate.nll_candidate),
-        },
-        "metrics": metrics,
-        "noise_floor": floor,
-        "gate": gate.record(),
-        "windows": recorded(candidate),
-        "expect": job.expect,
-        "allow_inconclusive": job.options.allow_inconclusive,
-        "rounded_inputs": rounds_inputs(manifest) and not job.options.exact,
-        "protocol": protocol,
-    }
+    gate = loaded_gate.for_noise(floor["top1_agreement"]["value"])
     documents: dict[str, bytes] = {}
+    scored: dict[str, Any] = {}
     if job.options.tasks:
-        asked = _asked(job, inputs, progress)
-        result["tasks"] = asked.record
-        for name, document in (
-            ("tasks.json", asked.artifact),
-            ("tasks-baseline.json", asked.baseline),
-        ):
-            documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
+        answers = _asked(job, inputs, progress)
+        scored["tasks"] = answers.record
+        documents["tasks.json"] = _indented(answers.artifact)
+        documents["tasks-baseline.json"] = _indented(answers.baseline)
+    diagnosis = None
     if job.options.diagnose is not None:
         subject = Subject(
             artifact=artifact,
@@ -372,15 +364,49 @@ def _validate(
             kept=layer_store.scratch(job.folder) / "probes.json",
             key=digest_of(inputs),
         )
-        result["diagnosis"], recipe = diagnose(subject, progress)
-        if recipe is not None:
-            documents[RECIPE] = recipe.encode()
-    bounds = {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()}
-    verdict = judge(gate, bounds, recovery.asked(gate, result))
-    result |= {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+        diagnosis, mend = diagnose(subject, progress)
+        if mend is not None:
+            documents[RECIPE] = mend.encode()
+    bounds = {metric: (bound["lower"], bound["upper"]) for metric, bound in metrics.items()}
+    verdict = judge(gate, bounds, recovery.asked(gate, {"artifact": name, **scored}))
+    validation = Validation(
+        artifact=name,
+        digest=manifest["digest"],
+        baseline=inputs["baseline"],
+        parameters=parameters,
+        scheme=scheme,
+        kv_cache=kv_words_of(resolved),
+        algorithm=f"{algorithm} + {TUNE}" if TUNE in resolved else algorithm,
+        transforms=resolved["transforms"],
+        model=manifest["source"]["name"],
+        size=sum(entry["bytes"] for entry in manifest["files"].values()),
+        bits_per_weight=bits_per_weight(artifact),
+        perplexity={
+            "baseline": _perplexity(candidate.nll_baseline),
+            "candidate": _perplexity(candidate.nll_candidate),
+        },
+        metrics=metrics,
+        noise_floor=floor,
+        gate=gate.record(),
+        windows=recorded(candidate),
+        expect=job.expect,
+        allow_inconclusive=job.options.allow_inconclusive,
+        rounded_inputs=rounds_inputs(manifest) and not job.options.exact,
+        protocol=protocol,
+        outcome=verdict.outcome,
+        reasons=verdict.reasons,
+        diagnosis=diagnosis,
+        **scored,
+    )
     if older is not None:
-        result["regression"] = compare_with(older, result, gate=gate)
-    return result, documents
+        regression = compare_with(older, validation.as_json(), gate=gate)
+        validation = replace(validation, regression=regression)
+    return validation, documents
+
+
+def _indented(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a JSON file for people: indented, its keys in order."""
+    return json.dumps(document, indent=1, sort_keys=True).encode()
 
 
 def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> TaskScores:
@@ -404,7 +430,7 @@ def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
-    """Return the evaluation windows.
+    """The evaluation windows.
 
     Raises:
         InputError: the text that they are cut from holds the first tokens of a calibration
@@ -452,7 +478,10 @@ def _compared(
     device: Device,
     progress: Progress,
 ) -> dict[str, Comparison]:
-    """Return the candidate's comparison with the baseline, and the baseline's in another dtype where that is not known."""
+    """The candidate's comparison with the baseline, and the noise's where that is not known.
+
+    The noise is the baseline in another dtype against itself.
+    """
     graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
     candidate = LayerStream(
         artifact,
@@ -516,14 +545,14 @@ def _compared(
 
 
 def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers: int) -> float:
-    """Return the seconds that a validation will take, from how fast this machine multiplies now.
+    """The seconds that a validation will take, from this machine's speed of multiplying now.
 
     Args:
-        sizes: of the model.
-        tokens: of all windows.
-        models: whose layers run.
-        heads: of models that are scored.
-        workers: windows at once.
+        sizes: sizes of the model.
+        tokens: number of tokens of all windows.
+        models: number of models whose layers run.
+        heads: number of models that are scored.
+        workers: number of windows at once.
     """
     rows, hidden = 256, sizes.hidden
     x, weight = torch.ones(rows, hidden), torch.ones(hidden, hidden)
@@ -539,7 +568,7 @@ def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers:
 
 
 def bits_per_weight(artifact: Artifact) -> float:
-    """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
+    """Stored bits, scales and zero points included, per weight of the quantized linears."""
     infos, nbytes, weights = artifact.checkpoint.infos, 0, 0
     for name, placement in artifact.linears.items():
         nbytes += sum(

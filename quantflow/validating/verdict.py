@@ -1,4 +1,4 @@
-"""The exit code that a validation has: errors for verdicts that are not the expected ones."""
+"""The errors for verdicts that are not the expected ones, which decide the exit code."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""The command line: its verbs, each of which is a file of quantflow/stages that is imported when somebody asks for it."""
+"""The command line and its verbs.
+
+A verb is a file of quantflow/stages, which is imported when somebody asks for it.
+"""
 
 import sys
 from importlib import import_module
@@ -33,12 +36,12 @@ class VerbGroup(click.Group):
     """A group whose commands are `command` in quantflow/stages/<verb>.py."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs."""
+        """The names of the verbs."""
         del ctx
         return sorted(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a verb, None where there is no such verb."""
+        """The command of a verb, None where there is no such verb."""
         del ctx
         if cmd_name not in VERBS:
             return None

@@ -1,4 +1,4 @@
-"""What the environment says about a command line: whether live lines are wanted, which QUANT_CONFIG is meant, what is not read.
+"""The environment of a command line: live lines, QUANT_CONFIG, and variables that nobody reads.
 
 docs/environment.md has every variable.
 """
@@ -29,17 +29,17 @@ UNREAD = {
 
 
 def bars_wanted() -> bool:
-    """Return whether a terminal gets live lines; `TQDM_DISABLE=1` says no."""
+    """Whether a terminal gets live lines; `TQDM_DISABLE=1` says no."""
     return os.environ.get("TQDM_DISABLE", "") in ("", "0")
 
 
 def quant_config_variable() -> str | None:
-    """Return what QUANT_CONFIG names, or None where it is unset or empty."""
+    """The value of QUANT_CONFIG, or None where it is unset or empty."""
     return os.environ.get("QUANT_CONFIG") or None
 
 
 def unread_variables() -> list[str]:
-    """Return a line for each variable of `UNREAD` that is set."""
+    """A line for each variable of `UNREAD` that is set."""
     return [
         f"{name}={os.environ[name]} is not read: {why}"
         for name, why in UNREAD.items()

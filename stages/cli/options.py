@@ -1,4 +1,4 @@
-"""Click options, made from the settings that records declare, and the way back from their values.
+"""Click options, made from the settings that records declare, and the way back to records.
 
 A recipe's settings (quantflow/planning/recipe.py) are laid over `--set`, that over the recipe file,
 that over QUANT_CONFIG, that over the defaults of the records. Options that are no setting of a
@@ -23,12 +23,15 @@ Decorator = Callable[[Command], Command]
 
 
 class Folder(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """A folder that is written; the empty text, which a shell makes of an unset variable, is none."""
+    """A folder that is written.
+
+    The empty text, which a shell makes of an unset variable, is none.
+    """
 
     name = "folder"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return its path."""
+        """The path of the folder."""
         if not str(value):
             self.fail("the name of the folder is empty", param, ctx)
         return Path(value)
@@ -87,7 +90,7 @@ def offline(command: Command) -> Command:
 
 
 def recipe_settings(verb: str, *first: str) -> Decorator:
-    """Add the settings of a recipe that a verb has, those of the sections named `first` before the others."""
+    """Add the recipe settings of a verb, those of the sections `first` before the others."""
 
     def add(command: Command) -> Command:
         entry, whole = _of_recipe(verb)
@@ -118,7 +121,7 @@ def job_settings(verb: str, *records: type) -> Decorator:
 
 
 def given(verb: str, record: type, values: Mapping[str, Any]) -> list[tuple[Setting, Any]]:
-    """Return the settings of a record that a command line gives, with their values as the record or a recipe holds them."""
+    """The settings of a record that a command line gives, with the values of a record or recipe."""
     found = []
     for item in settings_of(record, verb):
         value = values[_parameter(item)]
@@ -131,7 +134,10 @@ def given(verb: str, record: type, values: Mapping[str, Any]) -> list[tuple[Sett
 
 
 def job_values(verb: str, record: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that a command line gives; a record inside it is made where any of its fields is given."""
+    """The fields of a job that a command line gives.
+
+    An inner record is made where any of its fields is given.
+    """
     values: dict[str, Any] = {}
     inner: dict[str, tuple[type, dict[str, Any]]] = {}
     for item, value in given(verb, record, options):
@@ -143,7 +149,7 @@ def job_values(verb: str, record: type, options: Mapping[str, Any]) -> dict[str,
 
 
 def recipe_flags(verb: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the options of `recipe_settings` say, by key: of the whole recipe, and of an entry of its `quantize`."""
+    """The values of the options of `recipe_settings` by key: of the recipe, and of an entry."""
     whole, entry = (
         {
             item.key: list(value) if item.multiple else value
@@ -161,20 +167,20 @@ def recipe_data(
     *,
     otherwise: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a recipe file under --set under the flags, as a mapping.
+    """A recipe file under --set under the flags, as a mapping.
 
     Args:
-        recipe: its path or its shipped name; None is no file.
+        recipe: path or shipped name of the recipe; None is no file.
         settings: items of --set.
         flags: values by key.
-        otherwise: what stands in place of a file where there is none.
+        otherwise: content in place of a file where there is none.
     """
     data = read_yaml(find_config("recipes", recipe)) if recipe else dict(otherwise or {})
     return overlay(apply_settings(data, settings), flags)
 
 
 def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value.
+    """Put the flags that are not None over a recipe's mapping, in place: `calibration.samples`.
 
     Raises:
         UsageError: the recipe has something else where a flag needs a mapping.
@@ -198,12 +204,12 @@ def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_recipe(verb: str) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """Return a verb's settings of an entry of `quantize`, and of the whole recipe."""
+    """A verb's settings of an entry of `quantize`, and of the whole recipe."""
     return settings_of(Quantize, verb), settings_of(Recipe, verb)
 
 
 def origins(verb: str, record: type, context: click.Context) -> dict[str, str]:
-    """Return where the values of a record's settings are from: the option or the variable; those left alone are not there."""
+    """The option or the variable that each given setting of a record is from."""
     found = {}
     for item in settings_of(record, verb):
         source = context.get_parameter_source(_parameter(item))
@@ -215,13 +221,16 @@ def origins(verb: str, record: type, context: click.Context) -> dict[str, str]:
 
 
 def _parameter(item: Setting) -> str:
-    """Return the name of an option's value: `--max-memory` is max_memory."""
+    """The name of an option's value: `--max-memory` is max_memory."""
     flags = str(item.declared.flag).partition("/")[0].split()
     return max(flags, key=len).removeprefix("--").replace("-", "_")
 
 
 def _option(item: Setting, verb: str, *, layered: bool) -> Decorator:
-    """Return the option of a setting; `layered` ones have no default, since something beneath them may have a value."""
+    """The option of a setting.
+
+    A `layered` one has no default, since something beneath it may have a value.
+    """
     declared = item.declared
     words: dict[str, Any] = {"help": declared.help_of(verb) or None, "metavar": declared.metavar}
     if item.kind is bool:

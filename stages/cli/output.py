@@ -1,4 +1,4 @@
-"""What people get of every verb: results, progress, and an error's two lines and exit code."""
+"""The output of every verb: results, progress, and an error's two lines and exit code."""
 
 import contextlib
 import dataclasses
@@ -27,8 +27,8 @@ class Invocation:
     """One command line, which its verb finds in click's context.
 
     Attributes:
-        arguments: what stands after `quantflow`.
-        signals: SIGINT and SIGTERM while it runs.
+        arguments: words after `quantflow`.
+        signals: handler of SIGINT and SIGTERM while it runs.
     """
 
     arguments: tuple[str, ...] = ()
@@ -37,7 +37,9 @@ class Invocation:
 
 @contextlib.contextmanager
 def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]:
-    """Yield the progress of a verb that writes `output`: as `common`'s options say, with a log file `<output>.log` beside it.
+    """Yield the progress of a verb that writes `output`, as the options of `common` say.
+
+    A log file `<output>.log` stands beside it.
 
     A rank has no log: what it says reaches the one of the process that started it. Of ranks that
     somebody's torchrun started the first keeps one.
@@ -60,11 +62,20 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]
 
 
 def show(result: Any, *, as_json: bool, text: str) -> None:
-    """Print the result to stdout: the JSON document, or the text, with what would move a terminal's cursor spelled out."""
+    """Print the result to stdout: the JSON document, or the text.
+
+    Characters that would move a terminal's cursor are spelled out.
+    """
     with contextlib.suppress(NobodyReads):  # what the verb says with its exit code still counts
         click.echo(
             json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text)
         )
+
+
+def note(text: str, *, as_json: bool, quiet: bool = False) -> None:
+    """Print one line to stderr about how the command line is read; nothing beside --json or -q."""
+    if not (as_json or quiet):
+        click.echo(one_line(text), err=True)
 
 
 def show_job(job: Any, *, as_json: bool, **others: Any) -> None:
@@ -75,14 +86,14 @@ def show_job(job: Any, *, as_json: bool, **others: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return records as mappings, also inside lists."""
+    """Records as mappings, also inside lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned text: the first three columns to the left, numbers to the right."""
+    """Rows as aligned text: the first three columns to the left, numbers to the right."""
     cells = [tuple(map(one_line, row)) for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
@@ -97,7 +108,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def outline(value: Any, indent: str = "") -> str:
-    """Return nested data as indented lines for people; long lists are cut, equal tables in a row are shown once."""
+    """Nested data as indented lines for people.
+
+    Long lists are cut, and equal tables in a row are shown once.
+    """
     if isinstance(value, dict):
         lines = []
         for _, run in itertools.groupby(
@@ -123,7 +137,9 @@ def outline(value: Any, indent: str = "") -> str:
 
 
 def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; a user's mistake is two lines on stderr, never a traceback.
+    """Run a command line and return its exit code.
+
+    A user's mistake is two lines on stderr, never a traceback.
 
     The verbs find its `Invocation` in click's context.
     """

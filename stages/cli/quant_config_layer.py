@@ -1,4 +1,4 @@
-"""QUANT_CONFIG under the flags and the recipe: which file is meant, and what it says where nothing else does."""
+"""QUANT_CONFIG under the flags and the recipe: the file, and its values."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,9 @@ OBSERVED = {"maxabs": ["amax"], "maxabs_per_channel": ["amax", "channel_amax"]}
 
 
 def given_config(verb: str, option: str | None, *, quiet: bool) -> "GivenConfig | None":
-    """Return the QUANT_CONFIG of --quant-config, or of the environment; say which of its keys the verb does not use.
+    """The QUANT_CONFIG of --quant-config, or of the environment.
+
+    Keys that the verb does not use are reported.
 
     Raises:
         UsageError: the file does not exist, its mode belongs to another verb, a value is wrong.
@@ -48,7 +50,10 @@ def tell_unread(verb: str) -> None:
 
 
 def measure_beneath(data: dict[str, Any], config: "GivenConfig | None") -> dict[str, Any]:
-    """Put the statistics of a QUANT_CONFIG's observer where neither recipe nor flags name any; changes and returns `data`."""
+    """Put the statistics of a QUANT_CONFIG's observer into `data`.
+
+    It is done where neither recipe nor flags name any; `data` is returned.
+    """
     if config is not None and not data.get("quantize"):
         measure = data.setdefault("measure", {})
         if isinstance(measure, dict) and measure.get("stats") is None:
@@ -57,7 +62,7 @@ def measure_beneath(data: dict[str, Any], config: "GivenConfig | None") -> dict[
 
 
 def output_beneath(output: Path | None, config: "GivenConfig | None") -> Path:
-    """Return where measure writes: -o, or the folder that a QUANT_CONFIG's dump_stats_path names.
+    """The folder of measure: -o, or the one that a QUANT_CONFIG's dump_stats_path names.
 
     Raises:
         UsageError: neither is given.
@@ -83,7 +88,7 @@ def output_beneath(output: Path | None, config: "GivenConfig | None") -> Path:
 def entry_beneath(
     entry: Mapping[str, Any], config: "GivenConfig | None", *, model: Path, measurement: Path | None
 ) -> dict[str, Any]:
-    """Return an entry of a recipe with what a QUANT_CONFIG says about FP8 where the entry says nothing.
+    """An entry of a recipe, with FP8 values of a QUANT_CONFIG where the entry has none.
 
     Raises:
         InputError: the model or the measurement cannot be opened.
@@ -102,7 +107,7 @@ def entry_beneath(
 def measurement_beneath(
     measurement: str | None, entry: Mapping[str, Any], config: "GivenConfig | None"
 ) -> Path | None:
-    """Return the measurement that is given, else that of QUANT_CONFIG's dump_stats_path where FP8 needs one.
+    """The given measurement, else QUANT_CONFIG's dump_stats_path where FP8 needs one.
 
     Raises:
         UsageError: that path names both Gaudi's files and a folder of `quantflow measure`.

@@ -1,12 +1,14 @@
-"""Command lines as other programs spell them: optimum-habana's and IPEX's text generation, lm-eval, TGI's benchmark.
+"""Command lines as other programs spell them.
+
+The programs are optimum-habana's and IPEX's text generation, lm-eval, and TGI's benchmark.
 
 An option with underscores is that with hyphens (`cli` says so to click). Here are the others. A
 verb has a table: a name -> what it becomes. An option of the verb's own is never looked up.
 
     Becomes(("--adapter",), value=True)       `--peft-model DIR` is read as `--adapter DIR`
-    Always("the cache is allocated once")     `--reuse-cache` asks for what is always so: it is left out, and that is said
+    Always("the cache is allocated once")     `--reuse-cache` is always so: left out, with a note
     Instead("give --ranks N")                 `--use-deepspeed` is refused, with what to use
-    Items()                                   `--options "max_length=64,do_sample=true"` is read as these options
+    Items()                                   `--options "max_length=64"` is `--max-length 64`
     ByValue({"BF16": ("--dtype", "bfloat16")})  `--lowp-mode BF16` is read as these words
     VALUES                                    `--dtype fp16` is read as `--dtype float16`
 
@@ -24,7 +26,10 @@ from quantflow.errors import UsageError
 
 @dataclass(frozen=True)
 class Becomes:
-    """Words in place of an option's name. With `value` its value follows them; without, they stand first: own options win."""
+    """Words in place of an option's name.
+
+    With `value` its value follows them. Without, they stand first: own options win.
+    """
 
     words: tuple[str, ...]
     value: bool = False
@@ -32,7 +37,7 @@ class Becomes:
 
 @dataclass(frozen=True)
 class Always:
-    """An option that asks for what is always so; with `values` its values are left out with it."""
+    """An option for what is always so; with `values` its values are left out with it."""
 
     why: str
     values: bool = False
@@ -40,19 +45,22 @@ class Always:
 
 @dataclass(frozen=True)
 class Instead:
-    """An option that is refused, with what to use."""
+    """An option that is refused, with the option to use."""
 
     remedy: str
 
 
 @dataclass(frozen=True)
 class Items:
-    """An option whose value is other options, `name=value` with commas between them; a type may follow a name: `name:int=3`."""
+    """An option whose value is other options, `name=value` with commas between them.
+
+    A type may follow a name: `name:int=3`.
+    """
 
 
 @dataclass(frozen=True)
 class ByValue:
-    """An option whose values are options here: value, in capitals -> words in its place."""
+    """An option whose values are options here: value in capitals -> words in its place."""
 
     words: Mapping[str, tuple[str, ...]]
 
@@ -278,12 +286,12 @@ class Spelled(click.Command):
 
 
 def spelled(spellings: Spellings) -> type[Spelled]:
-    """Return a command that knows these."""
+    """A class of commands that know these spellings."""
     return type("Spelled", (Spelled,), {"spellings": spellings})
 
 
 def options_of(command: click.Command, ctx: click.Context) -> dict[str, click.Option]:
-    """Return the options of a command by every name that they have."""
+    """The options of a command by every name that they have."""
     found: dict[str, click.Option] = {}
     for parameter in command.get_params(ctx):
         if isinstance(parameter, click.Option):
@@ -294,13 +302,13 @@ def options_of(command: click.Command, ctx: click.Context) -> dict[str, click.Op
 def respelled(
     args: Sequence[str], own: Mapping[str, click.Option], spellings: Spellings, *, verb: str
 ) -> tuple[list[str], list[str]]:
-    """Return a command line in a verb's own spelling, and a line for each option that is left out as always so.
+    """A command line in a verb's own spelling, and a line for each option that is left out.
 
     Args:
-        args: what stands after the verb.
-        own: the verb's options by their names.
-        spellings: other programs' options.
-        verb: for messages.
+        args: words after the verb.
+        own: options of the verb by their names.
+        spellings: options of other programs.
+        verb: name of the verb, for messages.
 
     Raises:
         UsageError: an option that is refused, or one without its value.
@@ -370,12 +378,12 @@ def respelled(
 
 
 def _value_here(option: str, value: str) -> str:
-    """Return the value of an option in the verb's own spelling."""
+    """The value of an option in the verb's own spelling."""
     return VALUES.get(option, {}).get(value, value)
 
 
 def _by_value(value: str, spelling: ByValue, *, option: str) -> tuple[str, ...]:
-    """Return the words that stand for a value.
+    """The words that stand for a value.
 
     Raises:
         UsageError: a value that is none.
@@ -391,7 +399,7 @@ def _by_value(value: str, spelling: ByValue, *, option: str) -> tuple[str, ...]:
 def _items(
     text: str, own: Mapping[str, click.Option], spellings: Spellings, *, option: str
 ) -> list[str]:
-    """Return the options that the items of `Items` stand for, in the verb's own spelling or another program's.
+    """The options that the items of `Items` stand for, in the verb's own spelling or another's.
 
     Raises:
         UsageError: an item that is none, or a name that is no option of either.
@@ -422,7 +430,7 @@ def _items(
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Return words with the values of an option of `LISTS`, which stand one by one, with commas between them."""
+    """Words with commas between the values of an option of `LISTS`, which stand one by one."""
     found: list[str] = []
     for word in words:
         if len(found) >= 3 and found[-1] in LISTS and found[-3] == found[-1]:

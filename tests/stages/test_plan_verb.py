@@ -61,6 +61,15 @@ def test_a_plan_names_stages_in_order_and_reads_no_weight(planned, llama, monkey
     assert found["total"]["seconds"] is None
 
 
+def test_the_word_of_quantize_is_read_and_said(planned, llama, capsys):
+    one, other = (planned(llama, word, "W8A16:hqq") for word in ("--scheme", "--for"))
+    assert one["artifacts"] == other["artifacts"] and stages_of(one) == stages_of(other)
+    assert run("plan", llama, "--scheme", "W8A16") == 0
+    assert capsys.readouterr().err == "plan: --scheme W8A16 is read as --for W8A16\n"
+    assert run("plan", llama, "--scheme", "W8A16", "--for", "FP8") == 2
+    assert "--for FP8 beside --scheme W8A16" in capsys.readouterr().err
+
+
 def test_what_needs_no_statistics_needs_no_measurement(planned, llama):
     assert stages_of(planned(llama, "--for", "FP8_DYNAMIC")) == [
         ("quantize", "fp8_dynamic"),

@@ -250,6 +250,33 @@ def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done
     assert capsys.readouterr().out == f"{output['prompt']}{output['text']}\n"
 
 
+def test_quantize_reads_the_word_of_plan_and_says_so(as_json, llama, tmp_path, capsys):
+    line = ("quantize", llama, "-o", tmp_path / "q", "--dry-run")
+    options = ("--scheme", "W4A16", "--algorithm", "gptq", "--target-bpw", "4.25")
+    assert as_json(*line, "--for", "W4A16:gptq@4.25") == as_json(*line, *options)
+    assert run(*line, "--for", "W4A16:gptq") == 0
+    said = "quantize: --for W4A16:gptq is read as --scheme W4A16 --algorithm gptq\n"
+    assert capsys.readouterr().err == said
+    assert run(*line, "--for", "W4A16:gptq", "-q") == 0 and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (("--for", "W4A16,FP8"), "--for W4A16,FP8 names 2 artifacts, quantize makes one"),
+        (("--for", "W4A16", "--scheme", "FP8"), "--for W4A16 beside --scheme"),
+        (("--for", "W4A16:gptq", "--algorithm", "rtn"), "--for W4A16:gptq beside --algorithm"),
+        (("--for", ""), "name each scheme once"),
+    ],
+)
+def test_quantize_refuses_several_artifacts_and_two_words_for_one(
+    llama, tmp_path, capsys, options, cause
+):
+    assert run("quantize", llama, "-o", tmp_path / "q", *options) == 2
+    assert cause in capsys.readouterr().err
+    assert not (tmp_path / "q").exists()
+
+
 def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, lines, llama, tmp_path):
     ours = (
         "quantize",

@@ -1,4 +1,4 @@
-"""Command lines as other programs spell them, in the verbs' own spelling, and what is refused with what to use."""
+"""Command lines as other programs spell them, read in the verbs' own spelling or refused."""
 
 import click
 import pytest

@@ -1,4 +1,4 @@
-"""The table of formats: every row is a module that does what the table promises, and an unknown name is refused."""
+"""The table of formats: every row is a module that keeps the table's promise."""
 
 import dataclasses
 from importlib import import_module

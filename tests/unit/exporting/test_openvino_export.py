@@ -1,4 +1,4 @@
-"""OpenVINO's IR without OpenVINO: how integers are packed, and what is refused before a graph is traced."""
+"""OpenVINO's IR without OpenVINO: packed integers, and refusals before a graph is traced."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ SIZES = {
 
 
 class Stored:
-    """A constant as OpenVINO's Python has it: the bytes one after the other where elements have four bits."""
+    """A constant as OpenVINO's Python has it: plain bytes where elements have four bits."""
 
     def __init__(self, kind, shape, data):
         self.kind, self.shape, self.data = kind, shape, data.numpy()

@@ -1,4 +1,4 @@
-"""What rounded inputs cost, measured by export: the numbers, when runtimes take them, and what `exact` leaves alone."""
+"""The cost of rounded inputs, measured by export: numbers, runtimes' choice, and `exact`."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ def run(*arguments) -> int:
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory, llama) -> dict[str, Path]:
-    """Artifacts: calibrated, rounded from file to file, and the same one with what rounding inputs costs."""
+    """Artifacts: calibrated, from file to file, and the latter with the cost of rounding."""
     folder = tmp_path_factory.mktemp("rounded")
     text = folder / "calibration.txt"
     text.write_text("a scale and a value\n\n" * 8)

@@ -1,4 +1,4 @@
-"""A calibration that changed nothing is an error; what it did change is in the manifest and the card."""
+"""A calibration that changed nothing is an error; other changes are in manifest and card."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,7 @@ ENTRY = Quantize(name="int4", scheme="W4A16", algorithm="gptq", group_size=32)
 
 
 def on_the_grid(folder, llama, text_files, *, but=()):
-    """Write the model with 4-bit values for weights, a range of 15 steps in each group, and measure it.
+    """Write the model with weights on 4-bit grids, 15 steps in each group, and measure it.
 
     Every algorithm finds these values again; `but` names linears whose weights stay as they are.
     """

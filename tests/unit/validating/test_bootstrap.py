@@ -33,7 +33,7 @@ def comparison(lengths: list[int], *, seed: int = 0) -> Comparison:
 def slowly(
     given: Comparison, *, resamples: int, seed: int
 ) -> dict[str, tuple[float, float, float]]:
-    """The same resampling with lists: draw sequences, put their tokens together, compute each metric."""
+    """The same resampling with lists: draw sequences, join their tokens, compute each metric."""
     count = len(given.lengths)
     drawn = [
         torch.arange(count),

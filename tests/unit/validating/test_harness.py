@@ -35,7 +35,7 @@ QUESTIONS = ({"q": "value scale", "a": " round"}, {"q": "group layer token", "a"
 
 
 def asked_of_transformers(folder, options, **words):
-    """lm-eval's own class and evaluator, in float32; compressed-tensors gives back the weights of an artifact."""
+    """lm-eval's own class and evaluator, in float32; compressed-tensors decodes an artifact."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=8)
     tasks = list(loaded_tasks(options).tasks.values())

@@ -93,7 +93,7 @@ def test_fewer_equal_tokens_are_worse_and_less_divergence_is_better():
 
 
 def pair(generator, windows, *, worse=0.0):
-    """Two artifacts whose differences over windows are skewed, correlated across metrics, and `worse` on average."""
+    """Two artifacts with skewed, correlated differences over windows, `worse` on average."""
     tokens = np.full(windows, 511)
     hardness = generator.lognormal(0, 0.6, windows)  # what both have in common
 

@@ -1,4 +1,4 @@
-"""A newer artifact beside an older one: what is allowed, three verdicts, exit codes, and files alone."""
+"""A newer artifact beside an older one: allowances, verdicts, exit codes, and files alone."""
 
 import json
 from copy import deepcopy
@@ -174,10 +174,8 @@ def test_only_a_regression_and_what_is_undecided_end_with_an_error(outcome):
     if outcome == "pass":
         raise_for_verdict(result, allow_inconclusive=False)
         return
-    with pytest.raises(
-        GateError,
-        match=f"new beside old: {'a ' if outcome == 'regression' else ''}{outcome}: mean_kld: worse",
-    ):
+    article = "a " if outcome == "regression" else ""
+    with pytest.raises(GateError, match=f"new beside old: {article}{outcome}: mean_kld: worse"):
         raise_for_verdict(result, allow_inconclusive=False)
     if outcome == "inconclusive":
         raise_for_verdict(result, allow_inconclusive=True)

@@ -234,7 +234,8 @@ def test_a_gate_is_a_table_of_threshold_measured_bound_and_verdict(tmp_path, met
         tmp_path, Row(result={**RESULT, "metrics": {**METRICS, metric: bound}}, layers=LAYERS)
     )
     name, *numbers, verdict = cells
-    said = f"<td class=name>{name}</td>{''.join(f'<td>{one}</td>' for one in numbers)}<td class={verdict}>{verdict}</td>"
+    middle = "".join(f"<td>{one}</td>" for one in numbers)
+    said = f"<td class=name>{name}</td>{middle}<td class={verdict}>{verdict}</td>"
     assert said in text
 
 

@@ -60,7 +60,7 @@ def swapping(llama, artifact, windows):
 
 @pytest.fixture(scope="module")
 def logits_of(llama, artifact, windows):
-    """Return the logits of a model of transformers whose named linears have the artifact's weights, and its head if asked."""
+    """The logits of a transformers model with the artifact's weights in the named linears."""
 
     def run(quantized):
         model = load_model(open_source(llama), dtype=torch.float32)
@@ -83,7 +83,7 @@ def logits_of(llama, artifact, windows):
 
 @pytest.fixture(scope="module")
 def expected(logits_of):
-    """Return the mean divergence of such a model from the one without them, by torch's own function."""
+    """The mean divergence of such a model from the one without them, by torch's function."""
     whole = logits_of(())
 
     def run(quantized):

@@ -1,4 +1,4 @@
-"""Which text an artifact may be judged on, and what validations of one model keep for each other."""
+"""The texts that an artifact may be judged on, and the files that validations share."""
 
 import json
 import re
