@@ -1,4 +1,7 @@
-"""Part a: schemes that need no forward pass, file to file, next to `cat` and `cp` of the same files in the same run."""
+"""Part a: schemes that need no forward pass, file to file.
+
+`cat` and `cp` of the same files stand beside them in the same run.
+"""
 
 import os
 import shutil
@@ -174,7 +177,7 @@ def _judge(scheme: str, figures: dict[str, Any], size: int, disk: dict[str, Any]
 
 
 def plan_bars(what: str, errors: dict[str, list[float]]) -> list[Bar]:
-    """Return the bars on the plan, 15 % on memory and disk, 2 % on output bytes, of what was compared."""
+    """The bars on the plan: 15 % on memory and disk, 2 % on output bytes, of each comparison."""
     limits = {"memory": PLAN_BAR, "disk": PLAN_BAR, "output": OUTPUT_BAR}
     return [
         Bar(

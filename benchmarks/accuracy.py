@@ -1,4 +1,4 @@
-"""quantflow next to its peers: how far a quantized model is from the original, at how many bits, in how much time and memory.
+"""quantflow beside its peers: distance from the original, bits, time and memory.
 
     python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
     python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose `program: scheme` contains it
@@ -41,7 +41,10 @@ TOKENS, QUICK = 16000, 1000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rows that were asked for and return the exit code; 5 where another benchmark holds the work folder."""
+    """Run the rows that were asked for; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

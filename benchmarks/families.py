@@ -1,4 +1,6 @@
-"""Every language model of transformers as a tiny random model: all stages, and what runs the artifact.
+"""Every language model of transformers as a tiny random model.
+
+It goes through all stages, and through the programs that run the artifact.
 
     python benchmarks/families.py                                        all types, some seconds each; resumed
     python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
@@ -152,7 +154,10 @@ def passes(stages: Stages) -> bool:
 
 
 def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = None) -> str:
-    """Return the results as Markdown: type x scheme, the shares, why what failed did, and what cannot be made."""
+    """The results as Markdown.
+
+    It has type x scheme, the shares, the reasons of failures, and the types that cannot be made.
+    """
     peer = peer if peer is not None else _peer()
     made = {kind: row for kind, row in sorted(rows.items()) if not row.get(MODEL)}
     schemes = [scheme for scheme in SCHEMES if any(scheme in row for row in made.values())]
@@ -212,7 +217,7 @@ def _cell(reason: str | None, notes: list[str], kind: str) -> str:
 
 
 def _peer() -> dict[str, str | None]:
-    """Return what peers/families_llmcompressor.py found: type -> None where it passed, or the reason."""
+    """The findings of peers/families_llmcompressor.py: type -> None if it passed, or the reason."""
     file = HERE / "families_llmcompressor.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 

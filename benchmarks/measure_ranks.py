@@ -28,7 +28,10 @@ SEED = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure in turns, print the medians and return the exit code; 5 where another benchmark holds the work folder."""
+    """Measure in turns and print the medians; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

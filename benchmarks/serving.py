@@ -1,4 +1,6 @@
-"""Servers under load, interleaved: an open loop of Poisson arrivals, and a constant number of clients.
+"""Servers under load, interleaved.
+
+The load is an open loop of Poisson arrivals, or a constant number of clients.
 
     python benchmarks/serving.py --quantflow work/4-export
     python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/python
@@ -45,7 +47,10 @@ WORDS = (ROOT / "examples/tiny-llama/stdlib_text.py").read_text().split()
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One request: its prompt, how many tokens are added, and when it is due in an open loop, in units of 1 / rate."""
+    """One request: its prompt, its number of new tokens, and its due time.
+
+    The due time of an open loop is in units of 1 / rate.
+    """
 
     prompt: str
     new: int
@@ -257,7 +262,10 @@ async def open_loop(
 def draw(
     given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float
 ) -> list[Work]:
-    """Return the requests of a load, the same for every server; another load has others, which no server has in its cache."""
+    """The requests of a load, the same for every server.
+
+    Another load has others, which no server has in its cache.
+    """
     rng, due, works = random.Random(f"{given.seed} {prefix} {load}"), 0.0, list[Work]()
     shared = " ".join(rng.choice(WORDS) for _ in range(round(prefix / tokens_per_word)))
 

@@ -34,7 +34,10 @@ TOKENS = 16  # of each sample
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the ranks, unify them and return the exit code; 5 where another benchmark holds the work folder."""
+    """Make the ranks and unify them; the exit code.
+
+    It is 5 where another benchmark holds the work folder.
+    """
     return alone(_run, _arguments(arguments))
 
 

@@ -1,4 +1,6 @@
-"""What `validate` takes, beside two plain forwards of transformers over the same windows, one in bfloat16 and one in float32.
+"""The seconds of `validate` beside two plain forwards of transformers over the same windows.
+
+One forward is in bfloat16 and one in float32.
 
 python benchmarks/validate.py MODEL --text FILE --tokens 16000        README.md says what is run
 """
@@ -20,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every program, a process each; print their seconds and return 1 where the bar is missed."""
+    """Run every program, a process each, and print their seconds.
+
+    The exit code is 1 where the bar is missed.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _programs(model: Path, text: Path, tokens: int, length: int, work: Path) -> dict[str, Run]:
-    """Return what the forwards took, the first validation of the model and text, and the next one."""
+    """Seconds of the forwards, of the first validation of the model and text, and of the next."""
     for name in ("2", "4", "r1", "r2", "validation-cache"):
         shutil.rmtree(work / name, ignore_errors=True)
     log = work / "log"

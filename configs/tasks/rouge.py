@@ -1,4 +1,6 @@
-"""ROUGE of a written summary beside the one in the document: F measures, words stemmed. Lin 2004, by the package rouge_score.
+"""ROUGE of a written summary beside the one in the document.
+
+F measures, words stemmed. Lin 2004, by the package rouge_score.
 
 A task names it with `process_results: !function rouge.scores`; its documents have `summary`.
 """

@@ -1,4 +1,6 @@
-"""Load a server with many requests at once: the client of tgi-gaudi's examples, by its name and options, without its packages.
+"""Load a server with many requests at once.
+
+This is the client of tgi-gaudi's examples, by its name and options, without its packages.
 
 In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `text` in each line, or .txt with blank lines
      between them.
@@ -30,7 +32,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """A request's seconds until its first and its last token, and its tokens; `error` where it was refused."""
+    """A request's seconds until its first and its last token, and its tokens.
+
+    `error` holds the refusal.
+    """
 
     first: float = 0.0
     last: float = 0.0
