@@ -52,11 +52,8 @@ def files(commands: Commands, *, work: Path) -> tuple[dict[str, Any], list[Bar]]
 def _disk(weights: list[Path], work: Path) -> dict[str, Any]:
     """Time `cat` and `cp` of the weights, each from the disk where the page cache forgets them."""
     cold = evict(weights)
-    print(
-        "page cache: "
-        f"{'forgets the weights before each program' if cold else 'holds on to some of the weights'}",
-        flush=True,
-    )
+    state = "forgets the weights before each program" if cold else "holds on to some of the weights"
+    print(f"page cache: {state}", flush=True)
     begin = time.monotonic()
     with open(os.devnull, "wb") as nowhere:
         subprocess.run(["cat", *weights], stdout=nowhere, check=True)

@@ -2,8 +2,10 @@
 
 Each has the type's own configuration class with every size made small.
 
-    config = tiny_config("gemma2")         sizes by the names that they go by in all families, and what one type needs beside
+    config = tiny_config("gemma2")
     write_model(config, folder)            random weights, bfloat16, and the example's tokenizer
+
+Sizes go by the names that all families share; a type that needs more has its own beside them.
 
 Sizes of parts (the language model inside a wrapper, the vision tower beside it) are made small in
 their own configurations.
@@ -248,7 +250,7 @@ def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' factory of a configuration.
+    """Factory of transformers for a configuration.
 
     It is that of causal language models, else of those that read images too.
     """

@@ -1,7 +1,9 @@
 """quantflow beside its peers: distance from the original, bits, time and memory.
 
-    python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
-    python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose `program: scheme` contains it
+    python benchmarks/accuracy.py --peers DIR   # every model, program and scheme: hours
+    python benchmarks/accuracy.py --models tiny-llama --only W4A16
+
+`--only` runs the rows whose `program: scheme` contains its text.
 
 The same model, calibration tokens and evaluation for every program; README.md says what is run.
 Needs an environment in which quantflow is installed with its `dev` extra, /usr/bin/time and Linux.

@@ -8,7 +8,9 @@ another order. Weights are of a random Llama of a size of README.md, W4A16 by rt
 both folders in turns: seconds of the prompt's first token, and tokens per second after it, as
 medians.
 
-python benchmarks/act_order.py --size 500MB --work artifacts/act_order        README.md says what is run
+python benchmarks/act_order.py --size 500MB --work artifacts/act_order
+
+README.md says what is run.
 """
 
 import argparse

@@ -6,7 +6,9 @@ Both run the same artifact with the same kernels for its quantized linears, in t
 family: tokens per second after a prompt, and seconds of the prompt's first token, as medians; a
 ratio above 1 says that the lean decoder is faster.
 
-python benchmarks/decoders.py llama gemma2 mixtral --work artifacts/decoders        README.md says what is run
+python benchmarks/decoders.py llama gemma2 mixtral --work artifacts/decoders
+
+README.md says what is run.
 """
 
 import argparse

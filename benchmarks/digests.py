@@ -1,4 +1,4 @@
-"""The digests of everything that quantflow writes.
+r"""The digests of everything that quantflow writes.
 
 They show that a change of its code changed no byte.
 
@@ -6,8 +6,10 @@ Makes measurements, quantized layers, shards and artifacts of small models with 
 alone, so that it runs unchanged against any version; hashes every file that was written; and
 compares two such records, file by file.
 
-    python benchmarks/digests.py --quantflow OLD/bin/quantflow --work old --models models --output old.json
-    python benchmarks/digests.py --quantflow NEW/bin/quantflow --work new --models models --output new.json
+    python benchmarks/digests.py --quantflow OLD/bin/quantflow \
+        --work old --models models --output old.json
+    python benchmarks/digests.py --quantflow NEW/bin/quantflow \
+        --work new --models models --output new.json
     python benchmarks/digests.py --compare old.json new.json
 
 Both runs have to see the same models and text, which the first makes in the folder of `--models`:
@@ -460,7 +462,10 @@ def transforms() -> list[Step]:
 
 def details() -> list[Step]:
     """Return caches, heads, float8, ranges of inputs, overrides, limits and sizes of files."""
-    overrides = '[{match: "re:.*down_proj", scheme: W8A16}, {match: model.layers.1.self_attn.o_proj, scheme: W6A16, group_size: 64}]'
+    overrides = (
+        '[{match: "re:.*down_proj", scheme: W8A16}, '
+        "{match: model.layers.1.self_attn.o_proj, scheme: W6A16, group_size: 64}]"
+    )
     chosen: dict[str, tuple[str, ...]] = {
         "cache/FP8-of-FP8": ("FP8", "--kv-cache", "FP8"),
         "cache/INT8-per-head-of-FP8": ("FP8", "--kv-cache", "INT8:per_head"),

@@ -2,10 +2,10 @@
 
 It goes through all stages, and through the programs that run the artifact.
 
-    python benchmarks/families.py                                        all types, some seconds each; resumed
+    python benchmarks/families.py            # all types, some seconds each; resumed
     python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
-    python benchmarks/families.py --table                                run nothing, print the table
-    python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
+    python benchmarks/families.py --table    # run nothing, print the table
+    python benchmarks/families.py --page     # run nothing, write docs/families.md's table
 
 For each model type of transformers' causal language models, and of those that read images too, that
 a small configuration can be made of: a random model with a tokenizer is measured; W4A16 (gptq),
@@ -188,7 +188,10 @@ def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = No
         shares += [f"{group}:\n", *lines_of, ""] if kinds else []
     named = [kind for kind, row in made.items() if BY_NAME in row and row.get(MEASURE)]
     rounded = [kind for kind in named if made[kind][BY_NAME] is None]
-    both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
+    both = (
+        f"{len(named)} types are refused with the reason; "
+        f"the weights of {len(rounded)} of them go through by name."
+    )
     unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
     parts = [
         "\n".join(shares).strip(),

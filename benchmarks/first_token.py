@@ -2,7 +2,9 @@
 
 The time to read its bytes from the page cache stands beside them.
 
-python benchmarks/first_token.py artifacts/runtime/2GB/W4A16-head-W8A16        README.md says what is run
+python benchmarks/first_token.py artifacts/runtime/2GB/W4A16-head-W8A16
+
+README.md says what is run.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 It installs nothing and ends within ten minutes.
 
-    python benchmarks/gpu.py                          the GPU that torch finds, else the CPU in its place
+    python benchmarks/gpu.py              # the GPU that torch finds, else the CPU in its place
     python benchmarks/gpu.py --device cpu --size smallest
     python benchmarks/gpu.py --only products graph --budget 120
     python benchmarks/gpu.py --list
@@ -248,9 +248,10 @@ def run(
         gone = time.monotonic() - began
         left = budget - gone
         if left < check.limit * SHARE:
-            outcomes[
-                index
-            ].reason = f"{max(left, 0.0):.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
+            outcomes[index].reason = (
+                f"{max(left, 0.0):.0f} s of {budget:.0f} were left, "
+                f"and it may take {check.limit:.0f}"
+            )
         else:
             coming = sum(earlier.get(later.name, later.limit) for later in checks[index:])
             about = "about" if all(later.name in earlier for later in checks[index:]) else "at most"

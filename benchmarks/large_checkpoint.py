@@ -2,8 +2,10 @@
 
 Shown are its speed, its size, and how close it comes to its plan.
 
-    python benchmarks/large_checkpoint.py files gptq                 a synthetic Llama of 28 GB; README.md says what is run
+    python benchmarks/large_checkpoint.py files gptq      # a synthetic Llama of 28 GB
     python benchmarks/large_checkpoint.py peers --size 2GB --peers DIR
+
+README.md says what is run.
 
 Needs an environment in which quantflow is installed, /usr/bin/time and Linux. Exits 1 when a bar is
 missed.

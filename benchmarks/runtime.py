@@ -2,7 +2,7 @@
 
 The peers are llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI, IPEX and transformers.
 
-    python benchmarks/runtime.py                          the 1.1 B checkpoint; README.md says what is run
+    python benchmarks/runtime.py                          the 1.1 B checkpoint
     python benchmarks/runtime.py --size example           the example model
     python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
 

@@ -1,11 +1,13 @@
-"""Servers under load, interleaved.
+r"""Servers under load, interleaved.
 
 The load is an open loop of Poisson arrivals, or a constant number of clients.
 
     python benchmarks/serving.py --quantflow work/4-export
     python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/python
-    python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
-    python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
+    python benchmarks/serving.py --quantflow work/4-export \
+        --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
+    python benchmarks/serving.py --quantflow work/4-export \
+        --clients 1,4 --rates '' --requests 8      a try, a minute
 
 Every server gets the same requests in the same order at the same moments. Prompts and lengths are
 drawn from --seed, others for each load. Prompt and new tokens are log-normal around --prompt-tokens
@@ -191,7 +193,10 @@ async def ask(server: Server, work: Work, seen: Seen, end_token: int) -> None:
     }
     body["logit_bias"] = {str(end_token): -100}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nConnection: close"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\n"
+        "Content-Type: application/json\r\nConnection: close"
+    )
     try:
         transport, seen.reply = await asyncio.get_running_loop().create_connection(
             Reply, HOST, server.port

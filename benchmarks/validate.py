@@ -17,7 +17,10 @@ from _watch import Failed, Run, need_tools, run
 
 MOST = 1.3  # times the two forwards
 DTYPES = ("bfloat16", "float32")
-ANY = "schemes: [W4A16]\nthresholds: {ppl_ratio: 1000000, mean_kld: 1000000, kld_p999: 1000000, top1_agreement: 0}\n"
+ANY = (
+    "schemes: [W4A16]\n"
+    "thresholds: {ppl_ratio: 1000000, mean_kld: 1000000, kld_p999: 1000000, top1_agreement: 0}\n"
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -2,7 +2,8 @@
 
 Its dequantized weights stand in the float32 model, whose inputs are rounded as the program would.
 
-    bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
+    bits per weight = 8 * bytes of packed weights, scales and zero points
+                      / weights of the quantized linears
 
 The metrics are those of quantflow.validating, of held-out windows, against the original model in
 float32. Of a GGUF file that llama.cpp ran the logits are llama.cpp's, with its rounding of inputs,
@@ -160,8 +161,11 @@ class Judge:
         report, path = json.loads((folder / "file.json").read_text()), folder / "logits.f32"
         size, tokens = report["vocabulary"], sum(map(len, self._windows))
         if path.stat().st_size != 4 * size * tokens or size != self._baseline[0].shape[1]:
-            told = f"{path.stat().st_size} bytes, {tokens} tokens of {self._baseline[0].shape[1]} logits were wanted"
-            raise Failed(f"{path}: {told} (llama.cpp has {size} in its vocabulary)")
+            raise Failed(
+                f"{path}: {path.stat().st_size} bytes, {tokens} tokens of "
+                f"{self._baseline[0].shape[1]} logits were wanted "
+                f"(llama.cpp has {size} in its vocabulary)"
+            )
         logits = np.memmap(path, dtype="<f4", mode="r", shape=(tokens, size))
 
         def windows() -> Iterator[Tensor]:

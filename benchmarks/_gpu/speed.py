@@ -95,7 +95,8 @@ def decoders(place: Place, found: Found, name: str, *, judged: bool) -> None:
     found.figure("plain read of the memory", speed / 1e9, "GB/s")
     found.figure(
         "shape",
-        f"{shape.hidden} hidden, {shape.intermediate} intermediate, {shape.layers} layers of {name}",
+        f"{shape.hidden} hidden, {shape.intermediate} intermediate, "
+        f"{shape.layers} layers of {name}",
     )
     found.figure("prompt and steps", f"{amounts.prompt}, {amounts.steps}", "tokens")
     alone: dict[tuple[int, int], float | None] = {}

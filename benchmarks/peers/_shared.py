@@ -2,8 +2,10 @@
 
 They are arguments, token ids and the two files that each writes. Needs numpy alone.
 
-    accuracy_PEER.py quantize MODEL CALIBRATION OUTPUT SETTINGS     timed by the caller; OUTPUT is a folder, SETTINGS JSON
+    accuracy_PEER.py quantize MODEL CALIBRATION OUTPUT SETTINGS     timed by the caller
     accuracy_PEER.py dequantize MODEL OUTPUT                        not timed
+
+OUTPUT is a folder, SETTINGS JSON.
 
 `quantize` saves into OUTPUT/model as the peer does, and writes OUTPUT/report.json: version,
 settings, seconds of quantization alone. `dequantize` reads what was saved, writes
@@ -139,7 +141,9 @@ def _ones(bits: int) -> np.int32:
 def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one: bool) -> Array:
     """Return the [O, I] float32 weight of a linear in GPTQ's layout.
 
-        weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o])        g = g_idx[i], or i // group size without one
+        weight[o, i] = scales[g, o] * (qweight[i, o] - qzeros[g, o])
+
+    The group is g = g_idx[i], or i // group size without one.
 
     Args:
         tensors: name -> `qweight` int32 [I * bits / 32, O], `qzeros` int32 [G, O * bits / 32],

@@ -2,7 +2,9 @@
 
 Needs gguf and llama-cpp-python.
 
-    accuracy_llamacpp.py run FILE WINDOWS OUTPUT        not timed; FILE is a GGUF file, WINDOWS .jsonl with `input_ids`
+    accuracy_llamacpp.py run FILE WINDOWS OUTPUT        not timed
+
+FILE is a GGUF file, WINDOWS .jsonl with `input_ids`.
 
 SETTINGS: type, such as Q4_K_M; importance, whether an importance matrix is made of the calibration
 tokens first; gguf, the model in bf16; names, which tensor and rows of the checkpoint each linear of

@@ -2,10 +2,12 @@
 
 `quantflow generate --adapter` runs it and `quantize --adapter` merges it.
 
-In:  a Hugging Face model, or the weights of an artifact (`quantflow export ARTIFACT -o DIR --format dequantized --dtype f32`),
-     and text: .jsonl with `text` in each line, or .txt with blank lines between documents.
-Out: DIR with adapter_config.json and adapter_model.safetensors, and what happened as one line of JSON: loss and perplexity of
-     the held-out tenth of the text before and after, its share of tokens that are the likeliest, seconds, peak memory.
+In:  a Hugging Face model, or the weights of an artifact
+     (`quantflow export ARTIFACT -o DIR --format dequantized --dtype f32`), and text: .jsonl with
+     `text` in each line, or .txt with blank lines between documents.
+Out: DIR with adapter_config.json and adapter_model.safetensors, and a report as one line of JSON:
+     loss and perplexity of the held-out tenth of the text before and after, its share of tokens
+     that are the likeliest, seconds, peak memory.
 
 Documents are joined, each with the tokenizer's BOS, and cut into sequences of --length. Only the
 adapter is trained, by AdamW.

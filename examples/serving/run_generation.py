@@ -2,10 +2,10 @@
 
 This is the client of tgi-gaudi's examples, by its name and options, without its packages.
 
-In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `text` in each line, or .txt with blank lines
-     between them.
-Out: how many requests were answered, tokens per second of all together, and seconds of the first token, of each further one and
-     of a whole request; --json prints it as one line.
+In:  the address of a server that speaks TGI's HTTP, and prompts: .jsonl with `text` in each line,
+     or .txt with blank lines between them.
+Out: the number of answered requests, tokens per second of all together, and seconds of the first
+     token, of each further one and of a whole request; --json prints it as one line.
 
 The server is asked for /info first. Prompts that have more tokens than --max_input_length, as the
 server counts them, are left out; the others are taken in turn until there are --total_sample_count.

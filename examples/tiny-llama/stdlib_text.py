@@ -5,7 +5,8 @@ the `.py` files below `sysconfig`'s `stdlib` path; what goes out is two JSON-lin
 `text` per line:
 
     calibration.jsonl   excerpts of modules the model was trained on
-    heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on, in a shuffled order
+    heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on,
+                        in a shuffled order
 
 Left out: tests, codec tables, generated files and bundled wheels, because they are long and say
 little. The text differs a little between Python versions; nothing in the project depends on its
