@@ -1,4 +1,6 @@
-"""Proves artifacts in fresh processes that need no start: it imports what a proof imports once, and forks for each.
+"""Proves artifacts in fresh processes that need no start.
+
+It imports what a proof imports once, and forks for each.
 
 A line of stdin is one request in JSON, a line of stdout its answer:
 

@@ -64,7 +64,7 @@ torch.testing.assert_close(ours, oracle)
 
 
 def applied(change, folder):
-    """Apply a change of the page to a copy of the product, and return the copy and the files that it touches."""
+    """Apply a change of the page to a copy of the product; the copy and the files of the change."""
     product = folder / "product"
     leave = shutil.ignore_patterns("__pycache__", "stages", "configs")
     shutil.copytree(ROOT / "quantflow", product / "quantflow", ignore=leave)

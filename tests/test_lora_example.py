@@ -1,4 +1,7 @@
-"""examples/lora: an adapter that PEFT trains on an artifact's weights runs beside the artifact, and is merged into a model."""
+"""examples/lora: an adapter that PEFT trains on an artifact's weights.
+
+It runs beside the artifact, and is merged into a model.
+"""
 
 import json
 import subprocess
@@ -24,7 +27,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def trained(llama, text_files, tmp_path_factory):
-    """Return the folder with an artifact, its dequantized weights and the adapter, and what the training said."""
+    """The folder with an artifact, its dequantized weights and the adapter, and training's output."""
     work = tmp_path_factory.mktemp("lora")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it

@@ -1,4 +1,6 @@
-"""A fork server: it imports everything once; each case is a fork that runs one command line with one fault.
+"""A fork server: it imports everything once.
+
+Each case is a fork that runs one command line with one fault.
 
 Run as a program with the path of a Unix socket. A connection sends one JSON request and gets one
 JSON answer:
@@ -184,14 +186,17 @@ class Faults:
             self._fail(do, arguments)
 
     def _fail(self, number: str, arguments: tuple) -> None:
-        """Raise what the system would: a call on a path names it, one on a descriptor or beside one does not name all of it."""
+        """Raise the system's error.
+
+        A call on a path names it; one on a descriptor or beside one does not name all of it.
+        """
         code = getattr(errno, number)
         named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
         raise OSError(code, os.strerror(code), *named)
 
 
 def limit(spec: dict) -> None:
-    """Set the limits, the permissions, the clock and the allocator of this process that a description of faults names."""
+    """Set this process's limits, permissions, clock and allocator by a description of faults."""
     if "clock" in spec:
         jumps, real = itertools.cycle((spec["clock"], -spec["clock"])), (time.time, time.time_ns)
         time.time = lambda: real[0]() + next(jumps)
@@ -245,7 +250,10 @@ def drop_override() -> None:
 
 
 def forked_proof(faults: Faults):
-    """Return a `subprocess.Popen` that proves an export in a fork, not in a process that imports torch again."""
+    """A `subprocess.Popen` that proves an export in a fork.
+
+    A process would import torch again.
+    """
     original = subprocess.Popen
 
     class Proof:
@@ -286,7 +294,10 @@ def forked_proof(faults: Faults):
 
 
 def end(main, finish=lambda: None) -> None:
-    """End this process as Python does at the end of a program, but without its cleaning up of what the server owns."""
+    """End this process as Python does at the end of a program.
+
+    What the server owns is not cleaned up.
+    """
     code = 1
     try:
         code = main()

@@ -1,4 +1,7 @@
-"""Limits of the system: descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or slow, clocks.
+"""Limits of the system.
+
+They are descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or
+slow, clocks.
 
 Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and
 without the limit the same command makes the same bytes. The default is a few limits of one stage;

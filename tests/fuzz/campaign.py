@@ -1,4 +1,6 @@
-"""The fuzzing campaign: every target with so many inputs, in processes of 2 GiB with 10 s of the processor for each input.
+"""The fuzzing campaign: every target with so many inputs.
+
+They run in processes of 2 GiB with 10 s of the processor for each input.
 
     python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0 [--seconds S] [--only NAME,...]
 
@@ -38,7 +40,7 @@ def late(_number: int, _frame: FrameType | None) -> None:
 
 
 def answer(target: Target, data: bytes, folder: Path) -> str | None:
-    """Return what a reader does with an input other than promised; None where it keeps its promise."""
+    """The broken promise of a reader with an input; None where it keeps its promise."""
     # of the processor: others may keep the machine busy
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:

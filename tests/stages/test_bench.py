@@ -1,4 +1,4 @@
-"""`quantflow bench --kernels` and `inspect --backends`: what they list, for whom, and what they refuse."""
+"""`quantflow bench --kernels` and `inspect --backends`: their rows, and their refusals."""
 
 import json
 

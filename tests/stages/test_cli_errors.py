@@ -1,4 +1,6 @@
-"""A user's mistake: the right exit code, one line with what disagrees, one with what to do, no traceback.
+"""A user's mistake ends with the right exit code and no traceback.
+
+One line says what disagrees, one what to do.
 
 Longer than 300 lines because every mistake of a command line stands here, once, over one set of
 fixtures.

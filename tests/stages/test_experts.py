@@ -1,4 +1,7 @@
-"""Mixtures of experts through the stages: the ledger of tokens, and what becomes of experts that got too few."""
+"""Mixtures of experts through the stages.
+
+They keep a ledger of tokens, and treat experts that got too few.
+"""
 
 import json
 
@@ -43,7 +46,9 @@ STATIC = {"scheme": "FP8", "expert_tokens": NEEDED}
 
 
 def starve(folder):
-    """Make the last expert of a model of five unreachable: of a row, its negative, another and its negative, two are positive.
+    """Make the last expert of a model of five unreachable.
+
+    Of a row, its negative, another and its negative, two are positive.
 
     Its own row is zero, which is never among the two largest.
     """
@@ -134,7 +139,7 @@ def expert(number, layer=0):
 
 @torch.no_grad()
 def tokens_by_hand(model, measurement):
-    """Return, per layer, how many tokens the router of the family's own model sends to each of five experts."""
+    """Tokens that the router of the family's own model sends to each of five experts, by layer."""
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with safe_open(measurement / "calibration.safetensors", framework="pt") as file:
         sequences = torch.split(file.get_tensor("tokens"), file.get_tensor("lengths").tolist())
@@ -297,7 +302,10 @@ def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measur
 
 @torch.no_grad()
 def output_error(model, folder, measurement):
-    """Return ||x (W - Q)^T||^2 of the unreached expert's first linear in layer 0, over what enters that layer's experts."""
+    """Squared norm of x (W - Q)^T, of the unreached expert's first linear in layer 0.
+
+    x is the input of that layer's experts.
+    """
     stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     inputs = []
     hook = stock.model.layers[0].mlp.register_forward_pre_hook(

@@ -1,4 +1,7 @@
-"""Export for llama.cpp: every weight in its place, the same bytes again, what the proof notices, and refusals."""
+"""Export for llama.cpp.
+
+Every weight is in its place, bytes repeat, the proof notices changes, and some models are refused.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Folders of other programs: linears of several names, or none in the files; configurations that stand in other places."""
+"""Folders of other programs with other names.
+
+Linears have several names, or none in the files; configurations stand in other places.
+"""
 
 import json
 from pathlib import Path

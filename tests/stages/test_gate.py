@@ -27,7 +27,10 @@ PROTOCOL = {
 
 
 def write(folder, kld, name):
-    """Write the validation of an artifact with the same divergence in each of eight windows of 100 tokens."""
+    """Write the validation of an artifact.
+
+    Each of eight windows of 100 tokens has the same divergence.
+    """
     values = {"ppl_ratio": 1.0, "mean_kld": kld, "kld_p999": 0.1, "top1_agreement": 0.95}
     content = {
         "artifact": name,

@@ -1,4 +1,7 @@
-"""`generate --ranks` and `bench --ranks`: processes that share an artifact say what one says, end together, or refuse."""
+"""`generate --ranks` and `bench --ranks`.
+
+Processes that share an artifact say what one says, end together, or refuse.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Damaged, foreign and hostile inputs of a user: a sentence, its exit code, and nothing raw for the terminal."""
+"""Damaged, foreign and hostile inputs of a user.
+
+They end with a sentence, its exit code, and nothing raw for the terminal.
+"""
 
 import ctypes
 import json
@@ -601,7 +604,10 @@ class Runs:
 
 @pytest.fixture
 def with_code(llama, tmp_path):
-    """A model whose folder holds code of every kind, and the file that each would make if it ran."""
+    """A model whose folder holds code of every kind.
+
+    With it comes the file that each code would make if it ran.
+    """
     model, marker = Path(shutil.copytree(llama, tmp_path / "model")), tmp_path / "ran"
     for name in PROGRAMS:
         (model / name).parent.mkdir(exist_ok=True)

@@ -94,7 +94,7 @@ def made(llama: Path, measured_family: Any, tmp_path_factory: pytest.TempPathFac
 def caches_of(
     model: Path, sequences: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the largest key and value of each head of each layer, as transformers' own cache holds them."""
+    """The largest key and value of each head of each layer, from transformers' own cache."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seen = []
     for sequence in sequences:

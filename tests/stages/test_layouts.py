@@ -1,4 +1,7 @@
-"""Folders in other programs' layouts, run as they are: an artifact's text, whatever folder it is in."""
+"""Folders in other programs' layouts, run as they are.
+
+They give an artifact's text, whatever folder it is in.
+"""
 
 import json
 

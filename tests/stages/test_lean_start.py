@@ -1,4 +1,7 @@
-"""Commands import what they use: no transformers where files are all that is read, no model code of it to decode."""
+"""Commands import only the modules that they use.
+
+Reading files takes no transformers, and decoding none of its model code.
+"""
 
 import json
 import subprocess

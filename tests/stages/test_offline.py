@@ -1,4 +1,7 @@
-"""What reads without computing: inspect, verify, diff and --help; no torch, and no damage gets past them."""
+"""Verbs that read without computing: inspect, verify, diff and --help.
+
+They import no torch, and no damage gets past them.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Generation from disk and validation layer by layer: the numbers of the whole models, in a fraction of their memory."""
+"""Generation from disk and validation layer by layer.
+
+The numbers are those of the whole models, in a fraction of their memory.
+"""
 
 import json
 import math
@@ -190,7 +193,10 @@ def test_the_peak_of_generation_from_disk_is_a_fraction_of_the_weights(large_art
 
 @pytest.fixture(scope="module")
 def large_artifact(tmp_path_factory, llama):
-    """An artifact, and its bytes: two thirds are embedding and head, the rest two layers of W8A16."""
+    """An artifact, and its bytes.
+
+    Two thirds are embedding and head, the rest two layers of W8A16.
+    """
     work = tmp_path_factory.mktemp("large")
     config = AutoConfig.from_pretrained(llama)
     config.update(

@@ -1,4 +1,7 @@
-"""From a model to an artifact in one command: what it leaves, where it goes on, and what a measurement lacks is measured."""
+"""From a model to an artifact in one command: its output, and its continuation.
+
+Statistics that a measurement lacks are measured.
+"""
 
 import json
 import shutil

@@ -1,4 +1,7 @@
-"""Where a stage writes: never inside what it reads, in the folder that a link names, and over no file that is not its own."""
+"""The folder that a stage writes.
+
+It is never inside an input, it is the one that a link names, and no foreign file is replaced.
+"""
 
 import json
 import os

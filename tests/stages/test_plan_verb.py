@@ -232,7 +232,10 @@ def test_indices_are_shortened_to_spans():
 
 
 def model_with(heads, kv_heads, rows, columns):
-    """A model of one layer: `up` behind a norm, [rows, 64], and `down` behind none, [64, columns]."""
+    """A model of one layer.
+
+    `up` stands behind a norm, [rows, 64], and `down` behind none, [64, columns].
+    """
     groups = (LinearGroup(linears=("up",), norm="n"), LinearGroup(linears=("down",)))
     layer = Layer(index=0, prefix="", attention="", groups=groups)
     shapes = {"up.weight": (rows, 64), "down.weight": (64, columns)}

@@ -124,7 +124,10 @@ def amax(folder, rank, world):
 
 
 def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
-    """A search for `1_16` in file names finds `11_16` as well, and the one that the folder lists first wins."""
+    """A search for `1_16` in file names finds `11_16` as well.
+
+    The one that the folder lists first wins.
+    """
     values = [float(rank + 1) for rank in range(16)]
     ranks(tmp_path / "m", dp=16, amax=values)
     code, out, err = said("unify", "-g", "0-7", "8-15", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -241,7 +244,10 @@ def test_files_beside_the_ranks_change_nothing(said, tmp_path):
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_missing_rank_is_named_whichever_it_is(refused, tmp_path, gone):
-    """The first missing rank fails without a name elsewhere, and any other is dropped in silence."""
+    """The first missing rank fails without a name elsewhere.
+
+    Any other is dropped in silence.
+    """
     ranks(tmp_path / "m", dp=3)
     shutil.rmtree(tmp_path / "m" / f"rank-00{gone}-of-003")
     told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
@@ -371,7 +377,10 @@ def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(
 
 
 def test_scales_are_not_merged_because_they_are_derived(refused, tmp_path):
-    """Scale files are dictionaries where weights have scales per channel; statistics are merged, and scales made from them."""
+    """Scale files are dictionaries where weights have scales per channel.
+
+    Statistics are merged, and scales made from them.
+    """
     folder = tmp_path / "m" / "rank-000-of-001"
     folder.mkdir(parents=True)
     for name in (

@@ -1,4 +1,7 @@
-"""The verbs one after the other, and all of them as `run`: what they print, leave alone and write."""
+"""The verbs one after the other, and all of them as `run`.
+
+Tested are their output, their files, and the files that they leave alone.
+"""
 
 import json
 import shutil
@@ -81,7 +84,10 @@ def lines(tmp_path_factory, llama, text_files):
 
 @pytest.fixture(scope="module")
 def done(lines):
-    """The working folder after every stage ran once; export proves the artifact in a fresh process."""
+    """The working folder after every stage ran once.
+
+    Export proves the artifact in a fresh process.
+    """
     for line in lines.values():
         assert run(*line) == 0
     return lines["export"][3].parent
@@ -284,7 +290,10 @@ def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, line
 def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(
     llama, tmp_path
 ):
-    """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
+    """Both processes import torch at once.
+
+    The proof's own waits for its order, and knows nothing of the artifact yet.
+    """
     script = """
 import subprocess, sys
 import quantflow.distributed.launch  # whose annotations name the class that is replaced

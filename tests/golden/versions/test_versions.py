@@ -1,4 +1,7 @@
-"""What earlier versions left on disk is read, or refused with the command that makes it again; make.py wrote it."""
+"""Files of earlier versions are read, or refused with the command that makes them again.
+
+make.py wrote them.
+"""
 
 import shutil
 from pathlib import Path
