@@ -314,7 +314,7 @@ def test_a_word_that_is_no_device_and_no_dtype_is_refused(words: dict[str, str])
         Compute(**words)
 
 
-def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_gradients_in_bfloat16_are_refused(
+def test_ranks_on_one_device_or_on_devices_without_a_way_between_and_bfloat16_gradients_are_refused(
     llama: Path,
     text_files: dict[str, Path],
     tmp_path: Path,

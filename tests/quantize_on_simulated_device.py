@@ -347,7 +347,10 @@ def _ranks(
         apart: torch has no backend between their devices.
     """
     (folder / "private").mkdir(parents=True)
-    started = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.rank_on_simulated_device import main; main()"
+    started = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+        "from tests.rank_on_simulated_device import main; main()"
+    )
     command = [sys.executable, "-c", started, str(Path(__file__).resolve().parents[1])]
     words = [APART, *words] if apart else words
     ranks = [

@@ -1,7 +1,9 @@
 """A simulated device: tensors on `simulated:0`, whose values are computed on the CPU.
 
-    with SimulatedGpu() as gpu:                 # torch makes, moves and computes tensors of it until the block ends
+    with SimulatedGpu() as gpu:
         device = Device(kind=gpu.kind, ...)
+
+Until the block ends, torch makes, moves and computes tensors of it.
 
 It behaves as a GPU does where that is strict, and is stricter where a GPU would wait silently:
 

@@ -15,9 +15,11 @@ FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}
 START = "from quantflow import Calibration, Export, Quantize, export, measure, quantize\n"
 RUNS = {
     "algorithm": """
-folder = quantize("llama", "q", entry=Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)).folder
+entry = Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)
+folder = quantize("llama", "q", entry=entry).folder
 from safetensors.torch import load_file
-assert any(name.endswith("weight_packed") for name in load_file(folder / "layers/00000.safetensors"))
+tensors = load_file(folder / "layers/00000.safetensors")
+assert any(name.endswith("weight_packed") for name in tensors)
 """,
     "statistic": """
 from safetensors.torch import load_file
@@ -31,8 +33,9 @@ quantize("llama", "q", entry=entry, measurement=measured)
     "family": """
 import torch
 from transformers import AutoModelForCausalLM, HeliumConfig
-shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-config = HeliumConfig(**shape, num_key_value_heads=2, head_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+config = HeliumConfig(**shape, **heads, bos_token_id=0, eos_token_id=1, pad_token_id=1)
 AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained("helium")
 for file in ("tokenizer.json", "tokenizer_config.json"):
     __import__("shutil").copy(f"llama/{file}", "helium")
@@ -45,7 +48,8 @@ quantize("helium", "q", entry=entry, measurement=measured)
 from safetensors.torch import load_file
 entry = Quantize(name="a", scheme="W8A16")
 artifact = export(quantize("llama", "q", entry=entry).folder, "a").folder
-codes = load_file(export(artifact, "c", options=Export(format="codes")).folder / "codes.safetensors")
+exported = export(artifact, "c", options=Export(format="codes")).folder
+codes = load_file(exported / "codes.safetensors")
 assert codes["model.layers.0.self_attn.q_proj.qvalue"].shape == (64, 64)
 """,
     "kernel": """
@@ -55,9 +59,11 @@ from quantflow.backends import BACKENDS
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import preset
 scheme = preset("W8A16")
-done = quantize_group({"w": torch.randn(8, 32)}, scheme, statistics={}, scale_dtype=torch.float32)["w"].weight
+weights = {"w": torch.randn(8, 32)}
+done = quantize_group(weights, scheme, statistics={}, scale_dtype=torch.float32)["w"].weight
 linear, x = QuantizedLinear(weight=done, scheme=scheme), torch.randn(3, 32)
-ours, oracle = (BACKENDS[n].linear(x, BACKENDS[n].prepare(linear, x.dtype), None) for n in ("rows", "reference"))
+backends = [BACKENDS[name] for name in ("rows", "reference")]
+ours, oracle = (each.linear(x, each.prepare(linear, x.dtype), None) for each in backends)
 torch.testing.assert_close(ours, oracle)
 """,
 }

@@ -304,9 +304,7 @@ def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_t
 
 @needs_weights
 @pytest.mark.slow
-def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> (
-    None
-):
+def test_scales_fitted_to_the_weights_keep_the_example_closer_than_those_of_the_whole_range():
     windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
     source = open_source(EXAMPLE)
     model = load_model(source, dtype=torch.float32)

@@ -154,9 +154,12 @@ from _gpu.record import Place, write_whole
 paths = {{name: Path({str(place.work)!r}) for name in ("model", "work", "shared", "peers")}}
 place = Place(device="cpu", size="smallest", **paths)
 names = ("tells", "hangs", "misses")
-chosen = [gpu.Check(name=name, asks="?", function="made_up_checks:" + name, limit=60) for name in names]
+chosen = [
+    gpu.Check(name=name, asks="?", function="made_up_checks:" + name, limit=60) for name in names
+]
 def keep(outcomes, seconds):
-    write_whole(Path({str(tmp_path)!r}) / "results.json", json.dumps([dataclasses.asdict(one) for one in outcomes]))
+    found = json.dumps([dataclasses.asdict(one) for one in outcomes])
+    write_whole(Path({str(tmp_path)!r}) / "results.json", found)
 gpu.run(chosen, place, budget=100, keep=keep, say=print, earlier={{}})
 """
     process = subprocess.Popen([sys.executable, "-c", program])

@@ -27,7 +27,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def trained(llama, text_files, tmp_path_factory):
-    """The folder with an artifact, its dequantized weights and the adapter, and training's output."""
+    """Folder of an artifact, its dequantized weights and the adapter, and training's output."""
     work = tmp_path_factory.mktemp("lora")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it

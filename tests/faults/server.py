@@ -6,8 +6,9 @@ Run as a program with the path of a Unix socket. A connection sends one JSON req
 JSON answer:
 
     request   {"arguments": [...], "root": folder, "faults": {...}, "kill_after": seconds or null}
-    answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr", "seconds",
-               "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means],
+    answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr",
+               "seconds", "counts": {kind: calls}, "written": bytes,
+               "alien": [files opened for writing by other means],
                "allocations": blocks that torch asked for}
 
 The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks
@@ -64,21 +65,25 @@ class Faults:
     """Stand-ins for the calls of `os` that change the disk.
 
     `spec` may hold, all optional:
-        kind, at, do     the `at`-th call of a kind (open for writing and mkdir; write and pwrite; fsync; rename and link;
-                         unlink and rmdir; pread and preadv of a file of the source) fails with the errno named `do`, or is
-                         preceded by KILL, TERM, INT, INT+TERM (a second signal), or VANISH
+        kind, at, do     the `at`-th call of a kind fails with the errno named `do`, or is preceded
+                         by KILL, TERM, INT, INT+TERM (a second signal), or VANISH; kinds are open
+                         for writing and mkdir; write and pwrite; fsync; rename and link; unlink and
+                         rmdir; pread and preadv of a file of the source
         source           the folder of the model: only reads below it count
         path             what VANISH removes: a file of the source
-        full             bytes after which every write ends short, and then with ENOSPC, as does making anything new
+        full             bytes after which every write ends short, and then with ENOSPC, as does
+                         making anything new
         log              the errno named so for every write of a log file
-        since            from the `at`-th of all calls that change the disk on, each fails with the errno named `do`: a file
-                         system that turned read-only
-        limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of a file}
+        since            from the `at`-th of all calls that change the disk on, each fails with the
+                         errno named `do`: a file system that turned read-only
+        limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of
+                         a file}
         plain            be a user whom permissions of files bind, although this may be root
-        clock            seconds that the clock jumps, ahead and back in turn, each time that it is read
+        clock            seconds that the clock jumps, ahead and back in turn, each time that it is
+                         read
         zone             the time zone, as TZ names it
         slow             seconds that every fsync takes, as on a file system far away
-        allocation       which of the blocks that torch asks for is refused (allocations.c, preloaded)
+        allocation       number of the block of torch that is refused (allocations.c, preloaded)
     """
 
     def __init__(self, root: Path, spec: dict) -> None:

@@ -286,7 +286,7 @@ def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(
         command.check_made(folder)
 
 
-def test_a_signal_on_a_disk_that_takes_its_time_ends_a_stage_with_its_code_and_the_same_command_continues(
+def test_a_signal_on_a_slow_disk_ends_a_stage_with_its_code_and_the_same_command_continues(
     commands,
 ):
     command = commands("file-to-file")

@@ -2,8 +2,8 @@
 
 Every value of their JSON files is changed, and tensors get other shapes.
 
-    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N] [--files config.json,...]
-                                       [--verbs generate,...]
+    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N]
+                                       [--files config.json,...] [--verbs generate,...]
 
 makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each
 so often, and runs the verbs on every one; on the model and on what quantize left, those that read

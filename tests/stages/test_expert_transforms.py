@@ -109,7 +109,7 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
 def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(
     family_model, measured_family, tmp_path
 ):
-    """Experts with few tokens and narrow ranges lose most; smoothing must leave them as they are."""
+    """Experts with few tokens and narrow ranges lose most; smoothing must leave them alone."""
     found = {}
     for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
         entry = {**STATIC, "transforms": transforms}

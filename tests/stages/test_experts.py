@@ -563,9 +563,17 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
         "num_attention_heads": 4,
     }
     config = Qwen2MoeConfig(
-        **sizes, num_key_value_heads=2, num_experts=3, num_experts_per_tok=1, moe_intermediate_size=32, mlp_only_layers=[0],
-        shared_expert_intermediate_size=32, decoder_sparse_step=1, max_position_embeddings=128, initializer_range=0.1,
-    )  # fmt: skip
+        **sizes,
+        num_key_value_heads=2,
+        num_experts=3,
+        num_experts_per_tok=1,
+        moe_intermediate_size=32,
+        mlp_only_layers=[0],
+        shared_expert_intermediate_size=32,
+        decoder_sparse_step=1,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
     model = tmp_path / "model"
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
     for path in llama.glob("token*"):

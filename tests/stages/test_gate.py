@@ -118,7 +118,8 @@ import sys
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 code = exit_code(cli, ["gate", {new!r}, "--previous", {old!r}])
-print(code, [name for name in ("torch", "transformers", "tokenizers", "safetensors") if name in sys.modules])
+heavy = ("torch", "transformers", "tokenizers", "safetensors")
+print(code, [name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "4 []"

@@ -374,7 +374,10 @@ def test_nodes_whose_kind_the_files_do_not_say_are_named_and_left_to_the_toolkit
         )
         == 0
     )
-    said = "scales of 2 nodes are left to the toolkit, which knows what they are: model.layers.0.mlp.moe_op, model.layers.0.other"
+    said = (
+        "scales of 2 nodes are left to the toolkit, which knows what they are: "
+        "model.layers.0.mlp.moe_op, model.layers.0.other"
+    )
     assert said in capsys.readouterr().err
     (scales,) = find_triples(tmp_path / "f" / "hqt_output", method="MAXABS_HW").values()
     found = read_triple(scales).nodes
@@ -709,7 +712,7 @@ def test_measure_takes_its_statistics_from_the_configuration_unless_told_otherwi
 def test_a_users_configuration_files_lead_from_measure_to_quantize(
     tmp_path, llama, text_files, monkeypatch, refused, capsys
 ):
-    """QUANT_CONFIG alone names the folder of measure and of quantize, as it does for the toolkit."""
+    """QUANT_CONFIG alone names the folder of measure and quantize, as it does for the toolkit."""
     monkeypatch.chdir(tmp_path)
     assert "no folder to write" in refused(
         2, "measure", llama, "--calibration", text_files["calibration"]
@@ -912,8 +915,16 @@ def test_schemes_with_other_scales_say_that_the_method_is_not_used(tmp_path, lla
     )
 
 
-TABLE = {"default": {part: {"granularity": "PTS", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
-                     for part in ("weight", "activation")}}  # fmt: skip
+TABLE = {
+    "default": {
+        part: {
+            "granularity": "PTS",
+            "scale_value_type": "FIXED_VALUE",
+            "rounding_method": "SCALE_UNIT",
+        }
+        for part in ("weight", "activation")
+    }
+}
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,9 @@ def test_sixteen_cards_and_card_1_is_not_card_11(tmp_path):
     source = cards(tmp_path / "m", 16)
     assert run("unify", "-g", "0-7", "8-15", "-m", source, "-o", tmp_path / "u") == 0
     assert maxima(tmp_path / "u") == [8, 16]
-    assert run("unify", "-g", "0,11", "1,10", *(f"{i},{i + 10 if i < 6 else i + 1}" for i in (2, 3, 4, 5, 6, 8)), "-m", source,
-               "-o", tmp_path / "v") == 0  # fmt: skip
+    pairs = [f"{i},{i + 10 if i < 6 else i + 1}" for i in (2, 3, 4, 5, 6, 8)]
+    groups = ("0,11", "1,10", *pairs)
+    assert run("unify", "-g", *groups, "-m", source, "-o", tmp_path / "v") == 0
     assert maxima(tmp_path / "v") == [12, 11, 13, 14, 15, 16, 8, 10]
 
 

@@ -489,7 +489,8 @@ def test_ranks_that_are_none_are_a_usage_error_of_every_verb_that_reads_them(
 
 @pytest.fixture
 def recipe(llama, text_files, tmp_path):
-    text = f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 2, sequence_length: 8}}\n"
+    source = text_files["calibration"]
+    text = f"model: {llama}\ncalibration: {{source: {source}, samples: 2, sequence_length: 8}}\n"
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{text}quantize: [{{name: a, scheme: W8A16, algorithm: rtn}}]\n")
     return path
@@ -615,7 +616,10 @@ def with_code(llama, tmp_path):
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scaler.pkl"):
         (model / name).write_bytes(pickle.dumps(Runs(marker)))
     if (compiler := shutil.which("cc")) is not None:
-        source = '#include <fcntl.h>\n__attribute__((constructor)) static void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }\n'
+        source = (
+            "#include <fcntl.h>\n__attribute__((constructor)) static void run(void) "
+            '{ open("%s", O_CREAT | O_WRONLY, 0600); }\n'
+        )
         (tmp_path / "x.c").write_text(source % marker)
         subprocess.run(
             [compiler, "-fPIC", "-shared", tmp_path / "x.c", "-o", model / "modeling_x.so"],
@@ -629,7 +633,10 @@ def with_code(llama, tmp_path):
         (model / name).write_text(
             json.dumps(json.loads((model / name).read_text()) | {"auto_map": CODE})
         )
-    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    escape = (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+        "{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    )
     (model / "chat_template.jinja").write_text(escape % marker)
     return model, marker
 

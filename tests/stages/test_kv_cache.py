@@ -385,7 +385,10 @@ def test_a_measurement_of_no_layers_or_from_before_says_what_to_run(
     for cache, key in ((CACHES[0], r"k_cache\|amax"), (CACHES[1], r"k_heads\|channel_amax")):
         entry = entry_with(scheme="W8A16", kv_cache=cache)
         job = QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=bare)
-        message = rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; run `quantflow measure` again with --stats"
+        message = (
+            rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; "
+            "run `quantflow measure` again with --stats"
+        )
         with pytest.raises(StatisticsError, match=message):
             quantize.run(job, QUIET)
     assert not (tmp_path / "q").exists()

@@ -120,13 +120,15 @@ Throughput: 100.00 produced tokens/second, 133.33 requested"""
 | Temperature        | 0.5   |
 | Top K              | None  |"""
     assert parameters in told and "| Do Sample          | True  |" in told
-    latencies = """| Step           | Batch Size | Average | Lowest  | Highest | p50     | p90     | p99     |
+    latencies = """\
+| Step           | Batch Size | Average | Lowest  | Highest | p50     | p90     | p99     |
 |----------------|------------|---------|---------|---------|---------|---------|---------|
 | Prefill        | 1          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |
 |                | 2          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |
 | Decode (token) | 1          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |"""
     assert latencies in told
-    rates = """| Step    | Batch Size | Average             | Lowest              | Highest             |
+    rates = """\
+| Step    | Batch Size | Average             | Lowest              | Highest             |
 |---------|------------|---------------------|---------------------|---------------------|
 | Prefill | 1          | 2000.00 tokens/secs | 1000.00 tokens/secs | 4000.00 tokens/secs |"""
     assert rates in told

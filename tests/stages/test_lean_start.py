@@ -27,7 +27,8 @@ from quantflow.planning.recipe import Quantize
 
 expected = []
 
-def prove(artifact, quantized, source, *, workers, measures):  # here, so that what it imports is seen
+# here, so that its imports are seen
+def prove(artifact, quantized, source, *, workers, measures):
     from quantflow.exporting import proof_process
 
     with Workers(workers) as pool:
@@ -90,7 +91,7 @@ for name in told["names"]:
 """
 
 
-def test_neither_serving_nor_a_conversation_nor_a_benchmark_of_speed_imports_model_code_of_transformers():
+def test_serving_conversations_and_benchmarks_of_speed_import_no_model_code_of_transformers():
     names = ["server.process", "runtime.conversation", "runtime.text_pipeline", "runtime.load"]
     names += ["benching.latency", "benching.generation_speed", "benching.kernel_speed"]
     assert imported(RUNS, names=[f"quantflow.{name}" for name in names], heavy=MODELING) == []

@@ -28,12 +28,15 @@ GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreemen
 PEAK = """
 import sys
 from pathlib import Path
-from transformers.models.llama import modeling_llama  # what is imported is not what the weights take
+# imported here, so that it is not counted as memory of the weights
+from transformers.models.llama import modeling_llama
 import quantflow.runtime.offload
 from quantflow.runtime.generation import GenerateJob, run
-job = GenerateJob(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
+artifact = Path(sys.argv[1])
+job = GenerateJob(artifact=artifact, prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+    lines = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(lines[0].split()[1]) * 1024
 before = peak()
 tokens = run(job, lambda text: None)["outputs"][0]["tokens"]
 print(tokens, peak() - before)

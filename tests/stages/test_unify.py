@@ -704,12 +704,11 @@ def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
         assert [amax(tmp_path / f"u{world}", rank, world) for rank in range(world)] == expected
 
 
-def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_same_command_continues(
-    tmp_path,
-):
+def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_the_command_continues(tmp_path):
     ranks(tmp_path / "m", dp=64)
     for limit, code in ((40, 5), (120, 0)):
-        line = f"ulimit -n {limit}; {sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
+        unify = f"{sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
+        line = f"ulimit -n {limit}; {unify}"
         result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
         assert result.returncode == code, result.stderr
         assert code == 0 or "ulimit -n" in result.stderr and "Traceback" not in result.stderr
