@@ -13,16 +13,11 @@ from safetensors.torch import load_file
 
 from quantflow.exporting import export as export_stage
 from quantflow.runtime.adapters import read_adapter
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow  # it trains
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "lora" / "finetune.py"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from quantflow.progress import SILENT
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.sources.gguf_import import import_gguf
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 NAMES = {  # of a layer, beside those that are permuted
     "attn_v": "self_attn.v_proj",
@@ -39,10 +38,6 @@ NAMES = {  # of a layer, beside those that are permuted
     "ffn_norm": "post_attention_layernorm",
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def export(source: Path, output: Path, *more: str) -> Path:

@@ -26,14 +26,9 @@ from quantflow.measuring.text import read_documents
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def grouped(bits: int, *, symmetric: bool = True, size: int = 32) -> LinearScheme:

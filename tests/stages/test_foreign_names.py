@@ -14,8 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from quantflow.core.scheme import named
 from quantflow.formats.weight_layout import integers
 from quantflow.runtime.artifact import open_folder
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 SIZES = {
     "vocab_size": 96,
@@ -57,10 +56,6 @@ LEFT = {  # what loaders may call the linears that are not quantized
     },
 }
 SYMMETRIC = named(integers(4, 32, symmetric=True, where="a test"), None, "pack-quantized")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def kind_of(name):

@@ -22,14 +22,9 @@ from quantflow.formats.gaudi.quant_config import read_quant_config
 from quantflow.formats.gaudi.triple import Node, read_triple, write_triple
 from quantflow.measuring.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 A = "model.layers.1.self_attn"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -14,14 +14,9 @@ from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -31,9 +31,8 @@ from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 from quantflow.validating.validate import bits_per_weight
+from tests.shared import run
 
 VOCABULARY = 323  # no multiple of 16: kernels pad their rows
 SHAPE = {
@@ -59,10 +58,6 @@ WEIGHTS = {
     "neox": "embed_out.weight",
 }
 IDS = torch.arange(5, 45).reshape(2, 20)
-
-
-def run(*arguments) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(autouse=True)

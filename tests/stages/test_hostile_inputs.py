@@ -31,8 +31,8 @@ from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code, outline, table
+from quantflow.stages.cli.output import outline, table
+from tests.shared import run
 
 HOSTILE = "\x1b[2J\x07evil\u202egnp.exe\nerror: all is well"
 
@@ -43,10 +43,6 @@ def reseal(folder):
     for key in ("digest", "files", "layout_version"):
         body.pop(key)
     write_manifest(folder, build_manifest(folder, body=body))
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validating import validate
 from quantflow.validating.job import ValidateJob
+from tests.shared import run
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
@@ -58,10 +59,6 @@ CACHES = [
     for s in ("FP8", "INT8")
     for g in ("per_tensor", "per_head")
 ]
-
-
-def run(*arguments: Any) -> int:
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 EACH = pytest.mark.parametrize(

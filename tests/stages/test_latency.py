@@ -14,14 +14,9 @@ from quantflow.benching.generation_speed import time_run
 from quantflow.benching.latency import ratios
 from quantflow.exporting import export as export_stage
 from quantflow.stages.bench import latency_text
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 SMALL = ("--input-tokens", "8", "--new-tokens", "4", "--runs", "3", "-b", "1", "-b", "2", "-q")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,7 @@ import json
 import pytest
 
 from quantflow.exporting import export as export_stage
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
+from tests.shared import run
 
 
 @pytest.fixture(scope="module")

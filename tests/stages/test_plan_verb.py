@@ -16,12 +16,7 @@ from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from quantflow.planning.card_splits import cut_columns, obstacles
 from quantflow.planning.forecast import spans
 from quantflow.planning.sizes import ModelSize
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
+from tests.shared import run
 
 
 @pytest.fixture

@@ -24,16 +24,11 @@ from quantflow.measuring.record import (
     read_meta,
     write_measurement,
 )
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
 from quantflow.unifying import unify
+from tests.shared import run
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

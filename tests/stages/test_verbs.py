@@ -18,15 +18,10 @@ from quantflow.measuring.job import MeasureJob
 from quantflow.planning import resources
 from quantflow.planning.recipe import Calibration
 from quantflow.reporting.progress_line import ProgressLine
-from quantflow.stages.cli import cli
-from quantflow.stages.cli.output import exit_code
+from tests.shared import run
 
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
 SCHEME = ("--scheme", "W4A16", "--group-size", "32", "--name", "int4")
-
-
-def run(*arguments):
-    return exit_code(cli, [str(argument) for argument in arguments])
 
 
 def tree(folder):
